@@ -6,6 +6,7 @@ A value that the user has set already always wins.
 
 import contextlib
 import ctypes
+import gc
 import os
 from collections.abc import Mapping, MutableMapping
 
@@ -33,9 +34,6 @@ SETTINGS = {
     # rtrain itself watches for nodes that are about to go (runs/notice.py). A second watch would be one more process,
     # and even an idle one takes 1 % of a core, which the workers of a small machine would lack.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    # The agent of each node would measure its processes every 5 s, for a dashboard that a private cluster does not
-    # have.
-    "REPORTER_UPDATE_INTERVAL_MS": "60000",
     # Ray's own metrics need a Prometheus, which a laptop does not run.
     "RAY_TRAIN_METRICS_ENABLED": "0",
     # Tune's default is to change into a folder per trial; relative paths would then point elsewhere in each worker.
@@ -60,6 +58,7 @@ SETTINGS = {
 }
 
 
+COLLECTED_AFTER = 10_000
 CACHE = "RTRAIN_CACHE"
 """Folder in which compiled graphs are kept (`rtrain.network.compiled`); empty: none is."""
 COUNTED_GPUS = "RTRAIN_COUNTED_GPUS"
@@ -91,6 +90,15 @@ def give_memory_back() -> None:
     two trainings there is none."""
     with contextlib.suppress(OSError, AttributeError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def collect_less() -> None:
+    """Look for garbage after 10,000 new objects in place of Python's 700 or 2,000, unless it is less often already.
+    Importing Ray, torch and transformers makes hundreds of thousands, none of them garbage; every eighth second of that
+    went by with looking."""
+    first, *others = gc.get_threshold()
+    if 0 < first < COLLECTED_AFTER:
+        gc.set_threshold(COLLECTED_AFTER, *others)
 
 
 def prepare(environ: MutableMapping[str, str] | None = None) -> None:

@@ -29,9 +29,13 @@ from rtrain.ray_internals.groups import (
     silent_progress as silent_progress,
     torch_trainer as torch_trainer,
 )
+from rtrain.ray_internals.private import (
+    is_private as is_private,
+    lean as lean,
+    mark as mark,
+)
 from rtrain.ray_internals.process import (
     drop_forwarded_output as drop_forwarded_output,
-    end_log_monitor as end_log_monitor,
     session_folder as session_folder,
     store_has_ended as store_has_ended,
 )
