@@ -22,6 +22,7 @@ from rtrain.predict import Predictor
 from serve.answering import Lasting
 from serve.app import build_app
 from serve.change.versions import Plan
+from serve.declared import most_replicas, most_requests
 from serve.desk import build_desk
 from serve.door import guard
 from serve.front import direct
@@ -32,16 +33,6 @@ logger = logging.getLogger(__name__)
 
 COUNT_S = 5.0
 """Seconds between two counts of the replicas, which share out the rates of keys."""
-
-
-def most_replicas(settings: Serve) -> int:
-    return settings.max_replicas or settings.replicas
-
-
-def most_requests(settings: Serve, models: int = 1) -> int:
-    """Requests of a replica at a time. Each holds a text at least, so that this many reach the models' own queues,
-    whose 503 says when to come back."""
-    return max(64, settings.max_queue_rows + 2 * settings.max_batch_rows) * models
 
 
 @ray.serve.ingress()
