@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rtrain import artifact, env, events
+from rtrain import artifact, env, events, ray_internals
 from rtrain.batch import Head, Ints, batches
 from rtrain.config import Model
 from rtrain.data.stores.store import Store, open_store
@@ -101,6 +101,7 @@ def ensure_answers(
     # A local Ray counts more logical CPUs than the machine has; each teacher process uses a real one.
     logical_per_real = ray.cluster_resources()["CPU"] / (env.cores() * len(ray.nodes()))
     blocks = max(env.cores(), math.ceil(rows / BLOCK_ROWS))
+    ray_internals.without_data_actors()
     dataset = ray.data.range(rows, override_num_blocks=blocks).map_batches(
         partial(
             _answer,

@@ -83,8 +83,9 @@ def trainer(
     import ray.train
 
     env.set_limits(layout.stall_s, PLACEMENT_S if layout.elastic else None)
+    asks = not layout.asked and not ray_internals.is_private()
     number = len(list(storage.iterdir())) if storage.is_dir() else 0
-    trainer: TorchTrainer = ray_internals.torch_trainer(asks=not layout.asked)(
+    trainer: TorchTrainer = ray_internals.torch_trainer(asks=asks)(
         train_function,
         torch_config=ray_internals.torch_config(backend(layout.device), int(max(layout.stall_s, JOIN_S))),
         scaling_config=ray.train.ScalingConfig(
