@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def without_data_actors() -> None:
     """Have the data sets of this process start none of Ray Data's own two actors, where Ray is private. One gathers
     figures for a dashboard, which is not there; the other shares out a cluster that may grow, which this does not.
-    Each is a process that imports Ray Data: two seconds of a core as a run starts, and 100 MB."""
+    Each is a process that imports Ray Data: a second of a core as a run starts, and 100 MB."""
     if not private.is_private():
         return
     import ray

@@ -1,5 +1,5 @@
 """Ray Train's TorchTrainer and its TorchConfig, without torch where nothing is computed: in the process that starts a
-worker group, and in the group's controller. Each would take 2 s of a core to import it, and hold 130 MB.
+worker group, and in the group's controller. Each would take 1.7 s of a core to import it, and hold 130 MB.
 
 `groups` imports this module when it starts a group: unlike its neighbours, it needs Ray Train from the start.
 """
