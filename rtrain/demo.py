@@ -30,6 +30,8 @@ ASKED_TOGETHER = 16
 # The endpoint and `rtrain predict` load the same artefact, so that their labels must be equal. Their scores may differ
 # by so much, since an int8 engine's scores move a little with the batch.
 SCORE_TOLERANCE = 0.02
+ALONE: dict[str, Any] = {"num_cpus": 1, "max_calls": 1}
+"""A task in a process that ends with it, which frees the memory of scikit-learn, or of torch, NNCF and two engines."""
 
 
 @dataclass
@@ -131,7 +133,7 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
         source = records.inspect(recipe.data)
         store, _ = tokens.ensure(recipe, source, model.resolve(recipe.model.name), folder)
         stage.rows = sum(store.manifest.rows.values())
-        report.baseline = ray.get(ray.remote(num_cpus=1)(_baseline).remote(recipe))
+        report.baseline = ray.get(ray.remote(**ALONE)(_baseline).remote(recipe))
     headline = metric_for(base.get(recipe.task).output).headline
     with report.stage("search", line) as stage:
         with line.following(table.Follower(headline, config.deploy.tune)):
@@ -145,8 +147,7 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
         student, summary = distill.run(settings, teacher, folder / "student", on_event=line)
         stage.score, stage.rows = summary["metrics"]["test"][headline], summary["rows_seen"]
     with report.stage("quantize", line) as stage:
-        # It runs in a process of its own, whose end frees the memory of torch, NNCF and two engines.
-        task = ray.remote(num_cpus=1)(quantize.run)
+        task = ray.remote(**ALONE)(quantize.run)
         made = ray.get(task.remote(recipe, store.folder, student, student / "artifact-int8"))
         stage.score, stage.size_mb, stage.rows = (
             made["test"][headline],

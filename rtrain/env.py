@@ -6,6 +6,7 @@ A value that the user has set already always wins.
 
 import contextlib
 import ctypes
+import gc
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 
@@ -33,9 +34,6 @@ SETTINGS = {
     # rtrain itself watches for nodes that are about to go (runs/notice.py). A second watch would be one more process,
     # and even an idle one takes 1 % of a core, which the workers of a small machine would lack.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    # The agent of each node would measure its processes every 5 s, for a dashboard that a private cluster does not
-    # have.
-    "REPORTER_UPDATE_INTERVAL_MS": "60000",
     # Ray's own metrics need a Prometheus, which a laptop does not run.
     "RAY_TRAIN_METRICS_ENABLED": "0",
     # Tune's default is to change into a folder per trial; relative paths would then point elsewhere in each worker.
@@ -65,6 +63,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """By which glibc's `mallopt` knows them (malloc.h)."""
 RETURNED, RETURNED_AT_END = 1 << 20, 64 << 20
 """Bytes, in place of these settings; see `freed_goes_back`."""
+COLLECTED_AFTER = 10_000
 CACHE = "RTRAIN_CACHE"
 """Folder in which compiled graphs are kept (`rtrain.network.compiled`); empty: none is."""
 COUNTED_GPUS = "RTRAIN_COUNTED_GPUS"
@@ -124,6 +123,15 @@ def _limit(block: int, end: int) -> bool:
         libc = ctypes.CDLL(None)
         return bool(libc.mallopt(M_MMAP_THRESHOLD, block) and libc.mallopt(M_TRIM_THRESHOLD, end))
     return False
+
+
+def collect_less() -> None:
+    """Look for garbage after 10,000 new objects in place of Python's 700 or 2,000, unless it is less often already.
+    Importing Ray, torch and transformers makes hundreds of thousands, none of them garbage; every eighth second of that
+    went by with looking."""
+    first, *others = gc.get_threshold()
+    if 0 < first < COLLECTED_AFTER:
+        gc.set_threshold(COLLECTED_AFTER, *others)
 
 
 def prepare(environ: MutableMapping[str, str] | None = None) -> None:

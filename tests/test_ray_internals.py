@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from rtrain import ray_internals, torch_internals
@@ -50,13 +49,7 @@ def test_what_ray_knows_of_its_cluster(ray_session: Path) -> None:
     assert folder is not None
     assert (folder / "logs").is_dir()
     assert not ray_internals.store_has_ended()
-    ended = [process for process in psutil.process_iter(["cmdline"]) if _monitors(process, str(folder))]
-    assert ended == []  # the session of these tests was started by rtrain, which ends it
-
-
-def _monitors(process: psutil.Process, session: str) -> bool:
-    words = " ".join(process.info["cmdline"] or [])
-    return "log_monitor.py" in words and session in words
+    assert ray_internals.is_private()
 
 
 @pytest.mark.ray

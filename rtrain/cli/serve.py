@@ -114,7 +114,7 @@ def serve(
 ) -> None:
     """Answer HTTP requests with an artefact, or with several, on Ray Serve, until Ctrl-C; or change what an endpoint
     answers with."""
-    from rtrain.cluster.session import session, until_interrupted
+    from rtrain.cluster.session import until_interrupted
     from rtrain.report.live.progress import say
     from rtrain.run import shown
     from serve import declared, named
@@ -150,13 +150,11 @@ def serve(
     if print_config:
         print(declared.text(folders, settings), end="")
         return
-    from serve import deployment
+    from serve import starting
 
     first = next(iter(folders))
-    ray = session(config, folders[first].parent, lambda event: say(event["text"]))
     with (
-        ray,
-        deployment.start(folders, settings, tell=say) as endpoint,
+        starting.endpoint(config, settings, folders, say) as endpoint,
         control.listening(endpoint.port, endpoint.change),
     ):
         if len(folders) == 1:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rtrain import artifact, drafts, env, events
+from rtrain import artifact, drafts, env, events, ray_internals
 from rtrain.batch import Head, Ints, batches
 from rtrain.config import Model
 from rtrain.data.stores.store import Store, open_store
@@ -104,6 +104,7 @@ def ensure_answers(
     rows = store.rows("train")
     nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
     blocks = max(env.cores(), math.ceil(rows / BLOCK_ROWS))
+    ray_internals.without_data_actors()
     dataset = ray.data.range(rows, override_num_blocks=blocks).map_batches(
         partial(
             _answer,

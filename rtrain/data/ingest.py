@@ -144,6 +144,7 @@ def one_task() -> list[dict[str, Any]]:
     """Send one row through a data task that returns it unchanged."""
     import ray.data
 
+    ray_internals.without_data_actors()
     dataset = ray.data.range(1, override_num_blocks=1)
     return dataset.map_batches(_as_it_is, batch_size=None, zero_copy_batch=True).take_all()
 
@@ -155,6 +156,7 @@ def _as_it_is(batch: dict[str, Any]) -> dict[str, Any]:
 def _dataset(share: Share, start: int, stop: int) -> "ray.data.Dataset":
     import ray.data
 
+    ray_internals.without_data_actors()
     ray_internals.stream_within(share.task_cpus)  # the run asks for nodes, for all its streams (`cluster.demand`)
     blocks = max(1, math.ceil((stop - start) / _updates_per_task(share)))
     dataset = ray_internals.numbers(stop - start, blocks, share.task_cpus).map_batches(

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rtrain import drafts
+from rtrain import drafts, ray_internals
 from rtrain.batch import Head
 from rtrain.config import Recipe
 from rtrain.config.recipe import ADDED_TO_DATA
@@ -166,6 +166,7 @@ def _run(job: Job, source: records.Source) -> list[dict[str, Any]]:
     """
     import ray.data
 
+    ray_internals.without_data_actors()
     tasks = pieces.tasks(source)
     if job.recipe.augment.paraphrase is not None:
         rewriting.run(tasks, partial(shards.texts_to_rewrite, job=job), job.recipe.augment, job.folder)

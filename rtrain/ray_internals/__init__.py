@@ -22,22 +22,31 @@ from rtrain.ray_internals.cluster import (
 from rtrain.ray_internals.data import (
     numbers as numbers,
     stream_within as stream_within,
+    without_data_actors as without_data_actors,
 )
 from rtrain.ray_internals.groups import (
     on_group_start as on_group_start,
     placement_group as placement_group,
     silent_progress as silent_progress,
+    torch_config as torch_config,
     torch_trainer as torch_trainer,
+)
+from rtrain.ray_internals.private import (
+    is_private as is_private,
+    lean as lean,
+    mark as mark,
 )
 from rtrain.ray_internals.process import (
     drop_forwarded_output as drop_forwarded_output,
-    end_log_monitor as end_log_monitor,
     session_folder as session_folder,
     store_has_ended as store_has_ended,
 )
 from rtrain.ray_internals.serving import (
     ReplicaServer as ReplicaServer,
+    begin_serve as begin_serve,
     end_proxies as end_proxies,
+    import_serve as import_serve,
+    look_every as look_every,
     replace_replica_server as replace_replica_server,
     serve_controller as serve_controller,
     with_version as with_version,

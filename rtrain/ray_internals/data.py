@@ -1,9 +1,45 @@
-"""Ray Data: the CPUs that its tasks reserve, and the nodes that it asks for."""
+"""Ray Data: the CPUs that its tasks reserve, the nodes that it asks for, and the actors that it starts."""
 
+import uuid
 from typing import TYPE_CHECKING, Any
+
+from rtrain.ray_internals import private
 
 if TYPE_CHECKING:
     import ray.data
+
+
+def without_data_actors() -> None:
+    """Have the data sets of this process start none of Ray Data's own two actors, where Ray is private. One gathers
+    figures for a dashboard, which is not there; the other shares out a cluster that may grow, which this does not.
+    Each is a process that imports Ray Data: a second of a core as a run starts, and 100 MB."""
+    if not private.is_private():
+        return
+    import ray
+    from ray.data._internal import stats
+    from ray.data._internal.cluster_autoscaler import rate_based_cluster_autoscaler
+
+    class Whole:
+        """The cluster as it is, for whoever asks."""
+
+        def __init__(self, **given: Any):
+            self._all = {"": ray.cluster_resources()}
+
+        def request_resources(self, *given: Any, **named: Any) -> None:
+            pass
+
+        def cancel_request(self) -> None:
+            pass
+
+        def get_reserved_resources(self) -> dict[str, dict[str, float]]:
+            return self._all
+
+    manager: Any = stats._StatsManager
+    for name in ("update_execution_metrics", "update_iteration_metrics", "register_dataset_to_stats_actor"):
+        setattr(manager, name, staticmethod(lambda *given, **named: None))
+    manager.gen_dataset_id_from_stats_actor = staticmethod(lambda: uuid.uuid4().hex)
+    scaling: Any = rate_based_cluster_autoscaler
+    scaling.DefaultAutoscalingCoordinator = Whole
 
 
 def stream_within(cpus: float) -> None:

@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from ray.tune.callback import Callback as TuneCallback
     from ray.util.placement_group import PlacementGroup
 
+    from rtrain.ray_internals.torch_group import TorchConfig
+
 
 def on_group_start(tell: Callable[[str], None]) -> "WorkerGroupCallback":
     """A callback of Ray Train's that tells the id, in hex, of the placement group that the workers hold."""
@@ -29,8 +31,8 @@ def placement_group(identity: str) -> "PlacementGroup":
 
 
 def torch_trainer(asks: bool = True) -> type[Any]:
-    """Ray Train's TorchTrainer without three habits of it; and, where it `asks` not, without a fourth, to ask an
-    autoscaler for its workers.
+    """Ray Train's TorchTrainer, for a `torch_config` of ours, without three habits of it; and, where it `asks` not,
+    without a fourth, to ask an autoscaler for its workers.
 
     It leaves Ctrl-C to this process: Ray's own handler would end it with SystemExit, and stay behind after `fit`. (A
     `fit` in a side thread sets no handler either, but the session then ends while that thread is still inside Ray's
@@ -39,26 +41,39 @@ def torch_trainer(asks: bool = True) -> type[Any]:
     `runs.placement` does: where there is no dashboard to ask, as in a private session, that process made the end of
     every training shorter than 12 s wait for 12 s.
     """
-    import ray.train.torch
     from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
     from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
-    unwanted = (DatasetsCallback, PlacementGroupCleanerCallback)
+    from rtrain.ray_internals import torch_group
 
-    class Trainer(ray.train.torch.TorchTrainer):
+    unwanted = (DatasetsCallback, PlacementGroupCleanerCallback)
+    stock: Any = torch_group.stock_trainer()
+
+    class Trainer(stock):  # type: ignore[misc]
+        def __init__(self, train_loop_per_worker: Callable[[], None], *, torch_config: Any, **given: Any):
+            # Ray's own imports its own configuration, and so torch, to choose what ours says.
+            super(stock, self).__init__(train_loop_per_worker, backend_config=torch_config, **given)
+
         def _register_sigint_handler(self, controller: Any) -> None:
             pass
 
         def _create_default_callbacks(self) -> list[Any]:
-            found = super()._create_default_callbacks()  # type: ignore[misc]
+            found = super()._create_default_callbacks()
             return [callback for callback in found if not isinstance(callback, unwanted)]
 
         def _initialize_and_run_controller(self, **given: Any) -> Any:
             if not asks:
                 given["scaling_policy"] = _silent_policy(self.scaling_config)
-            return super()._initialize_and_run_controller(**given)  # type: ignore[misc]
+            return super()._initialize_and_run_controller(**given)
 
     return Trainer
+
+
+def torch_config(backend: str, timeout_s: int) -> "TorchConfig":
+    """How workers join into a process group: by `gloo` or `nccl`; an exchange that takes longer fails."""
+    from rtrain.ray_internals import torch_group
+
+    return torch_group.TorchConfig(backend, timeout_s)
 
 
 def _silent_policy(scaling: Any) -> Any:

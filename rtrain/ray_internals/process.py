@@ -12,14 +12,6 @@ def session_folder() -> Path | None:
     return Path(node.get_session_dir_path()) if ray.is_initialized() else None
 
 
-def end_log_monitor() -> None:
-    """End the process that reads every log file of the session again and again, of a Ray that this process started."""
-    import ray._private.worker
-
-    node: Any = ray._private.worker._global_node
-    node.kill_log_monitor(check_alive=False)
-
-
 def store_has_ended() -> bool:
     """Whether the store (GCS) of a Ray that this process has started has ended; Ray ends a minute later."""
     import ray._private.worker

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
+import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -15,6 +17,69 @@ def serve_controller() -> tuple[str, str]:
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
     return SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+
+def import_serve() -> None:
+    """Import what a controller, a proxy and a replica of Ray Serve are made of, without pandas. Ray Serve imports that
+    for answers that are tables, which takes half as long as all the rest; it does without where pandas is not
+    installed, and so it does where its import is barred."""
+    barred = "pandas" not in sys.modules
+    if barred:
+        sys.modules["pandas"] = None  # type: ignore[assignment]
+    gc.disable()  # it would look through the modules again and again, a seventh of their import's time
+    try:
+        import ray.serve._private.controller  # noqa: F401
+    finally:
+        gc.enable()
+        if barred:
+            del sys.modules["pandas"]
+
+
+def begin_serve(
+    proxy_location: Any, http_options: Any, controller_options: Mapping[str, Any], logging_config: Any
+) -> Callable[[], None]:
+    """`ray.serve.start` where nothing serves yet, without its wait for the proxies: they start beside the replicas.
+    What is given back waits for them. It raises what Ray raises where one does not start, and TimeoutError."""
+    import ray
+    from ray.serve._private import api, client, constants
+    from ray.serve.context import _set_global_client
+
+    starts: Any = api
+    controller, proxies = starts._create_controller_and_proxy_refs(
+        http_options=http_options,
+        grpc_options=None,
+        global_logging_config=logging_config,
+        global_tracing_config=None,
+        controller_options=starts._coerce_controller_options(dict(controller_options)),
+        proxy_location=proxy_location,
+    )
+    _set_global_client(client.ServeControllerClient(controller))
+
+    def wait() -> None:
+        most = constants.HTTP_PROXY_TIMEOUT
+        try:
+            ray.get(proxies, timeout=most)
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(f"the proxy is not ready after {most} s") from None
+
+    return wait
+
+
+def look_every(seconds: float) -> None:
+    """How often this process looks whether an application that it deploys runs; Ray's own 1 s is long."""
+    from ray.serve._private import client
+
+    found: Any = client
+    found.CLIENT_POLLING_INTERVAL_S = seconds
+
+
+def without_fallback_proxy() -> None:
+    """In the controller: start no proxy of Ray's own beside HAProxy, for requests that find no replica. It is a process
+    more, and HAProxy answers those requests itself."""
+    from ray.serve._private import proxy_state
+
+    states: Any = proxy_state.ProxyStateManager
+    states._start_fallback_proxy_if_needed = lambda manager, *place: None
 
 
 LAST_ANSWERS_S = 1.0
