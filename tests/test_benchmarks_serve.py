@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serve import load, parts, sides
+from benchmarks.serve import load, models, parts, sides
 from benchmarks.serve.__main__ import TEXTS, parse, table, texts_of
+from rtrain import config
+from rtrain.cli import app as cli
 
 REPLY = b"HTTP/1.1 %d OK\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -133,6 +136,30 @@ def test_what_is_no_part_or_no_time_is_refused() -> None:
     for wrong in (["--only", "nothing"], ["--rounds", "0"], ["--seconds", "0"], ["--minutes", "0"]):
         with pytest.raises(SystemExit):
             parse(["student", "parent", *wrong])
+
+
+def test_without_artefacts_both_are_made_once_by_commands_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (parse(["--json"]).student, parse(["--json"]).parent) == (None, None)
+    with pytest.raises(SystemExit):
+        parse(["student"])
+    assert "name the float artefact" in capsys.readouterr().err.splitlines()[-1]
+    run: list[list[str]] = []
+
+    def done(line: list[str], **given: Any) -> None:
+        cli.main([*line[3:4], "--help"])
+        for value in (word for place, word in enumerate(line) if line[place - 1] == "--set"):
+            config.load("intent", dict([value.split("=")]))
+        Path(line[line.index("--out") + 1]).mkdir(parents=True)
+        run.append(line)
+
+    monkeypatch.setattr(subprocess, "run", done)
+    found = models.made(tmp_path / "models")
+    assert [line[3] for line in run] == ["train", "distill", "quantize"]
+    assert run[0][run[0].index("--data") + 1].endswith(".csv")
+    assert found == models.made(tmp_path / "models") == models.artifacts(tmp_path / "models")
+    assert len(run) == 3
 
 
 def test_a_flood_s_log_is_read_to_its_last_whole_line() -> None:

@@ -1,6 +1,7 @@
-"""The endpoint beside others, and under load: `python -m benchmarks.serve [--json] STUDENT PARENT`.
+"""The endpoint beside others, and under load: `python -m benchmarks.serve [--json] [STUDENT PARENT]`.
 
-STUDENT is an int8 artefact, PARENT the float artefact that it comes from. Server and client are pinned to a core each.
+STUDENT is an int8 artefact, PARENT the float artefact that it comes from; without them both are made of the embedded
+messages first. Server and client are pinned to a core each.
 
 beside    one connection and sixteen: rtrain serve, stock Ray Serve, uvicorn, a Transformers pipeline, the engine alone
 tail      p99 over p50 at 70 % load, in an open loop
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Found, Keep, Results
-from benchmarks.serve import parts
+from benchmarks.serve import models, parts
 from benchmarks.serve.parts import Work
 
 PARTS: dict[str, Callable[[Work], Found]] = {
@@ -54,8 +55,8 @@ MOST_TEXTS = 500
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description=__doc__, formatter_class=form)
-    parser.add_argument("student", type=Path, help="an int8 artefact")
-    parser.add_argument("parent", type=Path, help="the float artefact that it comes from")
+    parser.add_argument("student", type=Path, nargs="?", help="an int8 artefact")
+    parser.add_argument("parent", type=Path, nargs="?", help="the float artefact that it comes from")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("--rows", type=Path, help="csv file whose column `text` is asked (default: five texts)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds, interleaved")
@@ -65,6 +66,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=PARTS, help="a part; repeatable (default: all)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/serve.json"), help="file of the results")
     chosen = parser.parse_args(arguments)
+    if chosen.student and not chosen.parent:
+        parser.error("name the float artefact that STUDENT comes from too, or neither: then both are made")
     for name in ("rounds", "seconds"):
         if getattr(chosen, name) < 1:
             parser.error(f"--{name} {getattr(chosen, name)}: write 1 or more")
@@ -99,9 +102,10 @@ def main() -> None:
     chosen = parse()
     texts = texts_of(chosen.rows)
     results = Results(chosen.out, rounds=chosen.rounds, seconds=chosen.seconds, texts=len(texts))
-    artifacts = (chosen.student.absolute(), chosen.parent.absolute())
+    named = (chosen.student, chosen.parent) if chosen.student else models.made(results.folder / "models")
+    student, parent = (folder.absolute() for folder in named)
     settings = tuple(chosen.set)
-    work = Work(*artifacts, texts, chosen.rounds, chosen.seconds, results.folder, settings, chosen.minutes)
+    work = Work(student, parent, texts, chosen.rounds, chosen.seconds, results.folder, settings, chosen.minutes)
     for name in chosen.only or PARTS:
         results.measure(name, at_once(PARTS[name], work))
     print(results if chosen.json else table(results.parts))
