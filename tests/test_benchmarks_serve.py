@@ -16,6 +16,7 @@ from benchmarks.serve import load, models, parts, sides
 from benchmarks.serve.__main__ import TEXTS, parse, table, texts_of
 from rtrain import config
 from rtrain.cli import app as cli
+from serve import schema
 
 REPLY = b"HTTP/1.1 %d OK\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -105,7 +106,7 @@ def test_a_percentile_is_of_one_status_by_rank() -> None:
 
 def test_ratios_are_made_within_a_round() -> None:
     def rounds(*values: float) -> list[dict[str, float]]:
-        return [{"p50_ms": 1 / value, "rps": value, "errors": 0} for value in values]
+        return [{"p50_ms": 1 / value, "rps": value, "rps_all_labels": value / 2, "errors": 0} for value in values]
 
     found: dict[str, Any] = {
         "raw": rounds(10, 100, 10),
@@ -116,8 +117,17 @@ def test_ratios_are_made_within_a_round() -> None:
     }
     ratios = parts.ratios(found)
     assert [ratios[name] for name in ("rps_vs_raw", "vs_stock_serve", "vs_uvicorn", "vs_hf_pipeline")] == [1, 4, 1, 10]
+    assert ratios["rps_vs_raw_all_labels"] == 0.5
     assert ratios["overhead_ms_p50"] == 0
     assert "vs_stock_serve         2.50     4.00      4.000" in table({"beside": ratios})
+
+
+def test_all_sides_are_asked_for_the_best_label() -> None:
+    asked = schema.parse(schema.PredictRequest, load.body("a text"))
+    assert asked.parameters is not None
+    assert asked.parameters.top_k == 1
+    every = schema.parse(schema.PredictRequest, load.body("a text", {}))
+    assert every.parameters == schema.Parameters()
 
 
 def test_a_side_is_started_on_its_port() -> None:
