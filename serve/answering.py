@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rtrain import engines
 from rtrain.config import Serve
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks.base import Input
@@ -58,8 +59,10 @@ class Service:
             queue_rows=settings.max_queue_rows,
             queue_tokens=settings.max_queue_tokens,
         )
-        run = functools.partial(predictor.run, most_tokens=settings.max_batch_tokens)
-        self.batcher = Batcher(run, limits, self.telemetry.on_call)
+        step = engines.get(predictor.artifact.engine).step
+        self.run = functools.partial(predictor.run, most_tokens=settings.max_batch_tokens, step=step)
+        """The engine, by the calls that requests make."""
+        self.batcher = Batcher(self.run, limits, self.telemetry.on_call)
         self.encoder = Encoder(predictor, self.batcher.count_dropped)
         self._drift = Watch(predictor)
         self.telemetry.watch(self.batcher, self._drift)

@@ -53,8 +53,8 @@ class Void(Exception):
 
 
 BEST: Mapping[str, Any] = {"top_k": 1}
-"""What is asked for: the best label, which is what every other side answers with. Without it rtrain ranks and writes all
-of them, 4.6 kB of 77."""
+"""What is asked for: the best label, which every other side answers with. Without it rtrain ranks and writes all of
+them, 4.6 kB of 77."""
 
 
 def body(text: str, parameters: Mapping[str, Any] = BEST) -> bytes:
