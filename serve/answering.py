@@ -162,10 +162,12 @@ class Service:
         task, artifact = self.predictor.task, self.predictor.artifact
         wanted = asked.wanted(task.output)
         texts = asked.texts(task.fields, binary, self.settings.max_inputs)
-        answers, cut = await self.answers(
-            texts, deadline, lambda place: f"inputs.0.data.{place}", {"top_k": 1}, record, client
-        )
-        tensors = [tensor for tensor in protocol.tensors(answers, task.output) if tensor["name"] in wanted]
+        parameters = asked.asks(wanted, len(artifact.labels))
+        if parameters["abstain"]:
+            abstention.least(task, self.predictor.head)  # refused before the engine has worked for it
+        place = "inputs.0.data.{}".format
+        answers, cut = await self.answers(texts, deadline, place, parameters, record, client)
+        tensors = protocol.tensors(answers, task.output, wanted)
         reply = {"model_name": artifact.name, "model_version": artifact.version, "outputs": tensors}
         return (reply if asked.id is None else {**reply, "id": asked.id}), cut
 
@@ -178,7 +180,7 @@ class Service:
             "platform": f"rtrain_{artifact.engine}",
             "inputs": protocol.input_tensors(task.fields, task.needs_pair),
             "outputs": [
-                {"name": name, "datatype": datatype, "shape": [-1]}
+                {"name": name, "datatype": datatype, "shape": [-1, -1] if name in protocol.RANKED else [-1]}
                 for name, datatype in protocol.output_tensors(task.output).items()
             ],
         }

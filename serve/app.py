@@ -91,7 +91,7 @@ def build_app(
     @app.post("/v2/models/{name}/versions/{version}/infer", **documented(protocol.InferReply, protocol.InferRequest))
     @app.post("/v2/models/{name}/infer", **documented(protocol.InferReply, protocol.InferRequest))
     async def infer(request: Request) -> Response:
-        """The best label of each text, in the Open Inference Protocol."""
+        """The best label of each text, or all of them, in the Open Inference Protocol."""
         deadline = asyncio.get_running_loop().time() + settings.deadline_s
         service.named(**request.path_params)
         body = await request.body()
