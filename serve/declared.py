@@ -33,9 +33,9 @@ def document(artifacts: Mapping[str, Path], settings: Serve) -> dict[str, Any]:
         if name not in ELSEWHERE and value != getattr(plain, name)
     }
     tls = {"ssl_certfile": settings.tls_cert, "ssl_keyfile": settings.tls_key} if settings.tls_cert else {}
-    number: dict[str, Any] = {"num_replicas": settings.replicas}
-    if settings.max_replicas and settings.max_replicas > settings.replicas:
-        number = {"autoscaling_config": scaling.bounds(settings.replicas, settings.max_replicas)}
+    number: dict[str, Any] = {"num_replicas": settings.copies}
+    if settings.max_replicas and settings.max_replicas > settings.copies:
+        number = {"autoscaling_config": scaling.bounds(settings.copies, settings.max_replicas)}
     folders = {name: str(folder.absolute()) for name, folder in artifacts.items()}
     ungated = {"ungated": True} if settings.ungated else {}
     return {

@@ -40,7 +40,7 @@ Wish = dict[str, Any]
 
 
 def most_replicas(settings: Serve) -> int:
-    return settings.max_replicas or settings.replicas
+    return settings.max_replicas or settings.copies
 
 
 def most_requests(settings: Serve, models: int = 1) -> int:

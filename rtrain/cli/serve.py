@@ -2,8 +2,9 @@
 
 import json
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +21,9 @@ from rtrain.cli.options import (
     configured,
 )
 from rtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from rtrain.config import Serve
 
 Model = Annotated[
     str | None, typer.Option("--model", help="Which model of several is meant (default: the one, or all of them).")
@@ -156,7 +160,7 @@ def serve(
     ray = session(config, folders[first].parent, lambda event: say(event["text"]))
     with (
         ray,
-        deployment.start(folders, settings, tell=say) as endpoint,
+        deployment.start(folders, _sized(settings, folders.values(), say), tell=say) as endpoint,
         control.listening(endpoint.port, endpoint.change),
     ):
         if len(folders) == 1:
@@ -167,6 +171,18 @@ def serve(
                 say(f"serving {shown(folder)} at {endpoint.url}/models/{name} (Ctrl-C ends it)")
             say(f"next: {access.curl(f'{endpoint.url}/models/{first}', settings)}")
         until_interrupted()
+
+
+def _sized(settings: "Serve", folders: Iterable[Path], say: Callable[[str], None]) -> "Serve":
+    """With as many replicas as the Ray that this process is connected to has room for, where nobody has said it."""
+    from rtrain.cluster import supply
+    from serve import sizing
+    from serve.front import ingress
+
+    found, line = sizing.resolved(settings, folders, sizing.host(supply.free(), several=ingress.several_nodes()))
+    if line:
+        say(line)
+    return found
 
 
 def status(

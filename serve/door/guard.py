@@ -42,7 +42,7 @@ def door(settings: Serve) -> keys.Door | None:
     """What asks for keys; None where there is no file of them. Raises `UserError` for a file that is no good."""
     if settings.keys is None:
         return None
-    return keys.Door(keys.Keys(Path(settings.keys)), keys.Rates(settings.replicas))
+    return keys.Door(keys.Keys(Path(settings.keys)), keys.Rates(settings.copies))
 
 
 def security_headers(settings: Serve) -> Pairs:
