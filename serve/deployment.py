@@ -48,18 +48,6 @@ HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 5.0
 """A dead replica is replaced after the next question, a hung one after three misses; Ray's defaults need ten seconds
 and two minutes for that."""
 READY_TIMEOUT_S = 60.0
-RAY_SERVE = {
-    # Ray ends a proxy that is not up after 5 s, which a busy machine needs for its imports.
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
-    # A proxy that has died is replaced after three misses, of which Ray's own 10 s would make half a minute.
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-    # Between two reports of a replica's load, by which the number of replicas is decided; Ray's own 10 s are slow.
-    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
-    # The application on the replica's own event loop: nothing of ours blocks it (engine, files and long texts have
-    # threads), and a second loop costs every request a hop to it and one back.
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-}
-"""Ray Serve's settings of its controller and of all that it starts."""
 CLOSE_TIMEOUT_S = 30.0
 
 
@@ -237,7 +225,7 @@ def _number(settings: Serve) -> dict[str, Any]:
 
 
 def _environment(front: ingress.Ingress | None) -> dict[str, Any]:
-    return {"runtime_env": {"env_vars": {**RAY_SERVE, **(front.environment if front else {})}}}
+    return {"runtime_env": {"env_vars": {**declared.RAY_SERVE, **(front.environment if front else {})}}}
 
 
 def _deploy(
