@@ -140,6 +140,8 @@ def test_texts_are_our_own_or_a_column_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text('text,label\n"one, two",a\nthree,b\n')
     assert texts_of(tmp_path / "rows.csv") == ["one, two", "three"]
     assert texts_of(None) == list(TEXTS)
+    (tmp_path / "rows.csv").write_text("text\n" + "\n".join(map(str, range(10))))
+    assert texts_of(tmp_path / "rows.csv", most=4) == ["0", "3", "6", "9"]
 
 
 def test_what_is_no_part_or_no_time_is_refused() -> None:
