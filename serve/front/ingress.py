@@ -159,7 +159,7 @@ def find(host: str, body_s: int, most: int, pair: bytes = b"") -> Found | str:
         return f"no folder for it can be made: {error}"
     for status, page in error_pages().items():
         (folder / f"{status}.http").write_bytes(page)
-    busy = "too many requests are waiting; try again in 1 s"
+    busy = f"too many requests are waiting; try again in {haproxy.LATER} s"
     (folder / haproxy.BUSY).write_text(error_body(503, busy))
     (folder / haproxy.BUSY_V2).write_text(json.dumps({"error": busy}))
     certificate = folder / "tls.pem"
