@@ -97,7 +97,7 @@ def gate(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate
     gate.open()
 
 
-def client(app: FastAPI) -> httpx.AsyncClient:
+def client(app: ASGIApp) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 

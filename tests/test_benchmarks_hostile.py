@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tests.tiny import CORPUS, make_artifact
 assert watched  # a fixture
 
 
-def served(answer: bytes, after: int, flood: "hostile.Callable[[int], hostile.Awaitable[str]]") -> str:
+def served(answer: bytes, after: int, flood: Callable[[int], Awaitable[str]]) -> str:
     """How a flood ends against a server that says this after so many bytes, and closes the connection."""
 
     async def main() -> str:

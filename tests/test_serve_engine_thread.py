@@ -47,9 +47,8 @@ def test_a_call_that_nobody_awaits_any_more_is_not_begun_and_one_that_comes_too_
     async def main() -> None:
         thread = EngineThread()
         held = asyncio.create_task(thread.run(hold))
-        left, late = (
-            asyncio.create_task(thread.run(lambda name=name: called.append(name))) for name in ("left", "late")
-        )  # type: ignore[misc]
+        calls = [functools.partial(called.append, name) for name in ("left", "late")]
+        left, late = (asyncio.create_task(thread.run(call)) for call in calls)
         await asyncio.to_thread(begun.wait, 10)
         left.cancel()
         thread.close()

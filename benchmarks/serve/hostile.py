@@ -7,7 +7,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.client import HTTPConnection
@@ -90,7 +90,11 @@ async def _huge(port: int, seconds: float) -> dict[str, int]:
     return {await huge(port): 1}
 
 
-FLOODS: dict[str, Callable[[int, float], Awaitable[dict[str, int]]]] = {
+async def _nothing(port: int, seconds: float) -> dict[str, int]:
+    return {}
+
+
+FLOODS: dict[str, Callable[[int, float], Coroutine[Any, Any, dict[str, int]]]] = {
     "slow bodies": lambda port, s: _many(port, HEAD + b"content-length: 100000\r\n\r\n{", b" ", s),
     "half heads": lambda port, s: _many(port, HEAD, b"x-a: b\r\n", s),
     "body of 1 GiB": _huge,
@@ -103,12 +107,12 @@ def floods(work: Work) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with running(sides_of(work.student, work.parent, work.settings)["rtrain"], server, work.log("floods")) as one:
         rate, port = GOOD * capacity(one, work, client), urlsplit(one.url).port or 0
-        for name, flood in {"none": None, **FLOODS}.items():
+        for name, flood in {"none": _nothing, **FLOODS}.items():
             with ThreadPoolExecutor(2) as pool:
                 given = {"url": one.url, "texts": list(work.texts), "rate": rate, "seconds": work.seconds}
                 before = _memory(one)
                 good = pool.submit(load.opened_on, client, **given, void=False)
-                bad = pool.submit(asyncio.run, flood(port, work.seconds)) if flood else None  # type: ignore[arg-type]
+                bad = pool.submit(asyncio.run, flood(port, work.seconds))
                 most = before
                 while not good.done():
                     most = [max(pair) for pair in zip(most, _memory(one), strict=True)]
@@ -117,7 +121,7 @@ def floods(work: Work) -> dict[str, Any]:
                     **_seen(good.result()),
                     "haproxy_grown_mb": most[0] - before[0],
                     "replica_grown_mb": most[1] - before[1],
-                    "ended": bad.result() if bad else {},
+                    "ended": bad.result(),
                 }
     return {"rate": rate, **found}
 
