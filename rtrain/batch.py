@@ -194,9 +194,10 @@ def pack(encoded: Sequence[Encoded]) -> Tokens:
     )
 
 
-def padded(tokens: Tokens, pad_id: int) -> dict[str, npt.NDArray[Any]]:
-    """The model's inputs input_ids, attention_mask and token_type_ids, each int64 of [windows, longest window]."""
-    rows, width = len(tokens.lengths), int(tokens.lengths.max(initial=1))
+def padded(tokens: Tokens, pad_id: int, width: int = 1) -> dict[str, npt.NDArray[Any]]:
+    """The model's inputs input_ids, attention_mask and token_type_ids, each int64 of [windows, longest window], or of
+    `width` columns where these are more."""
+    rows, width = len(tokens.lengths), int(tokens.lengths.max(initial=width))
     columns = np.arange(width)
     mask = columns[None, :] < tokens.lengths[:, None]
     ids = np.full((rows, width), pad_id, dtype=np.int64)

@@ -117,13 +117,15 @@ class Predictor:
             found.update(zip(rows, encoded, strict=True))
         return [found[row] for row in range(len(read))]
 
-    def run(self, encoded: Sequence[Encoded], most_tokens: int = MOST_TOKENS) -> Outputs:
-        """The output for each row (see `Task.outputs`), by as few engine calls as `most_tokens` allows."""
+    def run(self, encoded: Sequence[Encoded], most_tokens: int = MOST_TOKENS, step: int = 1) -> Outputs:
+        """The output for each row (see `Task.outputs`), by as few engine calls as `most_tokens` allows. `step`: as
+        `run_tokens` has it."""
         tokens = pack(encoded)
-        return self.task.outputs(self.run_tokens(tokens, most_tokens), tokens, self.head)
+        return self.task.outputs(self.run_tokens(tokens, most_tokens, step), tokens, self.head)
 
-    def run_tokens(self, tokens: Tokens, most_tokens: int = MOST_TOKENS) -> Floats:
-        """Logits of rows that are tokens already, as a token store gives them: [windows or wanted tokens, outputs]."""
+    def run_tokens(self, tokens: Tokens, most_tokens: int = MOST_TOKENS, step: int = 1) -> Floats:
+        """Logits of rows that are tokens already, as a token store gives them: [windows or wanted tokens, outputs].
+        A call is as long as its longest window, rounded up to a multiple of `step` where the model reads as many."""
         wanted = self.task.wanted(tokens, self.head)
         ends = np.concatenate([[0], np.cumsum(tokens.lengths, dtype=np.int64)])
         found = []
@@ -137,6 +139,7 @@ class Predictor:
                     second=tokens.second[windows],
                 ),
                 self.pad_id,
+                min(-(-int(tokens.lengths[windows].max()) // step) * step, self.artifact.max_tokens),
             )
             logits = self._engine.logits(inputs)
             if logits.ndim == 3:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rtrain import engines
 from rtrain.config import Serve
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks.base import Input
@@ -58,8 +59,10 @@ class Service:
             queue_rows=settings.max_queue_rows,
             queue_tokens=settings.max_queue_tokens,
         )
-        run = functools.partial(predictor.run, most_tokens=settings.max_batch_tokens)
-        self.batcher = Batcher(run, limits, self.telemetry.on_call)
+        step = engines.get(predictor.artifact.engine).step
+        self.run = functools.partial(predictor.run, most_tokens=settings.max_batch_tokens, step=step)
+        """The engine, by the calls that requests make."""
+        self.batcher = Batcher(self.run, limits, self.telemetry.on_call)
         self.encoder = Encoder(predictor, self.batcher.count_dropped)
         self._drift = Watch(predictor)
         self.telemetry.watch(self.batcher, self._drift)
@@ -159,10 +162,12 @@ class Service:
         task, artifact = self.predictor.task, self.predictor.artifact
         wanted = asked.wanted(task.output)
         texts = asked.texts(task.fields, binary, self.settings.max_inputs)
-        answers, cut = await self.answers(
-            texts, deadline, lambda place: f"inputs.0.data.{place}", {"top_k": 1}, record, client
-        )
-        tensors = [tensor for tensor in protocol.tensors(answers, task.output) if tensor["name"] in wanted]
+        parameters = asked.asks(wanted, len(artifact.labels))
+        if parameters["abstain"]:
+            abstention.least(task, self.predictor.head)  # refused before the engine has worked for it
+        place = "inputs.0.data.{}".format
+        answers, cut = await self.answers(texts, deadline, place, parameters, record, client)
+        tensors = protocol.tensors(answers, task.output, wanted)
         reply = {"model_name": artifact.name, "model_version": artifact.version, "outputs": tensors}
         return (reply if asked.id is None else {**reply, "id": asked.id}), cut
 
@@ -175,7 +180,7 @@ class Service:
             "platform": f"rtrain_{artifact.engine}",
             "inputs": protocol.input_tensors(task.fields, task.needs_pair),
             "outputs": [
-                {"name": name, "datatype": datatype, "shape": [-1]}
+                {"name": name, "datatype": datatype, "shape": [-1, -1] if name in protocol.RANKED else [-1]}
                 for name, datatype in protocol.output_tensors(task.output).items()
             ],
         }

@@ -9,17 +9,18 @@ the model's name and version; each error has the one form of `schema.ErrorReply`
 import asyncio
 import functools
 import importlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from serve import about, abstention, base, pages, protocol, schema
+from serve import about, abstention, base, pages, protocol, schema, writing
 from serve.answering import Lasting, Service
 from serve.base import documented, reply
 from serve.door import guard
@@ -53,14 +54,13 @@ def build_app(
     bodies = (schema.PredictRequest, protocol.InferRequest, protocol.IndexRequest)
     app = base.Application(settings, bodies, title=artifact.name, version=artifact.version, lifespan=lifespan)
     app.state.service = service
-    app.add_middleware(_Shortcut, routes=app.router.routes)
-    app.dress(settings, lasting.door, predictor, service.answered, service.spans, service.access_log)
 
-    @app.post(PREDICT, **documented(schema.PredictReply | schema.ExplainedReply, schema.PredictRequest))
-    async def predict(request: Request) -> Response:
-        """Labels and scores of each text, in the Hugging Face inference form."""
+    write = writing.labelled if predictor.task.output in writing.LABELLED else writing.text
+
+    async def answer(scope: Scope, body: bytes) -> Response:
+        """To a question to /predict."""
         deadline = asyncio.get_running_loop().time() + settings.deadline_s
-        asked = schema.parse(schema.PredictRequest, await request.body(), settings.max_inputs)
+        asked = schema.parse(schema.PredictRequest, body, settings.max_inputs)
         several = isinstance(asked.inputs, list)
         texts = asked.texts()
         parameters = asked.parameters.model_dump() if asked.parameters else {}
@@ -73,16 +73,25 @@ def build_app(
             deadline,
             lambda place: f"inputs.{place}" if several else "inputs",
             parameters,
-            request.state.record,
-            client_of(request.scope),
+            scope["state"]["record"],
+            client_of(scope),
         )
-        lone = not several and not parameters.get("explain")
-        return reply(predictor.task.alone(answers[0]) if lone else answers, headers=_cut_header(cut))
+        if parameters.get("explain"):
+            return reply(answers, headers=_cut_header(cut))
+        return reply(answers if several else predictor.task.alone(answers[0]), 200, _cut_header(cut), write)
+
+    app.add_middleware(_Shortcut, routes=app.router.routes, answer=answer)
+    app.dress(settings, lasting.door, predictor, service.answered, service.spans, service.access_log)
+
+    @app.post(PREDICT, **documented(schema.PredictReply | schema.ExplainedReply, schema.PredictRequest))
+    async def predict(request: Request) -> Response:
+        """Labels and scores of each text, in the Hugging Face inference form."""
+        return await answer(request.scope, await request.body())
 
     @app.post("/v2/models/{name}/versions/{version}/infer", **documented(protocol.InferReply, protocol.InferRequest))
     @app.post("/v2/models/{name}/infer", **documented(protocol.InferReply, protocol.InferRequest))
     async def infer(request: Request) -> Response:
-        """The best label of each text, in the Open Inference Protocol."""
+        """The best label of each text, or all of them, in the Open Inference Protocol."""
         deadline = asyncio.get_running_loop().time() + settings.deadline_s
         service.named(**request.path_params)
         body = await request.body()
@@ -114,16 +123,19 @@ def build_app(
 
 
 class _Shortcut:
-    """Hands a question to /predict to its function. The way of all other routes, by the router and what FastAPI puts
-    before a function, takes as long as the tokens of a short text."""
+    """Hands a question to /predict to `answer`. The way of all other routes, by the router and what FastAPI puts before
+    a function, takes as long as the tokens of a short text."""
 
-    def __init__(self, app: ASGIApp, routes: list[BaseRoute]):
-        self._app, self._routes = app, routes
+    def __init__(self, app: ASGIApp, routes: list[BaseRoute], answer: Callable[[Scope, bytes], Awaitable[Response]]):
+        self._app, self._routes, self._answer = app, routes, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and guard.route(scope) == PREDICT:
             scope["route"] = self._route
-            answer: Response = await self._route.endpoint(Request(scope, receive))
+            message = await receive()  # all of the body (`guard`)
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            answer = await self._answer(scope, message["body"])
             await answer(scope, receive, send)
         else:
             await self._app(scope, receive, send)

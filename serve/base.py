@@ -2,18 +2,20 @@
 passes, the error form, the OpenAPI document, and the routes that are about no model in particular.
 """
 
-import json
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.types import ASGIApp
 
 import rtrain
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from serve import protocol, schema
+from serve import protocol, schema, writing
 from serve.door import guard, keys
 from serve.door.access import is_loopback
 from serve.envelope import Envelope
@@ -82,6 +84,14 @@ class Application(FastAPI):
             Envelope, predictor=predictor, settings=settings, answered=answered, spans=spans, access_log=access_log
         )
 
+    def build_middleware_stack(self) -> ASGIApp:
+        """FastAPI's, without its last resort for errors, its telemetry and its limit of bodies: envelope and guard are
+        these, in our form."""
+        app: ASGIApp = ExceptionMiddleware(AsyncExitStackMiddleware(self.router), self.exception_handlers)
+        for added, given, named in reversed(self.user_middleware):
+            app = added(app, *given, **named)
+        return app
+
     def openapi(self) -> dict[str, Any]:
         """FastAPI describes the bodies that it parses; ours are parsed from bytes and added here."""
         if self.openapi_schema is None:
@@ -134,10 +144,14 @@ def routes(desk: Desk, settings: Serve, exposition: Exposition | None) -> APIRou
 # ----------------------------------------------------------------------------------------------------------- answers
 
 
-def reply(document: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    # allow_nan: a model that gives NaN must not be answered by what no JSON parser reads; the ValueError becomes a 500.
-    body = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return Response(body.encode(), status, headers, media_type="application/json")
+def reply(
+    document: Any,
+    status: int = 200,
+    headers: dict[str, str] | None = None,
+    write: Callable[[Any], str] = writing.text,
+) -> Response:
+    """A model that gives what is no number has `write` raise, which becomes a 500."""
+    return Response(write(document).encode(), status, headers, media_type="application/json")
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -10,18 +10,34 @@ import yaml
 from rtrain.config import Serve
 from serve.change import scaling
 
+RAY_SERVE = {
+    # Ray ends a proxy that is not up after 5 s, which a busy machine needs for its imports.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
+    # A proxy that has died is replaced after three misses, of which Ray's own 10 s would make half a minute.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    # Between two reports of a replica's load, by which the number of replicas is decided; Ray's own 10 s are slow.
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
+    # The application on the replica's own event loop: nothing of ours blocks it (engine, files and long texts have
+    # threads), and a second loop costs every request a hop to it and one back.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+}
+"""Ray Serve's settings of its controller and of all that it starts."""
 HEAD = """\
 # serve deploy FILE, on a Ray of the cluster's. Written by `rtrain serve ARTIFACT --print-config`.
 # Another version: change its folder in user_config alone, and deploy again. Replicas load it beside what they answer
 # with, and switch when all of them have proven it; where one refuses it, its log says why, and all go on as before.
 # Another name, or one more model: change both args and user_config; the replicas are started anew.
+# Requests go through Ray Serve's own proxy, which takes several times as long as HAProxy: that one is started and
+# closed to others by `rtrain serve` alone. Start Ray on the head with what `rtrain serve` has its controller know:
+{}
 """
 ELSEWHERE = {"host", "port", "replicas", "max_replicas", "tls_cert", "tls_key", "ingress", "insecure", "ungated"}
 """Settings that Ray has under names of its own, or that say how a command behaves."""
 
 
 def text(artifacts: Mapping[str, Path], settings: Serve) -> str:
-    return HEAD + yaml.safe_dump(document(artifacts, settings), sort_keys=False)
+    known = "\n".join(f"#   export {name}={value}" for name, value in RAY_SERVE.items())
+    return HEAD.format(known) + yaml.safe_dump(document(artifacts, settings), sort_keys=False)
 
 
 def document(artifacts: Mapping[str, Path], settings: Serve) -> dict[str, Any]:
@@ -33,9 +49,9 @@ def document(artifacts: Mapping[str, Path], settings: Serve) -> dict[str, Any]:
         if name not in ELSEWHERE and value != getattr(plain, name)
     }
     tls = {"ssl_certfile": settings.tls_cert, "ssl_keyfile": settings.tls_key} if settings.tls_cert else {}
-    number: dict[str, Any] = {"num_replicas": settings.replicas}
-    if settings.max_replicas and settings.max_replicas > settings.replicas:
-        number = {"autoscaling_config": scaling.bounds(settings.replicas, settings.max_replicas)}
+    number: dict[str, Any] = {"num_replicas": settings.copies}
+    if settings.max_replicas and settings.max_replicas > settings.copies:
+        number = {"autoscaling_config": scaling.bounds(settings.copies, settings.max_replicas)}
     folders = {name: str(folder.absolute()) for name, folder in artifacts.items()}
     ungated = {"ungated": True} if settings.ungated else {}
     return {
@@ -51,7 +67,10 @@ def document(artifacts: Mapping[str, Path], settings: Serve) -> dict[str, Any]:
                     {
                         "name": "rtrain",
                         **number,
-                        "ray_actor_options": actor_options(settings, settings.threads * len(folders)),
+                        "ray_actor_options": {
+                            **actor_options(settings, settings.threads * len(folders)),
+                            "runtime_env": {"env_vars": dict(RAY_SERVE)},
+                        },
                         "user_config": {"models": dict(folders)},
                     }
                 ],
@@ -66,7 +85,7 @@ def actor_options(settings: Serve, cpus: int) -> dict[str, Any]:
 
 
 def most_replicas(settings: Serve) -> int:
-    return settings.max_replicas or settings.replicas
+    return settings.max_replicas or settings.copies
 
 
 def most_requests(settings: Serve, models: int = 1) -> int:

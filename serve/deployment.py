@@ -231,9 +231,9 @@ def _configured(
 
 def _number(settings: Serve) -> dict[str, Any]:
     """How many replicas, as Ray Serve is told: a number, or bounds and who decides."""
-    if most_replicas(settings) == settings.replicas:
-        return {"num_replicas": settings.replicas}
-    return {"autoscaling_config": AutoscalingConfig(**scaling.bounds(settings.replicas, most_replicas(settings)))}
+    if most_replicas(settings) == settings.copies:
+        return {"num_replicas": settings.copies}
+    return {"autoscaling_config": AutoscalingConfig(**scaling.bounds(settings.copies, most_replicas(settings)))}
 
 
 def _deploy(
@@ -285,11 +285,11 @@ def reserved(settings: Serve, free: Nodes, up: Nodes, may: Nodes, models: int = 
     """
     each = settings.threads * models
     now, coming = _room(free, each), _room(may, each) - _room(up, each)
-    if now >= settings.replicas:
+    if now >= settings.copies:
         return each, ""
     beside = f" for each of {models} models" if models > 1 else ""
-    wanted = f"serve.replicas={settings.replicas} with serve.threads={settings.threads}{beside} ask for more CPUs than"
-    if now + coming >= settings.replicas:
+    wanted = f"serve.replicas={settings.copies} with serve.threads={settings.threads}{beside} ask for more CPUs than"
+    if now + coming >= settings.copies:
         return each, f"{wanted} are free: waiting for nodes"
     has = sum(node.get("CPU", 0.0) for node in free)
     return 0, f"{wanted} Ray has free ({has:g}), and no node can come: replicas reserve none, and share what there is"

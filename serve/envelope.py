@@ -3,10 +3,11 @@
 Nothing here reads a body, and nothing that is counted, logged or traced has a text in it.
 """
 
+import itertools
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import quote
@@ -59,6 +60,8 @@ class Envelope:
         `predictor`: None where what answers is no model."""
         self._app, self._answered, self._spans, self._log = app, answered, spans, access_log
         self._security = guard.security_headers(settings)
+        # Not random for each: the system's call for that lets the engine's thread in, and waits until it has done.
+        self._process, self._numbers = secrets.token_hex(10), itertools.count()
         names, self._model = {}, {}
         if predictor is not None:
             artifact = predictor.artifact
@@ -71,40 +74,36 @@ class Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        began, status = time.monotonic(), CLIENT_GONE
         given = {name: value for name, value in scope["headers"] if name in HEADERS}
         asked = given.get(b"x-request-id", b"")
-        record = Record(asked.decode() if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex)
+        record = Record(asked.decode() if REQUEST_ID.fullmatch(asked) else f"{self._process}{next(self._numbers):012x}")
         state = scope.setdefault("state", {})
         state["record"] = record
         record.has_left = state.get(HAS_LEFT, record.has_left)
-        carrier = {name.decode(): value.decode("latin-1") for name, value in given.items()}
-        with self._spans.request(carrier) as span:
-            await self._answer(scope, receive, send, record, span)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, record: Record, span: Span) -> None:
-        began, status = time.monotonic(), CLIENT_GONE
-        headers = [*self._headers, (b"x-request-id", record.id.encode())]
-        send = guard.hardened(send, self._security)
 
         async def send_enveloped(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], *headers]}
+                headers = guard.hardened(message["headers"], self._security)
+                headers += [*self._headers, (b"x-request-id", record.id.encode())]
+                message = {**message, "headers": headers}
             await send(message)
 
-        try:
-            await self._app(scope, receive, send_enveloped)
-        except ClientDisconnect:
-            pass
-        except Exception:
-            if status != CLIENT_GONE:  # the answer is on its way; only the server can still break it off
-                raise
-            logger.exception("unexpected error in %s %r (request %s)", scope["method"], scope["path"], record.id)
-            error = RequestError(500, "internal error; the server's log has the cause")
-            await guard.answer(error, guard.route(scope))(scope, receive, send_enveloped)
-        finally:
-            self._count(scope, record, span, status, time.monotonic() - began)
+        with self._spans.request(given) as span:
+            try:
+                await self._app(scope, receive, send_enveloped)
+            except ClientDisconnect:
+                pass
+            except Exception:
+                if status != CLIENT_GONE:  # the answer is on its way; only the server can still break it off
+                    raise
+                logger.exception("unexpected error in %s %r (request %s)", scope["method"], scope["path"], record.id)
+                error = RequestError(500, "internal error; the server's log has the cause")
+                await guard.answer(error, guard.route(scope))(scope, receive, send_enveloped)
+            finally:
+                self._count(scope, record, span, status, time.monotonic() - began)
 
     def _count(self, scope: Scope, record: Record, span: Span, status: int, seconds: float) -> None:
         """Count by the route's template, never by the path, which may hold anything."""

@@ -202,10 +202,19 @@ def _asked(request: Any) -> tuple[protocol.InferRequest, bytes]:
             for tensor, part in zip(request.inputs, raw, strict=True)
         ],
         "outputs": [{"name": output.name} for output in request.outputs],
+        "parameters": {
+            name: getattr(one, one.WhichOneof("parameter_choice")) for name, one in request.parameters.items()
+        },
     }
     if request.id:
         document["id"] = request.id
     return schema.parse(protocol.InferRequest, json.dumps(document).encode()), b"".join(raw)
+
+
+def _value(parameter: Any) -> Any:
+    """Whatever kind it is of; None where it has none."""
+    kind = parameter.WhichOneof("parameter_choice")
+    return getattr(parameter, kind) if kind else None
 
 
 def _raw(tensor: dict[str, Any]) -> bytes:

@@ -92,7 +92,14 @@ class InputTensor(Open):
 
 
 class RequestedOutput(Open):
-    name: Literal["label", "score", "answer"]
+    name: Literal["label", "score", "labels", "scores", "answer"]
+
+
+class InferParameters(Open):
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    """Most labels of a text in `labels` and `scores`, best first; all of them by default."""
+    abstain: bool = False
+    """As /predict has it."""
 
 
 class InferRequest(Open):
@@ -100,16 +107,25 @@ class InferRequest(Open):
     inputs: Annotated[list[InputTensor], Field(min_length=1, max_length=2)]
     """One tensor of texts; or two, where a question is about two texts, named as the model's metadata names them."""
     outputs: list[RequestedOutput] | None = None
+    parameters: InferParameters | None = None
 
     def wanted(self, output: str) -> Collection[str]:
-        """The names of the tensors to answer with; `output` is the task's kind of output. Raises `RequestError` where
-        the model has no tensor of a name."""
+        """The names of the tensors to answer with: those that are asked for, or those with a value for each text;
+        `output` is the task's kind of output. Raises `RequestError` where the model has no tensor of a name."""
         had = output_tensors(output)
         asked = [one.name for one in self.outputs or ()]
         for place, name in enumerate(asked):
             if name not in had:
                 raise RequestError(422, f"no output {name}; this model has {', '.join(had)}", f"outputs.{place}.name")
-        return asked or had
+        return asked or [name for name in had if name not in RANKED]
+
+    def asks(self, wanted: Collection[str], labels: int) -> dict[str, Any]:
+        """The parameters of `Task.decode`, of a model of so many labels: as many of each text as are wanted, and no
+        fewer for one than for another, since they are a row of a tensor."""
+        given = self.parameters or InferParameters()
+        ranked = not RANKED.keys().isdisjoint(wanted)
+        most = min(given.top_k or labels, labels) if ranked else given.top_k or 1
+        return {"top_k": most, "abstain": given.abstain}
 
     def texts(self, fields: tuple[str, str], binary: bytes = b"", most: int = 256) -> list[Input]:
         """What is asked. `fields` are the names of the task's two texts, `binary` is what followed the JSON; it is
@@ -183,26 +199,36 @@ def input_tensors(fields: Sequence[str], needs_pair: bool) -> list[dict[str, Any
     return [{"name": name, "datatype": "BYTES", "shape": [-1]} for name in names]
 
 
+RANKED = {"labels": "label", "scores": "score"}
+"""Tensors of as many columns as labels, best first, and what each of them has of a label."""
+
+
 def output_tensors(output: str) -> dict[str, str]:
     """Name and datatype of the tensors that answer, by the kind of output. Where the protocol has no form for an
     answer, it is the JSON of the Hugging Face form, a text for each input."""
-    return {"classes": {"label": "BYTES", "score": "FP32"}, "number": {"score": "FP32"}}.get(
-        output, {"answer": "BYTES"}
-    )
+    classes = {"label": "BYTES", "score": "FP32", "labels": "BYTES", "scores": "FP32"}
+    return {"classes": classes, "number": {"score": "FP32"}}.get(output, {"answer": "BYTES"})
 
 
-def tensors(answers: list[Any], output: str) -> list[dict[str, Any]]:
-    """The answers of the Hugging Face form as /v2's output tensors; `output` is the task's kind of output."""
-    if output == "classes":
-        columns: dict[str, list[Any]] = {name: [row[0][name] for row in answers] for name in ("label", "score")}
-    elif output == "number":
-        columns = {"score": answers}
-    else:
-        columns = {"answer": [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in answers]}
-    types = output_tensors(output)
-    return [
-        {"name": name, "datatype": types[name], "shape": [len(data)], "data": data} for name, data in columns.items()
-    ]
+def tensors(answers: list[Any], output: str, wanted: Collection[str]) -> list[dict[str, Any]]:
+    """The answers of the Hugging Face form as those of /v2's output tensors that are wanted; `output` is the task's
+    kind of output."""
+    found = []
+    for name, datatype in output_tensors(output).items():
+        if name not in wanted:
+            continue
+        shape = [len(answers)]
+        if name in RANKED:
+            shape.append(len(answers[0]))
+            data = [one[RANKED[name]] for row in answers for one in row]
+        elif output == "classes":
+            data = [row[0][name] for row in answers]
+        elif output == "number":
+            data = answers
+        else:
+            data = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in answers]
+        found.append({"name": name, "datatype": datatype, "shape": shape, "data": data})
+    return found
 
 
 class OutputTensor(Closed):

@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import logging
 import os
+import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -51,6 +52,8 @@ class Replica:
         self._lasting = {name: Lasting(settings, self._door) for name in names}
         self._sum = self._sum_of_replicas if most_replicas(settings) > 1 else None
         self._models = Models(self._lasting, self._make, self._desk, self._beside)
+        self._reconfigured_s = 0.0
+        """Seconds of the last `reconfigure`."""
         self._wish: Wish = {}
         self._refused: dict[tuple[str, str], str] = {}
         """Why a model's artefact was refused, here or by another replica."""
@@ -83,6 +86,7 @@ class Replica:
     async def reconfigure(self, wish: Wish) -> None:
         """At the start, load what is to be served. Later only note the wish: Ray routes nothing to a replica while this
         runs, and ends one in which it raises."""
+        began = time.monotonic()
         if not self._models.loaded:
             await self._models.become(wish["models"])
             if self._door is not None:
@@ -94,6 +98,7 @@ class Replica:
             change = asyncio.create_task(self._become(wish))
             self._changes.add(change)  # asyncio alone keeps no task from being collected
             change.add_done_callback(self._changes.discard)
+        self._reconfigured_s = time.monotonic() - began
 
     async def _become(self, wish: Wish) -> None:
         models = wish["models"]
@@ -154,7 +159,7 @@ class Replica:
     async def status(self) -> dict[str, Any]:
         """What `rtrain serve status` tells of a replica."""
         models = {name: versions.status() for name, versions in self._models.versions.items()}
-        return {"process": os.getpid(), "models": models}
+        return {"process": os.getpid(), "reconfigured_s": self._reconfigured_s, "models": models}
 
     async def serves(self) -> dict[str, str]:
         """The folder of what answers, by the model's name."""

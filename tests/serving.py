@@ -76,10 +76,10 @@ class Gate:
         self._run, self._open = predictor.run, threading.Event()
         self.rows = 0
 
-    def __call__(self, encoded: list[Encoded], most_tokens: int) -> Outputs:
+    def __call__(self, encoded: list[Encoded], most_tokens: int, step: int) -> Outputs:
         self.rows += len(encoded)
         assert self._open.wait(10)
-        return self._run(encoded, most_tokens)
+        return self._run(encoded, most_tokens, step)
 
     def open(self) -> None:
         self._open.set()
@@ -97,7 +97,7 @@ def gate(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate
     gate.open()
 
 
-def client(app: FastAPI) -> httpx.AsyncClient:
+def client(app: ASGIApp) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serve import load, parts, sides
+from benchmarks.serve import load, models, parts, sides
 from benchmarks.serve.__main__ import TEXTS, parse, table, texts_of
+from rtrain import config
+from rtrain.cli import app as cli
+from serve import schema
 
 REPLY = b"HTTP/1.1 %d OK\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -102,7 +106,7 @@ def test_a_percentile_is_of_one_status_by_rank() -> None:
 
 def test_ratios_are_made_within_a_round() -> None:
     def rounds(*values: float) -> list[dict[str, float]]:
-        return [{"p50_ms": 1 / value, "rps": value, "errors": 0} for value in values]
+        return [{"p50_ms": 1 / value, "rps": value, "rps_all_labels": value / 2, "errors": 0} for value in values]
 
     found: dict[str, Any] = {
         "raw": rounds(10, 100, 10),
@@ -113,8 +117,17 @@ def test_ratios_are_made_within_a_round() -> None:
     }
     ratios = parts.ratios(found)
     assert [ratios[name] for name in ("rps_vs_raw", "vs_stock_serve", "vs_uvicorn", "vs_hf_pipeline")] == [1, 4, 1, 10]
+    assert ratios["rps_vs_raw_all_labels"] == 0.5
     assert ratios["overhead_ms_p50"] == 0
     assert "vs_stock_serve         2.50     4.00      4.000" in table({"beside": ratios})
+
+
+def test_all_sides_are_asked_for_the_best_label() -> None:
+    asked = schema.parse(schema.PredictRequest, load.body("a text"))
+    assert asked.parameters is not None
+    assert asked.parameters.top_k == 1
+    every = schema.parse(schema.PredictRequest, load.body("a text", {}))
+    assert every.parameters == schema.Parameters()
 
 
 def test_a_side_is_started_on_its_port() -> None:
@@ -127,12 +140,38 @@ def test_texts_are_our_own_or_a_column_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text('text,label\n"one, two",a\nthree,b\n')
     assert texts_of(tmp_path / "rows.csv") == ["one, two", "three"]
     assert texts_of(None) == list(TEXTS)
+    (tmp_path / "rows.csv").write_text("text\n" + "\n".join(map(str, range(10))))
+    assert texts_of(tmp_path / "rows.csv", most=4) == ["0", "3", "6", "9"]
 
 
 def test_what_is_no_part_or_no_time_is_refused() -> None:
     for wrong in (["--only", "nothing"], ["--rounds", "0"], ["--seconds", "0"], ["--minutes", "0"]):
         with pytest.raises(SystemExit):
             parse(["student", "parent", *wrong])
+
+
+def test_without_artefacts_both_are_made_once_by_commands_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (parse(["--json"]).student, parse(["--json"]).parent) == (None, None)
+    with pytest.raises(SystemExit):
+        parse(["student"])
+    assert "name the float artefact" in capsys.readouterr().err.splitlines()[-1]
+    run: list[list[str]] = []
+
+    def done(line: list[str], **given: Any) -> None:
+        cli.main([*line[3:4], "--help"])
+        for value in (word for place, word in enumerate(line) if line[place - 1] == "--set"):
+            config.load("intent", dict([value.split("=")]))
+        Path(line[line.index("--out") + 1]).mkdir(parents=True)
+        run.append(line)
+
+    monkeypatch.setattr(subprocess, "run", done)
+    found = models.made(tmp_path / "models")
+    assert [line[3] for line in run] == ["train", "distill", "quantize"]
+    assert run[0][run[0].index("--data") + 1].endswith(".csv")
+    assert found == models.made(tmp_path / "models") == models.artifacts(tmp_path / "models")
+    assert len(run) == 3
 
 
 def test_a_flood_s_log_is_read_to_its_last_whole_line() -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rtrain import artifact, manifest, predict
 from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks import base
+from tests.serving import predictor_of
 from tests.tiny import CORPUS, make_artifact
 
 TEXTS = [*CORPUS, "a", "?", "where is my parcel " * 40, "日本", "x" * 200]
@@ -55,6 +57,24 @@ def test_an_answer_does_not_depend_on_its_company(predictor: Predictor, batch_ro
     assert np.ptp(alone, axis=0).min() > 0.1  # the texts get different answers, so a swap of two would be seen
     assert np.abs(np.stack(predictor.logits(TEXTS, batch_rows)) - alone).max() < 1e-5
     assert np.abs(np.stack(predictor.logits(TEXTS[::-1], batch_rows)) - alone[::-1]).max() < 1e-5
+
+
+@pytest.mark.parametrize("task", ["classification", "token_tags"])  # an output for each row, and for each token
+def test_calls_of_rounded_lengths_answer_alike(tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor = predictor_of(tmp_path, task)
+    widths, logits = list[int](), predictor._engine.logits
+
+    def noted(inputs: Mapping[str, Any]) -> Any:
+        widths.append(inputs["input_ids"].shape[1])
+        return logits(inputs)
+
+    monkeypatch.setattr(predictor._engine, "logits", noted)
+    for text in TEXTS:
+        encoded = predictor.encode([text])
+        rounded, exact = (predictor.run(encoded, step=step) for step in (24, 1))
+        assert np.abs(np.asarray(rounded[0]) - np.asarray(exact[0])).max() < 1e-5
+    assert {24, 64} <= set(widths[::2]) <= {24, 48, 64}  # no longer than the model reads
+    assert all(0 <= long - short < 24 for long, short in zip(widths[::2], widths[1::2], strict=True))
 
 
 def test_pairs_and_single_texts_answer_alike_together_and_alone(predictor: Predictor) -> None:

@@ -219,10 +219,10 @@ def test_a_text_that_breaks_the_engine_fails_only_its_own_request(
 ) -> None:
     run, poison = predictor.run, predictor.encode(["poison"])[0].ids
 
-    def breaking(encoded: list[Encoded], most_tokens: int) -> Outputs:
+    def breaking(encoded: list[Encoded], **most: int) -> Outputs:
         if any(row.ids == poison for row in encoded):
             raise MemoryError("a secret of the engine")
-        return run(encoded, most_tokens)
+        return run(encoded, **most)
 
     monkeypatch.setattr(predictor, "run", breaking)
     app = build_app(predictor, Serve())

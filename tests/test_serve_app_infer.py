@@ -20,7 +20,8 @@ app, predictor = serving.app, serving.predictor  # fixtures
 
 def test_server_and_model_describe_themselves(app: FastAPI, predictor: Predictor) -> None:
     def tensors(*names: tuple[str, str]) -> list[dict[str, object]]:
-        return [{"name": name, "datatype": datatype, "shape": [-1]} for name, datatype in names]
+        shapes = {"labels": [-1, -1], "scores": [-1, -1]}
+        return [{"name": name, "datatype": datatype, "shape": shapes.get(name, [-1])} for name, datatype in names]
 
     assert call(app, "GET", "/v2").json() == {"name": "rtrain", "version": "0.1.0", "extensions": []}
     assert call(app, "GET", "/v2/health/live").json() == {"live": True}
@@ -31,7 +32,7 @@ def test_server_and_model_describe_themselves(app: FastAPI, predictor: Predictor
         "versions": [predictor.artifact.version],
         "platform": "rtrain_torch",
         "inputs": tensors(("text", "BYTES")),
-        "outputs": tensors(("label", "BYTES"), ("score", "FP32")),
+        "outputs": tensors(("label", "BYTES"), ("score", "FP32"), ("labels", "BYTES"), ("scores", "FP32")),
     }
     assert len(predictor.artifact.version) == 12
 
@@ -74,7 +75,7 @@ def test_an_output_that_the_model_lacks_is_refused_before_it_works(task: str, tm
     described = call(app, "GET", "/v2/models/tiny").json()
     had = [output["name"] for output in described["outputs"]]
     inputs = [{**tensor([TEXT], [1]), "name": one["name"]} for one in described["inputs"]]
-    for name in ("label", "score", "answer"):
+    for name in ("label", "score", "labels", "scores", "answer"):
         document = {"inputs": inputs, "outputs": [{"name": had[0]}, {"name": name}]}
         response = call(app, "POST", "/v2/models/tiny/infer", json=document)
         if name in had:

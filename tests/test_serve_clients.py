@@ -251,7 +251,7 @@ def test_tritons_grpc_client_works_as_it_is(addresses: dict[str, str], predictor
         assert client.is_model_ready(name, version)
         metadata = client.get_model_metadata(name, as_json=True)
         assert metadata["versions"] == [version]
-        assert [tensor["name"] for tensor in metadata["outputs"]] == ["label", "score"]
+        assert [tensor["name"] for tensor in metadata["outputs"]] == ["label", "score", "labels", "scores"]
         assert client.get_server_metadata(as_json=True)["name"] == "rtrain"
         [model] = client.get_model_repository_index(as_json=True)["models"]
         assert (model["name"], model["version"], model["state"]) == (name, version, "READY")
@@ -264,6 +264,29 @@ def test_tritons_grpc_client_works_as_it_is(addresses: dict[str, str], predictor
             assert list(map(text_of, reply.as_numpy("label"))) == [label for label, _ in best(predictor, values)]
             chances = reply.as_numpy("score")
             assert chances is None if asked else chances.tolist() == [score for _, score in best(predictor, values)]
+
+
+@pytest.mark.parametrize("triton", [tritonclient.http, tritonclient.grpc])
+@pytest.mark.parametrize("top_k", [None, 2, 9])
+def test_a_router_gets_every_label_over_tritons_clients(
+    addresses: dict[str, str], predictors: dict[str, Predictor], triton: Any, top_k: int | None
+) -> None:
+    address = addresses["classification grpc" if triton is tritonclient.grpc else "classification"]
+    values, asked = [TEXT, *CORPUS[:2]], {} if top_k is None else {"top_k": top_k}
+    expected = predictors["classification"](values, asked)
+    with triton.InferenceServerClient(address.removeprefix("http://")) as client:
+        outputs = [triton.InferRequestedOutput(name) for name in ("labels", "scores", "label")]
+        reply = client.infer("tiny", [texts(triton, "text", values)], "", outputs, parameters=asked)
+        labels, scores = reply.as_numpy("labels"), reply.as_numpy("scores")
+        assert labels.shape == scores.shape == (3, min(top_k or 3, 3))
+        assert [[text_of(label) for label in row] for row in labels] == [
+            [one["label"] for one in row] for row in expected
+        ]
+        assert scores.tolist() == [[pytest.approx(one["score"], abs=1e-5) for one in row] for row in expected]
+        assert top_k == 2 or scores.sum(axis=1).tolist() == pytest.approx([1, 1, 1], abs=1e-6)
+        assert [text_of(label) for label in reply.as_numpy("label")] == [text_of(row[0]) for row in labels]
+        with pytest.raises(InferenceServerException, match="no threshold that was chosen on validation rows"):
+            client.infer("tiny", [texts(triton, "text", values)], parameters={"abstain": True})
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,9 @@ def test_ray_s_schema_takes_it_and_only_what_differs_is_written(artifact: Path) 
     [deployment] = application.deployments
     assert deployment.user_config == {"models": named}
     assert deployment.ray_actor_options.num_cpus == 6
+    assert deployment.ray_actor_options.runtime_env == {"env_vars": declared.RAY_SERVE}
+    exported = [line.split()[2] for line in text.splitlines() if line.startswith("#   export ")]
+    assert dict(line.split("=") for line in exported) == declared.RAY_SERVE
     scaled = deployment.autoscaling_config
     assert isinstance(scaled, dict)
     assert (scaled["min_replicas"], scaled["max_replicas"]) == (2, 4)

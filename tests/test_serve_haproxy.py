@@ -94,6 +94,7 @@ def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
         f"errorfile {status} /pages/{status}.http" for status in haproxy.PAGES
     ]
     assert "http-request set-var(txn.most) nbsrv,mul(64)" in after  # of each that is up
+    assert "http-request set-var(txn.later) var(proc.later) if { date,sub(proc.told) lt 10 }" in after
     # What is left is Ray's, word for word.
     added = (
         "timeout http-request",
@@ -101,9 +102,10 @@ def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
         "option http-ignore-probes",
         "errorfile",
         "stats socket",
-        "http-request return status 503 content-type application/json file /pages/busy",
+        "http-request return status 503 content-type application/json lf-file /pages/busy",
         "http-request set-var(txn.most)",
         *("acl full", "acl up", "acl v2", "acl health"),
+        *("http-response set-var(proc.", "http-request set-var(txn.later)"),
         *("stick-table type integer size 1", "http-request track-sc0", "http-request set-header x-haproxy-errors"),
         *("http-response set-var(txn.theirs)", "http-after-response sc-inc-gpc"),
     )
@@ -395,42 +397,6 @@ def test_a_replica_without_time_for_questions_is_passed_by_where_there_is_anothe
         Stalled.busy.set()
         assert wait_until(lambda: {ask(both) for _ in range(4)} == {(200, str(good))}, 30.0)
         assert not wait_until(lambda: ask(lone) != (200, str(slow)), 2.0 * ingress.CHECK_S)
-
-
-def test_more_than_the_replicas_take_is_refused_at_once_on_a_connection_that_stays() -> None:
-    with serving(Replica) as one, serving(Replica) as two, proxy([one, two], most=1) as (port, _, _):
-        answers: list[tuple[int, str]] = []
-        taken = [threading.Thread(target=lambda: answers.append(ask(port, 2.0))) for _ in range(2)]
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        with contextlib.closing(connection):
-            refused = set[socket.socket]()
-            for client in taken:
-                assert answers == []
-                client.start()
-                time.sleep(0.3)
-            for _ in range(3):
-                connection.request("POST", "/predict", "0")
-                answer = connection.getresponse()
-                assert (answer.status, answer.headers["retry-after"]) == (503, "1")
-                assert json.loads(answer.read())["error"]["type"] == "overloaded"
-                refused.add(connection.sock)
-            connection.request("POST", "/v2/models/a/infer", "0")
-            answer = connection.getresponse()
-            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
-            assert len(answer.headers["x-request-id"]) == 36
-            assert json.loads(answer.read())["error"].startswith("too many requests")
-            for path in ("/v2/health/ready", "/metrics", "/info", "/"):  # they may look at it
-                connection.request("GET", path)
-                answer = connection.getresponse()
-                told = b"503=4 504=0" if path == "/metrics" else b"success"
-                assert (answer.status, answer.read()) == (200, told)
-            assert answers == []  # they were not waited for
-            for client in taken:
-                client.join()
-            assert sorted(answers) == sorted([(200, str(one)), (200, str(two))])
-            connection.request("POST", "/predict", "0")
-            assert connection.getresponse().status == 200
-            assert refused == {connection.sock}
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -15,8 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import tritonclient.grpc
+import tritonclient.utils
 
 import rtrain.artifact
 import rtrain.predict
@@ -27,6 +30,7 @@ from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from serve.change import judge, overview
 from serve.deployment import Endpoint, start
+from serve.front.address import free_address
 from tests.test_serve_deployment import openvino_artifact, processes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,11 +48,18 @@ class Seen:
     slowest_s: float = 0.0
     failed_at: list[float] = field(default_factory=list)
     """Moments of the monotonic clock at which questions were asked that failed."""
+    first_at: dict[str, float] = field(default_factory=dict)
+    last_at: dict[str, float] = field(default_factory=dict)
+    """Moments at which a version's first and last answers came."""
 
     @property
     def outage_s(self) -> float:
         """From the first question that failed to the last one."""
         return max(self.failed_at) - min(self.failed_at) if self.failed_at else 0.0
+
+    def beside_s(self, old: str, new: str) -> float:
+        """For how long both have answered."""
+        return max(0.0, self.last_at[old] - self.first_at[new])
 
 
 @contextmanager
@@ -75,13 +86,16 @@ def load(port: int, pause_s: float = 0.0, again: bool = False) -> Iterator[Seen]
             problem, version = ask(connection)
             second = ask(connection)[0] if problem and again else ""
             with lock:
-                seen.slowest_s = max(seen.slowest_s, time.monotonic() - began)
+                now = time.monotonic()
+                seen.slowest_s = max(seen.slowest_s, now - began)
                 if problem:
                     seen.errors.append(problem)
                     seen.failed_at.append(began)
                     seen.again += [second] if second else []
                 else:
                     seen.versions[version] += 1
+                    seen.first_at.setdefault(version, now)
+                    seen.last_at[version] = now
         connection.close()
 
     threads = [threading.Thread(target=run) for _ in range(CLIENTS)]
@@ -93,6 +107,30 @@ def load(port: int, pause_s: float = 0.0, again: bool = False) -> Iterator[Seen]
         over.set()
         for thread in threads:
             thread.join()
+
+
+@contextmanager
+def grpc_load(port: int) -> Iterator[Seen]:
+    """A client that asks over gRPC without a pause, on one connection."""
+    seen, over = Seen(), threading.Event()
+
+    def run() -> None:
+        text = tritonclient.grpc.InferInput("text", [1], "BYTES")
+        text.set_data_from_numpy(np.array([b"hello"], dtype=np.object_))
+        with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{port}") as client:
+            while not over.is_set():
+                try:
+                    seen.versions[client.infer("tiny", [text]).get_response().model_version] += 1
+                except tritonclient.utils.InferenceServerException as error:
+                    seen.errors.append(repr(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
 
 
 def tampered(artifact: Path, folder: Path) -> Path:
@@ -116,7 +154,13 @@ def test_an_update_and_the_way_back_lose_no_request(tmp_path: Path) -> None:
     (cut / "model.int8.bin").write_bytes(b"x" + (cut / "model.int8.bin").read_bytes()[1:])
     old, new = (rtrain.artifact.read(folder).version for folder in (first, second))
     assert old != new
-    with start(first, Serve(ungated=True, port=0, replicas=REPLICAS)) as endpoint, load(endpoint.port) as seen:
+    settings = Serve(ungated=True, port=0, replicas=REPLICAS, grpc_port=free_address("127.0.0.1", 0).port)
+    assert settings.grpc_port is not None
+    with (
+        start(first, settings) as endpoint,
+        load(endpoint.port) as seen,
+        grpc_load(settings.grpc_port) as over_grpc,
+    ):
         with pytest.raises(UserError, match="nothing was served before"):
             endpoint.change({"rollback": True})
         with pytest.raises(UserError, match="is what answers already"):
@@ -127,6 +171,8 @@ def test_an_update_and_the_way_back_lose_no_request(tmp_path: Path) -> None:
         time.sleep(1)
         # Requests that were under way when every replica had switched, and no others.
         assert seen.versions[old] - switched <= CLIENTS
+        beside_s = seen.beside_s(old, new)
+        told_s = [one["reconfigured_s"] for one in endpoint._application.told("status")]
         with pytest.raises(UserError, match=rf"is not served, {new} goes on: .*does not reproduce its golden answers"):
             endpoint.change({"update": str(bad)})
         with pytest.raises(ArtifactError):
@@ -135,9 +181,15 @@ def test_an_update_and_the_way_back_lose_no_request(tmp_path: Path) -> None:
         assert endpoint.change({"rollback": True}) == f"{old} answers in place of {new}"
         time.sleep(1)
     sys.stderr.write(f"{seen.versions.total()} requests, slowest {seen.slowest_s:.2f} s, {seen.versions}\n")
-    assert seen.errors == []
-    assert set(seen.versions) == {old, new}
-    assert min(seen.versions.values()) > 100
+    sys.stderr.write(f"side by side for {beside_s:.3f} s; reconfigure took {max(told_s):.4f} s at most\n")
+    sys.stderr.write(f"over gRPC {over_grpc.versions}\n")
+    for one in (seen, over_grpc):
+        assert one.errors == []
+        assert set(one.versions) == {old, new}
+        assert min(one.versions.values()) > 100
+    assert beside_s <= 1
+    assert len(told_s) == REPLICAS
+    assert max(told_s) < 0.05, "Ray routes nothing to a replica while it is told of a change"
 
 
 def ended(endpoint: Endpoint, stage: str) -> dict[str, Any]:
@@ -208,13 +260,15 @@ def test_a_trial_promotes_a_candidate_that_agrees_and_drops_one_that_does_not(tm
 @pytest.mark.usefixtures("ray_session")
 def test_the_end_under_load_answers_what_was_accepted(tmp_path: Path) -> None:
     """Connections are refused or closed between two requests; none is cut in one."""
-    with start(openvino_artifact(tmp_path), Serve(ungated=True, port=0)) as endpoint, load(endpoint.port) as seen:
+    settings = Serve(ungated=True, port=0)
+    with start(openvino_artifact(tmp_path), settings) as endpoint, load(endpoint.port) as seen:
         time.sleep(1)
         began = time.monotonic()
         endpoint.close()
         took = time.monotonic() - began
     sys.stderr.write(f"{seen.versions.total()} requests, end {took:.1f} s, {Counter(seen.errors)}\n")
     assert seen.versions.total() > 50
+    assert took <= settings.deadline_s + 3
     between = ("ConnectionRefusedError", "RemoteDisconnected", "ConnectionResetError", "BrokenPipeError")
     assert [error for error in seen.errors if not error.startswith(between)] == []
 

@@ -154,7 +154,7 @@ def test_a_candidate_that_fails_unseen_is_counted_and_hurts_nobody(
         def fails(*given: Any) -> Any:
             raise RuntimeError("no answer")
 
-        monkeypatch.setattr(versions.candidate.service.predictor, "run", fails)
+        monkeypatch.setattr(versions.candidate.service, "run", fails)
         await versions.follow(Plan(second, 1.0, 1.25, 0.0))
         assert versions.trial is not None
         assert await ask(client) == old

@@ -117,6 +117,27 @@ def test_a_classifier_abstains_below_its_threshold(tmp_path: Path) -> None:
         assert asked(predictor).json() == [plain]
 
 
+def test_a_classifier_abstains_over_v2_too_and_its_rows_are_of_one_length(tmp_path: Path) -> None:
+    predictor = served(tmp_path)
+    texts = [TEXT, *CORPUS[:8]]
+    rows = predictor(texts)
+    least = sorted(row[0]["score"] for row in rows)[4]
+    predictor.head = Head(LABELS, {"abstain": least})
+    tensor = {"name": "text", "datatype": "BYTES", "shape": [9], "data": texts}
+    outputs = [{"name": "label"}, {"name": "labels"}]
+    document = {"inputs": [tensor], "outputs": outputs, "parameters": {"abstain": True}}
+    reply = call(build_app(predictor, Serve()), "POST", "/v2/models/tiny/infer", json=document).json()
+    label, labels = reply["outputs"]
+    wanted = [[one["label"] for one in row] for row in rows]
+    wanted = [
+        ["none", *names][:3] if row[0]["score"] < least else names for names, row in zip(wanted, rows, strict=True)
+    ]
+    assert labels["shape"] == [9, 3]
+    assert labels["data"] == [name for names in wanted for name in names]
+    assert label["data"] == [names[0] for names in wanted]
+    assert 0 < label["data"].count("none") < 9
+
+
 def test_rows_outside_of_all_classes_are_none_too(tmp_path: Path) -> None:
     predictor = served(tmp_path, head=Head(LABELS, {"outside": "other", "threshold": 0.9999}))
     plain = asked(predictor).json()[0]

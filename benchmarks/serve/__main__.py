@@ -1,6 +1,7 @@
-"""The endpoint beside others, and under load: `python -m benchmarks.serve [--json] STUDENT PARENT`.
+"""The endpoint beside others, and under load: `python -m benchmarks.serve [--json] [STUDENT PARENT]`.
 
-STUDENT is an int8 artefact, PARENT the float artefact that it comes from. Server and client are pinned to a core each.
+STUDENT is an int8 artefact, PARENT the float artefact that it comes from; without them both are made of the embedded
+messages first. Server and client are pinned to a core each.
 
 beside    one connection and sixteen: rtrain serve, stock Ray Serve, uvicorn, a Transformers pipeline, the engine alone
 tail      p99 over p50 at 70 % load, in an open loop
@@ -8,6 +9,9 @@ shadow    p99 while a candidate answers a fifth of the texts too, over p99 witho
 overload  4 and 20 times the load: answers, rejections, memory
 kills     ten replicas killed at 70 % load
 soak      70 % load for minutes: memory and errors
+floods    500 slow bodies, 500 half heads, a body of 1 GiB: good clients' p99, memory of HAProxy and of the replica
+keys      the times of wrong keys: whether they tell how much of one is right
+drift     rows until a tenth of foreign texts raises an alarm, and alarms without (--foreign)
 
 `results` are written after each part; wrk has to be installed, and h2load for `overload`.
 """
@@ -19,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Found, Keep, Results
-from benchmarks.serve import parts
+from benchmarks.serve import hostile, models, parts, unknown
 from benchmarks.serve.parts import Work
 
 PARTS: dict[str, Callable[[Work], Found]] = {
@@ -29,7 +33,12 @@ PARTS: dict[str, Callable[[Work], Found]] = {
     "overload": parts.overload,
     "kills": parts.kills,
     "soak": parts.soak,
+    "floods": hostile.floods,
+    "keys": hostile.keys,
+    "drift": unknown.drift,
 }
+OPTIONAL = ("drift",)
+"""Parts that need what no default is for."""
 AIMS = {
     "overhead_ms_p50": (1.2, 0.6),
     "rps_vs_raw": (0.8, 1.3),
@@ -38,6 +47,7 @@ AIMS = {
     "vs_uvicorn": (0.9, 1.3),
     "tail": (4.0, 2.5),
     "shadow_p99": (1.10, 1.05),
+    "drift_flagged_within_500": (0.95, 1.0),
 }
 """Floor and goal of a figure."""
 TEXTS = (
@@ -54,10 +64,11 @@ MOST_TEXTS = 500
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description=__doc__, formatter_class=form)
-    parser.add_argument("student", type=Path, help="an int8 artefact")
-    parser.add_argument("parent", type=Path, help="the float artefact that it comes from")
+    parser.add_argument("student", type=Path, nargs="?", help="an int8 artefact")
+    parser.add_argument("parent", type=Path, nargs="?", help="the float artefact that it comes from")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("--rows", type=Path, help="csv file whose column `text` is asked (default: five texts)")
+    parser.add_argument("--foreign", type=Path, help="csv file whose column `text` is of another kind, for `drift`")
     parser.add_argument("--rounds", type=int, default=5, help="rounds, interleaved")
     parser.add_argument("--seconds", type=float, default=5.0, help="seconds of a loop")
     parser.add_argument("--minutes", type=float, default=15.0, help="minutes of the soak")
@@ -65,6 +76,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=PARTS, help="a part; repeatable (default: all)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/serve.json"), help="file of the results")
     chosen = parser.parse_args(arguments)
+    if chosen.student and not chosen.parent:
+        parser.error("name the float artefact that STUDENT comes from too, or neither: then both are made")
     for name in ("rounds", "seconds"):
         if getattr(chosen, name) < 1:
             parser.error(f"--{name} {getattr(chosen, name)}: write 1 or more")
@@ -73,11 +86,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return chosen
 
 
-def texts_of(path: Path | None) -> list[str]:
+def texts_of(path: Path | None, most: int = MOST_TEXTS) -> list[str]:
+    """Our own, or so many of a file's from its beginning to its end: files are often in the order of their labels."""
     if path is None:
         return list(TEXTS)
     with path.open(encoding="utf-8", newline="") as file:
-        return [row["text"] for row in csv.DictReader(file)][:MOST_TEXTS]
+        found = [row["text"] for row in csv.DictReader(file)]
+    return found[:: max(1, -(-len(found) // most))]
 
 
 def table(results: dict[str, Any]) -> str:
@@ -99,10 +114,14 @@ def main() -> None:
     chosen = parse()
     texts = texts_of(chosen.rows)
     results = Results(chosen.out, rounds=chosen.rounds, seconds=chosen.seconds, texts=len(texts))
-    artifacts = (chosen.student.absolute(), chosen.parent.absolute())
+    named = (chosen.student, chosen.parent) if chosen.student else models.made(results.folder / "models")
+    student, parent = (folder.absolute() for folder in named)
     settings = tuple(chosen.set)
-    work = Work(*artifacts, texts, chosen.rounds, chosen.seconds, results.folder, settings, chosen.minutes)
-    for name in chosen.only or PARTS:
+    foreign = texts_of(chosen.foreign) if chosen.foreign else []
+    work = Work(
+        student, parent, texts, chosen.rounds, chosen.seconds, results.folder, settings, chosen.minutes, foreign
+    )
+    for name in chosen.only or [part for part in PARTS if foreign or part not in OPTIONAL]:
         results.measure(name, at_once(PARTS[name], work))
     print(results if chosen.json else table(results.parts))
 

@@ -38,6 +38,8 @@ class Work:
     settings: Sequence[str] = ()
     minutes: float = 15.0
     """How long the soak lasts."""
+    foreign: Sequence[str] = ()
+    """Texts of another kind than the model was made for."""
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -58,8 +60,14 @@ def beside(work: Work) -> dict[str, Any]:
                 load.closed(one.url, work.texts, 1, 1, client)  # warm
                 lone = load.closed(one.url, work.texts, 1, work.seconds, client)
                 many = load.closed(one.url, work.texts, MANY, work.seconds, client)
-            errors = lone["errors"] + many["errors"]
-            found[name].append({"p50_ms": lone["p50_ms"], "rps": many["rps"], "errors": errors})
+                loops = {"rps": many}
+                if name == "rtrain":  # beside the best label, which all sides answer with
+                    loops["rps_all_labels"] = load.closed(
+                        one.url, work.texts, MANY, work.seconds, client, parameters={}
+                    )
+            errors = lone["errors"] + sum(loop["errors"] for loop in loops.values())
+            rps = {figure: loop["rps"] for figure, loop in loops.items()}
+            found[name].append({"p50_ms": lone["p50_ms"], **rps, "errors": errors})
     return {**ratios(found), "sides": found}
 
 
@@ -79,6 +87,7 @@ def ratios(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     return {
         "overhead_ms_p50": middle(lambda one: one["rtrain"]["p50_ms"] - one["raw"]["p50_ms"]),
         **{name: middle(lambda one, of=of: one["rtrain"]["rps"] / one[of]["rps"]) for name, of in over.items()},  # type: ignore[misc]
+        "rps_vs_raw_all_labels": middle(lambda one: one["rtrain"]["rps_all_labels"] / one["raw"]["rps"]),
         "errors": sum(row.get("errors", 0) for row in found["rtrain"]),
     }
 

@@ -153,8 +153,9 @@ class Serve(Section):
     grpc_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port on which the Open Inference Protocol is spoken over gRPC as well, e.g. 9000; the replicas of a machine share
     it. It asks for the same keys, in the metadata `authorization`, and has the same certificate. Default: no gRPC."""
-    replicas: Positive = 1
-    """Copies of the model that answer side by side."""
+    replicas: Positive | None = None
+    """Copies of the model that answer side by side. Default: a core each, up to 4, beside one for HAProxy where the
+    machine has more than two, as far as its memory goes; on a cluster one."""
     max_replicas: Positive | None = None
     """Most copies, where their number is to follow the load: more are started while engines are busy for more than 80 %
     of the time or texts pile up, and they end where fewer would be busy for less than 50 %. Default: always
@@ -212,6 +213,11 @@ class Serve(Section):
     """Name a request's trace beside the bucket of its latency on /metrics, which is in the form of OpenMetrics then;
     with one replica."""
 
+    @property
+    def copies(self) -> int:
+        """Replicas to begin with."""
+        return self.replicas or 1
+
 
 class Report(Section):
     attributions: Annotated[int, Field(ge=0, le=20)] = 20
@@ -244,8 +250,8 @@ def deploy_contradictions(deploy: Deploy) -> list[Problem]:
     if tune.money is not None and tune.price is None and deploy.cluster.prices is None:
         problems.append(Problem("tune.price", None, "tune.money needs the price of a worker's hour", "write e.g. 0.04"))
     serve = deploy.serve
-    if serve.max_replicas is not None and serve.max_replicas < serve.replicas:
-        reason = f"it is below serve.replicas={serve.replicas}"
+    if serve.max_replicas is not None and serve.max_replicas < serve.copies:
+        reason = f"it is below serve.replicas={serve.copies}"
         problems.append(Problem("serve.max_replicas", serve.max_replicas, reason, "write as many or more"))
     if (serve.tls_cert is None) != (serve.tls_key is None):
         given, lacking = ("tls_cert", "tls_key") if serve.tls_key is None else ("tls_key", "tls_cert")

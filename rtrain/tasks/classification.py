@@ -134,8 +134,8 @@ def ranked(scores: Any, labels: Sequence[str], parameters: Mapping[str, Any]) ->
     # A stable sort: equal scores keep the label order on every machine.
     order = np.argsort(-scores, axis=1, kind="stable")[:, :top]
     return [
-        [{"label": labels[column], "score": float(row[column])} for column in columns]
-        for row, columns in zip(scores, order, strict=True)
+        [{"label": labels[column], "score": row[column]} for column in columns]
+        for row, columns in zip(scores.tolist(), order.tolist(), strict=True)
     ]
 
 

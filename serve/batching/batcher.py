@@ -6,14 +6,15 @@ under load, where the queue fills while the engine works.
 """
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
 from rtrain.batch import Encoded, Floats, Outputs
 from serve.batching.cost import Cost
+from serve.batching.engine import EngineThread
 from serve.batching.scheduler import Limits, Row, Scheduler, padded
 
 Value = TypeVar("Value")
@@ -79,7 +80,7 @@ class Batcher:
         self._run, self._on_call = run, on_call
         self._cost = Cost()
         self._queue = Scheduler(limits, self._cost)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._thread = EngineThread()
         self._worker: asyncio.Task[None] | None = None
         self._call_began: float | None = None
         self.stats = Stats()
@@ -112,7 +113,7 @@ class Batcher:
             finally:
                 self._call_began = None
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
+        return await self._thread.run(timed)
 
     async def submit(self, encoded: Sequence[Encoded], deadline: float, client: str = "") -> list[Floats]:
         """The output for each row of `encoded` (at least one), in its order; `deadline` is on the loop's clock. The
@@ -149,7 +150,7 @@ class Batcher:
         return 0.0 if began is None else time.monotonic() - began
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
     async def _work(self) -> None:
         loop = asyncio.get_running_loop()
@@ -168,7 +169,7 @@ class Batcher:
     async def _answer(self, batch: list[Row]) -> None:
         loop = asyncio.get_running_loop()
         try:
-            outputs, seconds = await loop.run_in_executor(self._thread, self._call, batch)
+            outputs, seconds = await self._thread.run(functools.partial(self._call, batch))
         except Exception as error:
             if len(batch) == 1:
                 failure = EngineError("the engine failed on this text")

@@ -121,6 +121,6 @@ def _answer(service: "Service", text: Input) -> tuple[float, Any]:
     """Seconds of the tokens and the engine, and the answer; on the engine's thread."""
     predictor, began = service.predictor, time.perf_counter()
     encoded = predictor.encode([text])
-    outputs = predictor.run(encoded)
+    outputs = service.run(encoded)
     seconds = time.perf_counter() - began
     return seconds, predictor.decode(outputs, [text], encoded, {})[0]

@@ -136,15 +136,21 @@ class Versions:
             self.trial = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._taken(self._named(scope)) as version:
+        version = self._taken(self._named(scope))
+        try:
             await version.app(scope, receive, send)
+        finally:
+            self._left(version)
 
     @contextmanager
     def answering(self, version: str | None) -> Iterator[Service]:
         """The service for one request over another protocol: that of the version that it names, where it is here;
         with an empty name by weight; with None, of what is no question to the model, the one that answers."""
-        with self._taken(version) as taken:
+        taken = self._taken(version)
+        try:
             yield taken.service
+        finally:
+            self._left(taken)
 
     def _named(self, scope: Scope) -> str | None:
         """The version that a request names; empty where it leaves that open, None where it asks the model nothing."""
@@ -153,8 +159,8 @@ class Versions:
             return path.partition("/versions/")[2].partition("/")[0]
         return "" if path.endswith(ASKING) and scope["type"] == "http" else None
 
-    @contextmanager
-    def _taken(self, name: str | None) -> Iterator[Version]:
+    def _taken(self, name: str | None) -> Version:
+        """By which a request is answered, until it has `_left`."""
         version = self.current
         if version is None:  # the server listens a moment before the first artefact is loaded
             raise RuntimeError("no artefact is loaded yet")
@@ -162,12 +168,12 @@ class Versions:
         if self.weight and other is not None and (name == other.name or (name == "" and random.random() < self.weight)):
             version = other
         version.requests += 1
-        try:
-            yield version
-        finally:
-            version.requests -= 1
-            if version.requests == 0 and version not in (self.current, self.candidate):
-                version.service.close(wait=False)
+        return version
+
+    def _left(self, version: Version) -> None:
+        version.requests -= 1
+        if version.requests == 0 and version not in (self.current, self.candidate):
+            version.service.close(wait=False)
 
     def close(self) -> None:
         """No request comes any more."""

@@ -42,29 +42,22 @@ def door(settings: Serve) -> keys.Door | None:
     """What asks for keys; None where there is no file of them. Raises `UserError` for a file that is no good."""
     if settings.keys is None:
         return None
-    return keys.Door(keys.Keys(Path(settings.keys)), keys.Rates(settings.replicas))
+    return keys.Door(keys.Keys(Path(settings.keys)), keys.Rates(settings.copies))
 
 
 def security_headers(settings: Serve) -> Pairs:
     """What `hardened` adds to each answer."""
     added = HEADERS if settings.tls_cert is None else {**HEADERS, "strict-transport-security": ONLY_TLS}
-    return [(name.encode(), value.encode()) for name, value in added.items()]
+    return [*((name.encode(), value.encode()) for name, value in added.items()), (CONTENT_POLICY, NO_CONTENT)]
 
 
-def hardened(send: Send, added: Pairs) -> Send:
-    """`send` that puts the security headers on each answer that has none of its own."""
-
-    async def send_hardened(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = list(message.get("headers", ()))
-            own = dict(headers)
-            headers += [pair for pair in added if pair[0] not in own]
-            if CONTENT_POLICY not in own and not own.get(b"content-type", b"").startswith(b"text/html"):
-                headers.append((CONTENT_POLICY, NO_CONTENT))
-            message = {**message, "headers": headers}
-        await send(message)
-
-    return send_hardened
+def hardened(headers: Pairs, added: Pairs) -> Pairs:
+    """The headers of an answer, and those of `added` of which it has none of its own. A page without a policy of its
+    own gets none that would keep it from showing."""
+    own = dict(headers)
+    if own.get(b"content-type", b"").startswith(b"text/html"):
+        own.setdefault(CONTENT_POLICY, b"")
+    return [*headers, *(pair for pair in added if pair[0] not in own)]
 
 
 def answer(error: RequestError, path: str) -> Response:
@@ -99,26 +92,26 @@ class Guard:
         settings, headers = self._settings, scope["headers"]
         size = len(scope["path"]) + len(scope.get("query_string", b""))
         # One walk: this is done for every request.
-        sent: dict[bytes, list[bytes]] = {name: [] for name in READ}
+        sent: dict[bytes, list[bytes]] = {}
         for name, value in headers:
             size += len(name) + len(value)
-            if name in sent:
-                sent[name].append(value)
+            if name in READ:
+                sent.setdefault(name, []).append(value)
         if size > settings.max_header_bytes or len(headers) > MOST_HEADERS:
             most = f"{settings.max_header_bytes} bytes and {MOST_HEADERS} headers"
             raise _last(RequestError(431, f"the address and the headers are too large; send at most {most}"))
         # Chunked bodies declare no length, and a declared one may be false: `_Body` counts.
-        if any(_is_more(value, settings.max_body_bytes) for value in sent[b"content-length"]):
+        if any(_is_more(value, settings.max_body_bytes) for value in sent.get(b"content-length", ())):
             raise _too_large(settings)
         key = None
         if self._door and (wanted := keys.scope_of(route(scope))):
             try:
-                key = self._door.admit(wanted, sent[b"authorization"], self._model)
+                key = self._door.admit(wanted, sent.get(b"authorization", ()), self._model)
             except RequestError as error:  # a body without an end would be read and thrown away without an end
-                raise _last(error) if sent[b"transfer-encoding"] else error from None
+                raise _last(error) if b"transfer-encoding" in sent else error from None
         # A dict of this request alone: the server's own is one for all.
         scope["state"] = {**scope.get("state", {}), "key": key and key.name, "models": key and key.models}
-        if any(value.lower() != b"identity" for value in sent[b"content-encoding"]):
+        if any(value.lower() != b"identity" for value in sent.get(b"content-encoding", ())):
             raise _last(RequestError(415, "the body is compressed; send it as it is"))
 
 

@@ -206,7 +206,8 @@ class Keys:
     the log has a warning. So a key is revoked by a file without it, not by no file."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic):
-        """Raises `UserError` where there is no good file to begin with."""
+        """Raises `UserError` where there is no good file to begin with: a replica without keys is better not up than
+        refusing everybody beside others that have some, and older keys from elsewhere might have been revoked."""
         self._path, self._clock = path, clock
         self._seen = _state(path)
         self._by_id = {key.id: key for key in read(path)}

@@ -16,6 +16,10 @@ COUNTED = (503, 504)
 """The statuses of those answers, by which HAProxy counts them since it has begun; it tells replicas that are asked for
 their metrics, in the header ERRORS, e.g. `503=12 504=0`."""
 ERRORS = "x-haproxy-errors"
+LATER = "%[var(txn.later)]"
+"""The seconds after which to come again, in what HAProxy answers where the replicas are full."""
+TOLD_S = 10
+"""Seconds for which it counts what a replica has said last."""
 MOST_LOOKS = 2
 """All requests that a replica has at a time are this many times the questions that it takes."""
 BUSY, BUSY_V2 = "busy.json", "busy-v2.json"
@@ -126,8 +130,8 @@ def _limited(front: Front) -> list[str]:
     an answer takes; and where more connections come at once than a replica's socket holds, one fails, by which HAProxy
     takes the replica for gone: then nobody is answered. Who only looks, at metrics or the page, is answered by one that
     is full of questions (`MOST_LOOKS`), and who asks whether it is well always is."""
-    headers = "hdr retry-after 1 hdr cache-control no-cache hdr x-request-id %[uuid]"
-    body = f"status 503 content-type application/json file {front.pages}"
+    headers = f"hdr retry-after {LATER} hdr cache-control no-cache hdr x-request-id %[uuid]"
+    body = f"status 503 content-type application/json lf-file {front.pages}"
     answers = [
         f"http-request return {body}/{page} {headers} if up full {which}"
         for page, which in ((BUSY, "!v2"), (BUSY_V2, "v2 !health"))
@@ -135,6 +139,11 @@ def _limited(front: Front) -> list[str]:
     return [
         f"http-request set-var(txn.most) nbsrv,mul({front.most})",
         f"http-request set-var(txn.most) nbsrv,mul({MOST_LOOKS * front.most}) unless METH_POST",
+        # When to come again the replicas know, who see what waits and how fast it is answered.
+        "http-response set-var(proc.later) res.hdr(retry-after) if { status 503 } { res.hdr(retry-after) -m found }",
+        "http-response set-var(proc.told) date if { status 503 } { res.hdr(retry-after) -m found }",
+        "http-request set-var(txn.later) str(1)",
+        f"http-request set-var(txn.later) var(proc.later) if {{ date,sub(proc.told) lt {TOLD_S} }}",
         "acl full be_conn,sub(txn.most) gt 0",
         "acl up nbsrv gt 0",
         "acl v2 path_reg '^(/models/[^/]+)?/v2(/|$)'",

@@ -29,6 +29,7 @@ from rtrain.cluster import supply
 from rtrain.config import Serve
 from rtrain.errors import ConfigError, Problem
 from serve import schema
+from serve.declared import RAY_SERVE
 from serve.door import access
 from serve.front import haproxy, supervisor
 
@@ -53,19 +54,6 @@ TEMPORARY = "/tmp"
 """A socket's path has at most 107 bytes; Ray puts the 56 of a node's id into it, so that no longer folder will do."""
 END_S = 10.0
 """Seconds that a task on the head may take."""
-RAY_SERVE = {
-    # Ray ends a proxy that is not up after 5 s, which a busy machine needs for its imports.
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
-    # A proxy that has died is replaced after three misses, of which Ray's own 10 s would make half a minute.
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-    # Between two reports of a replica's load, by which the number of replicas is decided; Ray's own 10 s are slow.
-    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
-    # The application on the replica's own event loop: nothing of ours blocks it (engine, files and long texts have
-    # threads), and a second loop costs every request a hop to it and one back.
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-}
-"""Ray Serve's settings of its controller and of all that it starts."""
-
 Tell = Callable[[str], None]
 
 
@@ -181,7 +169,7 @@ def find(host: str, body_s: int, most: int, pair: bytes = b"") -> Found | str:
         return f"no folder for it can be made: {error}"
     for status, page in error_pages().items():
         (folder / f"{status}.http").write_bytes(page)
-    busy = "too many requests are waiting; try again in 1 s"
+    busy = f"too many requests are waiting; try again in {haproxy.LATER} s"
     (folder / haproxy.BUSY).write_text(error_body(503, busy))
     (folder / haproxy.BUSY_V2).write_text(json.dumps({"error": busy}))
     certificate = folder / "tls.pem"

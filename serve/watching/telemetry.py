@@ -90,12 +90,16 @@ class Requests:
         self.seconds = Histogram(
             "rtrain_request_seconds", "Time to answer.", ["route"], buckets=SECONDS_BUCKETS, registry=self.registry
         )
+        # Looked up once: that takes longer than to count. There are as many as routes and statuses of ours.
+        self._labelled = functools.cache(
+            lambda route, status: (self.requests.labels(route, str(status)), self.seconds.labels(route))
+        )
 
     def count(self, route: str, status: int, seconds: float, name: str) -> None:
         """A request has ended; `name` is that of its trace, or its own."""
-        self.requests.labels(route, str(status)).inc()
-        told = {"trace_id": name[:MOST_EXEMPLAR]} if self._exemplars else None
-        self.seconds.labels(route).observe(seconds, told)
+        requests, took = self._labelled(route, status)
+        requests.inc()
+        took.observe(seconds, {"trace_id": name[:MOST_EXEMPLAR]} if self._exemplars else None)
 
 
 class Telemetry(Requests):
@@ -109,6 +113,7 @@ class Telemetry(Requests):
         counter = functools.partial(Counter, registry=self.registry)
         histogram = functools.partial(Histogram, registry=self.registry)
         self.versions = counter("rtrain_version_requests", "Requests by version of the model.", ["version", "status"])
+        self._version = functools.cache(lambda version, status: self.versions.labels(version, str(status)))
         self.rows = counter("rtrain_rows", "Texts answered.")
         self.engine_seconds = counter("rtrain_engine_seconds", "Time in engine calls.")
         self.engine_tokens = counter("rtrain_engine_tokens", "Tokens in engine calls, padding included.")
@@ -129,7 +134,7 @@ class Telemetry(Requests):
 
     def answered(self, version: str, route: str, status: int, seconds: float, name: str) -> None:
         """A request of that version has ended (`count`)."""
-        self.versions.labels(version, str(status)).inc()
+        self._version(version, status).inc()
         self.count(route, status, seconds, name)
 
     def on_call(self, rows: int, tokens: int, seconds: float) -> None:

@@ -22,8 +22,8 @@ LIBRARIES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 class Spans(Protocol):
-    def request(self, carrier: Mapping[str, str]) -> AbstractContextManager["Span"]:
-        """The span of a request, whose headers may name its trace."""
+    def request(self, headers: Mapping[bytes, bytes]) -> AbstractContextManager["Span"]:
+        """The span of a request, of which these headers may name the trace."""
         ...
 
     def part(self, name: str) -> AbstractContextManager[object]:
@@ -74,12 +74,14 @@ class NoSpans:
 
     trace: str | None = None
 
-    @contextlib.contextmanager
-    def request(self, carrier: Mapping[str, str]) -> Iterator["Span"]:
-        yield self
+    def __init__(self) -> None:
+        self._own = contextlib.nullcontext(self)
+
+    def request(self, headers: Mapping[bytes, bytes]) -> AbstractContextManager["Span"]:
+        return self._own
 
     def part(self, name: str) -> AbstractContextManager[object]:
-        return contextlib.nullcontext()
+        return self._own
 
     def end(self, name: str, attributes: Mapping[str, str | int | float]) -> None:
         pass
@@ -106,10 +108,10 @@ class OpenTelemetry:
         self._propagator = TraceContextTextMapPropagator()
 
     @contextlib.contextmanager
-    def request(self, carrier: Mapping[str, str]) -> Iterator["Span"]:
+    def request(self, headers: Mapping[bytes, bytes]) -> Iterator["Span"]:
         from opentelemetry.trace import SpanKind
 
-        context = self._propagator.extract(carrier)
+        context = self._propagator.extract({name.decode(): value.decode("latin-1") for name, value in headers.items()})
         with self._tracer.start_as_current_span(
             "request", context, SpanKind.SERVER, record_exception=False, set_status_on_exception=False
         ) as span:

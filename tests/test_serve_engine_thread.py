@@ -1,0 +1,84 @@
+"""The thread of an engine: its calls come one after another, and nobody waits for one that does not come."""
+
+import asyncio
+import functools
+import threading
+
+import pytest
+
+from serve.batching.engine import EngineThread
+
+
+def test_calls_come_in_their_order_on_one_thread_that_is_not_the_loop_s() -> None:
+    seen: list[tuple[int, threading.Thread]] = []
+
+    def call(number: int) -> int:
+        seen.append((number, threading.current_thread()))
+        if number == 2:
+            raise ValueError("no answer")
+        return 10 * number
+
+    async def main() -> list[object]:
+        thread = EngineThread()
+        found = await asyncio.gather(
+            *(thread.run(functools.partial(call, number)) for number in range(4)), return_exceptions=True
+        )
+        thread.close()
+        return list(found)
+
+    first, second, third, fourth = asyncio.run(main())
+    assert (first, second, fourth) == (0, 10, 30)
+    assert isinstance(third, ValueError)
+    assert [number for number, _ in seen] == [0, 1, 2, 3]
+    [thread] = {thread for _, thread in seen}
+    assert thread is not threading.main_thread()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_call_that_nobody_awaits_any_more_is_not_begun_and_one_that_comes_too_late_is_told() -> None:
+    begun, over, called = threading.Event(), threading.Event(), list[str]()
+
+    def hold() -> str:
+        begun.set()
+        over.wait(10)
+        return "held"
+
+    async def main() -> None:
+        thread = EngineThread()
+        held = asyncio.create_task(thread.run(hold))
+        calls = [functools.partial(called.append, name) for name in ("left", "late")]
+        left, late = (asyncio.create_task(thread.run(call)) for call in calls)
+        await asyncio.to_thread(begun.wait, 10)
+        left.cancel()
+        thread.close()
+        over.set()
+        assert await held == "held"
+        for waits in (late, asyncio.create_task(thread.run(hold))):
+            with pytest.raises(RuntimeError, match="has ended"):
+                await asyncio.wait_for(waits, 10)
+        with pytest.raises(asyncio.CancelledError):
+            await left
+
+    asyncio.run(main())
+    assert called == []
+
+
+def test_an_answer_that_comes_after_the_loop_has_ended_is_nobody_s() -> None:
+    begun, over, thread = threading.Event(), threading.Event(), EngineThread()
+
+    def hold() -> None:
+        begun.set()
+        over.wait(10)
+
+    async def main() -> None:
+        asked = asyncio.create_task(thread.run(hold))
+        await asyncio.to_thread(begun.wait, 10)
+        asked.cancel()
+
+    asyncio.run(main())
+    over.set()
+    thread.close()
+    assert thread._thread is not None
+    thread._thread.join(10)
+    assert not thread._thread.is_alive()

@@ -1,0 +1,78 @@
+"""HAProxy in front of replicas that have all that they take: who is told to come again, and when."""
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+
+from tests.test_serve_haproxy import Replica, ask, proxy, serving
+
+
+def test_more_than_the_replicas_take_is_refused_at_once_on_a_connection_that_stays() -> None:
+    with serving(Replica) as one, serving(Replica) as two, proxy([one, two], most=1) as (port, _, _):
+        answers: list[tuple[int, str]] = []
+        taken = [threading.Thread(target=lambda: answers.append(ask(port, 2.0))) for _ in range(2)]
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        with contextlib.closing(connection):
+            refused = set[socket.socket]()
+            for client in taken:
+                assert answers == []
+                client.start()
+                time.sleep(0.3)
+            for _ in range(3):
+                connection.request("POST", "/predict", "0")
+                answer = connection.getresponse()
+                assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+                assert json.loads(answer.read())["error"]["type"] == "overloaded"
+                refused.add(connection.sock)
+            connection.request("POST", "/v2/models/a/infer", "0")
+            answer = connection.getresponse()
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+            assert len(answer.headers["x-request-id"]) == 36
+            assert json.loads(answer.read())["error"].startswith("too many requests")
+            for path in ("/v2/health/ready", "/metrics", "/info", "/"):  # they may look at it
+                connection.request("GET", path)
+                answer = connection.getresponse()
+                told = b"503=4 504=0" if path == "/metrics" else b"success"
+                assert (answer.status, answer.read()) == (200, told)
+            assert answers == []  # they were not waited for
+            for client in taken:
+                client.join()
+            assert sorted(answers) == sorted([(200, str(one)), (200, str(two))])
+            connection.request("POST", "/predict", "0")
+            assert connection.getresponse().status == 200
+            assert refused == {connection.sock}
+
+
+class Full(Replica):
+    """Has a full queue, and says when it will have room."""
+
+    def do_POST(self) -> None:
+        seconds = float(self.rfile.read(int(self.headers["content-length"])))
+        time.sleep(seconds)
+        self.send_response(200 if seconds else 503)
+        self.send_header("retry-after", "7")
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+
+def test_what_a_replica_has_said_of_when_to_come_again_is_said_for_it() -> None:
+    def told(connection: http.client.HTTPConnection) -> tuple[str | None, str]:
+        connection.request("POST", "/predict", "0")
+        answer = connection.getresponse()
+        body = answer.read()
+        return answer.headers["retry-after"], json.loads(body)["error"]["message"] if body else ""
+
+    busy = "too many requests are waiting; try again in {} s"
+    with serving(Full) as one, proxy([one], most=1) as (port, _, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        with contextlib.closing(connection):
+            for before, later in ((False, "1"), (True, "7")):
+                assert not before or told(connection) == ("7", "")  # by the replica itself
+                taken = threading.Thread(target=ask, args=(port, 1.0))
+                taken.start()
+                time.sleep(0.3)
+                assert told(connection) == (later, busy.format(later))
+                taken.join()

@@ -1,0 +1,56 @@
+"""How many replicas a machine gets where nobody has said it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain.config import Serve
+from serve import sizing
+from serve.sizing import Host
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("artifact")
+    (made / "model.int8.bin").write_bytes(bytes(20_000_000))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("host", "number", "line"),
+    [
+        (Host(1, 8000), 1, ""),
+        (Host(2, 24_000), 1, ""),
+        (Host(3, 24_000), 2, "2 replicas, by 3 cores (serve.replicas)"),
+        (Host(4, 24_000), 3, "3 replicas, by 4 cores (serve.replicas)"),
+        (Host(64, 240_000), 4, "4 replicas, by 64 cores (serve.replicas)"),
+        (Host(64, 1_000), 2, "2 replicas, by 64 cores and 1.0 GB of free memory (serve.replicas)"),
+        (Host(64, 100), 1, "1 replica, by 64 cores and 0.1 GB of free memory (serve.replicas)"),
+        (Host(64, 240_000, several=True), 1, ""),
+    ],
+)
+def test_a_core_each_beside_haproxy_s_as_far_as_memory_goes(folder: Path, host: Host, number: int, line: str) -> None:
+    found, told = sizing.resolved(Serve(), [folder], host)
+    assert (found.replicas, told) == (number, line)
+
+
+@pytest.mark.parametrize(
+    ("given", "number"),
+    [
+        ({"replicas": 7}, 7),
+        ({"max_replicas": 3}, 1),
+        ({"exemplars": True}, 1),
+        ({"threads": 4}, 3),
+        ({"threads": 32}, 1),
+    ],
+)
+def test_what_is_said_counts_and_what_it_leaves_open_is_in_keeping(
+    folder: Path, given: dict[str, Any], number: int
+) -> None:
+    assert sizing.resolved(Serve(**given), [folder], Host(16, 1e6))[0].replicas == number
+
+
+def test_several_models_have_engines_and_memory_of_their_own(folder: Path) -> None:
+    assert sizing.resolved(Serve(), [folder] * 3, Host(8, 1e6))[0].replicas == 2
+    assert sizing.resolved(Serve(), [folder] * 3, Host(16, 1_000))[0].replicas == 1
