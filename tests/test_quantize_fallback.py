@@ -221,6 +221,6 @@ def test_a_report_says_what_went_back_and_what_it_costs() -> None:
     ]
     made["fallback"] |= {"flips": 0.05, "reached": False}
     assert quantize.report_text(made).splitlines()[7] == (
-        "fall-back: 1 of 46 operations in float; of 256 training rows' answers 21.50% differed, now 5.00%, more than the "
-        "0.50% that were asked for: not reached (48 s)"
+        "fall-back: 1 of 46 operations in float; of 256 training rows' answers 21.50% differed, now 5.00%, more than "
+        "the 0.50% that were asked for: not reached (48 s)"
     )
