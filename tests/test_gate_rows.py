@@ -38,7 +38,7 @@ def pair_of(folder: Path, task: str, overrides: dict[str, Any]) -> Pair:
     given = {"model.name": str(make_encoder(folder / "encoder")), **overrides}
     recipe = config.load(names[task], given).recipe
     whole = make_store(recipe, folder / "encoder", folder)
-    ids = trimming.kept(folder / "encoder", smaller.used(whole))
+    ids = trimming.kept(folder / "encoder", smaller.counted(whole))
     store = make_store(recipe, trimming.trim(folder / "encoder", ids, folder / "small-encoder"), folder)
     most = recipe.data.window_tokens
     facts = {**whole.manifest.head.facts, "stride": recipe.data.stride, "max_windows": recipe.data.max_windows}

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from rtrain import artifact, drafts, env, events
-from rtrain.batch import Head, Ints, batches
+from rtrain.batch import IGNORED, Head, Ints, batches
 from rtrain.config import Model
 from rtrain.data.stores.store import Store, open_store
 from rtrain.errors import UserError
@@ -37,6 +38,8 @@ BLOCK_ROWS = 1024
 PRECISION = "fp32"
 """Number format of the answers, whatever the student's: they are kept under the teacher's version alone, and students
 on other machines, or in another format, learn the same ones."""
+TAGS = "tags"
+"""Output of the tasks that answer each word, at its first token."""
 TEACHER_CPUS = 1
 """Threads of one teacher process."""
 
@@ -54,8 +57,9 @@ def teach(
     """Have the teacher of `folder` answer the training rows of `store`; see `rtrain.data.tokens.Taught`.
 
     `alike`: the student that the rows are tokenised for, as `weights` reads them, has the teacher's tokenizer, whole or
-    trimmed. Else the teacher answers the same rows as its own tokenizer reads them, and its answers are carried over by
-    row id; `other` makes their store. Raises `UserError` where the rows have other labels than the teacher.
+    trimmed. The teacher answers the rows as its own tokenizer reads them, and its answers are carried over by row id,
+    tags by their words; `other` makes the store of these rows. Where answers are places in the student's tokens, the
+    teacher reads these. Raises `UserError` where the rows have other labels than the teacher.
     """
     if store.teacher_file(made.version).is_file():
         return
@@ -65,25 +69,41 @@ def teach(
             f"{len(made.labels)}; a student learns rows with the same labels"
         )
     on_event(events.doing(f"the teacher answers {store.rows('train'):,} rows", "teacher"))
-    if alike:
-        ensure_answers(store, folder, made, trimming.read(weights))
+    task, trimmed = base.get(made.task), trimming.read(weights)
+    if alike and (trimmed is None or (task.by_token and task.output != TAGS)):
+        ensure_answers(store, folder, made, trimmed)
         return
     own = other(folder)
     ensure_answers(own, folder, made)
-    carry(own, store, made.version)
+    carry(own, store, made.version, by_word=task.output == TAGS)
 
 
-def carry(source: Store, target: Store, version: str) -> None:
-    """Give a store the answers, one for each row, that another store has for the same rows. Raises `UserError` where
-    that one lacks a row."""
+def carry(source: Store, target: Store, version: str, *, by_word: bool = False) -> None:
+    """Give a store the answers, one for each row, that another store has for the same rows; with `by_word`, one for
+    each token that has a target, which is the first one of a word. Raises `UserError` where that one lacks a row."""
     known, wanted = (store.column("train", "row_id") for store in (source, target))
     order = np.argsort(known, kind="stable")
     places = order[np.minimum(np.searchsorted(known[order], wanted), len(known) - 1)]
-    if not np.array_equal(known[places], wanted):
+    answered: Any = slice(None)
+    same = np.array_equal(known[places], wanted)
+    if same and by_word:
+        targets, theirs = target.targets("train"), source.targets("train")
+        tokens = source.token_places(places)
+        answered, there = targets.values != IGNORED, theirs.values[tokens] != IGNORED
+        same = np.array_equal(_in_rows(answered, targets.counts), _in_rows(there, theirs.counts[places]))
+        places = tokens[there]
+    if not same:
         raise UserError(f"{source.folder} and {target.folder} hold other rows; remove both and start again")
-    known = source.teacher(version)
-    with _written(target.teacher_file(version), (len(places), known.shape[1])) as answers:
-        answers[:] = known[places]
+    answers = source.teacher(version)
+    lines = target.manifest.tokens["train"] if by_word else len(wanted)
+    with _written(target.teacher_file(version), (lines, answers.shape[1])) as written:
+        written[answered] = answers[places]
+
+
+def _in_rows(chosen: npt.NDArray[np.bool_], counts: Ints) -> Ints:
+    """How many values of each row are chosen; `counts`: how many it has."""
+    ends = np.concatenate([[0], np.cumsum(chosen)])[np.concatenate([[0], np.cumsum(counts)])]
+    return np.diff(ends)
 
 
 def ensure_answers(

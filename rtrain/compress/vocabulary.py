@@ -101,13 +101,15 @@ def trim_by(folder: Path, store: Store, recipe: Recipe, out: Path, further: reco
         raise ConfigError(
             [Problem("compress.vocabulary", "trim", reason, "trim before rtrain train or rtrain distill")]
         )
-    at_least = recipe.compress.vocabulary_pieces
-    chosen_by: dict[str, Any] = {"at_least": at_least}
-    numbers = smaller.used(store)
+    settings = recipe.compress
+    chosen_by: dict[str, Any] = {"at_least": settings.vocabulary_pieces}
+    if settings.vocabulary_most is not None:
+        chosen_by["most"] = settings.vocabulary_most
+    counts = smaller.counted(store)
     if further is not None:
-        chosen_by["unlabelled"] = {"path": recipe.compress.unlabelled, "digest": further.digest()}
-        numbers += smaller.used_by(further, recipe, folder)
-    ids = trimming.kept(folder, numbers, at_least)
+        chosen_by["unlabelled"] = {"path": settings.unlabelled, "digest": further.digest()}
+        counts += smaller.counted_by(further, recipe, folder)
+    ids = smaller.chosen(recipe, folder, counts)
 
     def scores(proof: Proof) -> dict[str, Any]:
         outcomes = task.outcomes(proof.outputs, store.read("test", rows), head)

@@ -186,6 +186,8 @@ ADDED_TO_DISTILL: dict[str, Any] = {
 """The same for `distill`."""
 
 
+ADDED_TO_COMPRESS: dict[str, Any] = {"vocabulary_most": None}
+"""The same for `compress`."""
 OF_STUDENTS = ("model.name", "train.epochs", "optim.lr", "distill.teacher")
 """Settings of a student that follow from its teacher and from its other settings."""
 
@@ -243,6 +245,9 @@ class Compress(Section):
     """Pieces to keep at least: where the rows need fewer, the vocabulary's first others are kept too, which are its
     most frequent. A piece costs as many bytes of an int8 model as the word embedding is wide, 384 of MiniLM's; with
     the default, an int8 student of 3 of its layers is served from 8.2 MB."""
+    vocabulary_most: Positive | None = None
+    """Most pieces to keep: where the rows need more, those that are rarest in them are not kept, and their words fall
+    apart before the model is trained. null: all that the rows need."""
 
 
 class Quantize(Section):
@@ -338,6 +343,9 @@ class Recipe(Section):
                 del document["distill"][name]
         if self.compress.vocabulary == "keep":  # then nothing of the section counts; older runs have none
             del document["compress"]
+        for name, neutral in ADDED_TO_COMPRESS.items():
+            if "compress" in document and document["compress"][name] == neutral:
+                del document["compress"][name]
         if not self.augment.active:  # then it changes no row
             del document["augment"]
         # A neutral setting is left out: runs from before it existed have this identity.

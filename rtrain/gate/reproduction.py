@@ -81,6 +81,7 @@ def _quantized(run: Run, made: Artifact) -> dict[str, Any]:
     if (cut := lineage.get("vocabulary")) and not (_has_float(run) and "vocabulary" in _float(run).lineage):
         wanted["compress.vocabulary"] = "trim"
         wanted |= {"compress.vocabulary_pieces": cut["at_least"]} if "at_least" in cut else {}
+        wanted |= {"compress.vocabulary_most": cut["most"]} if "most" in cut else {}
         wanted |= {"compress.unlabelled": cut["unlabelled"]["path"]} if "unlabelled" in cut else {}
     return {name: value for name, value in wanted.items() if own[name] != value}
 
