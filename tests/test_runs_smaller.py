@@ -88,7 +88,7 @@ def test_the_rarest_pieces_of_the_rows_go_where_they_are_too_many(tmp_path: Path
     counts = smaller.counted(whole)
     lost = [number for number in counts if number not in known.kept]
     assert len(lost) == 10
-    words = [number for number in counts if number in known.kept and number not in smaller.trimming.kept(model, [])]
+    words = [number for number in counts if number in known.kept and number not in trimming.kept(model, [])]
     assert max(counts[number] for number in lost) <= min(counts[number] for number in words)
     store = make_store(capped.recipe, made, tmp_path)
     assert smaller.changed(whole, store, "train", trimming.old_ids(known.kept)) > 0  # and a run's log says so

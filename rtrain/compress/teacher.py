@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rtrain import artifact, drafts, env, events
-from rtrain.batch import IGNORED, Head, Ints, batches
+from rtrain.batch import IGNORED, Head, Int32s, Ints, batches
 from rtrain.config import Model
 from rtrain.data.stores.store import Store, open_store
 from rtrain.errors import UserError
@@ -100,10 +100,11 @@ def carry(source: Store, target: Store, version: str, *, by_word: bool = False) 
         written[answered] = answers[places]
 
 
-def _in_rows(chosen: npt.NDArray[np.bool_], counts: Ints) -> Ints:
+def _in_rows(chosen: npt.NDArray[np.bool_], counts: Int32s) -> Ints:
     """How many values of each row are chosen; `counts`: how many it has."""
-    ends = np.concatenate([[0], np.cumsum(chosen)])[np.concatenate([[0], np.cumsum(counts)])]
-    return np.diff(ends)
+    before = np.concatenate([[0], np.cumsum(chosen, dtype=np.int64)])
+    ends = before[np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])]
+    return ends[1:] - ends[:-1]
 
 
 def ensure_answers(

@@ -38,9 +38,8 @@ def trimmed(recipe: Recipe, source: records.Source, weights: Path, root: Path, b
     if recipe.compress.vocabulary == "keep":
         return weights
     settings, more = recipe.compress, further(recipe, begun)
-    made_of = tokens.digest(recipe, source, weights), settings.vocabulary_pieces, more and more.digest()
-    if settings.vocabulary_most is not None:
-        made_of = (*made_of, settings.vocabulary_most)
+    most = [] if settings.vocabulary_most is None else [settings.vocabulary_most]
+    made_of = tokens.digest(recipe, source, weights), settings.vocabulary_pieces, more and more.digest(), *most
     final = root / FOLDER / trimming.address(weights, *made_of)
     if final.is_dir():
         return final
