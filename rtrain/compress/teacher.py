@@ -104,7 +104,8 @@ def _in_rows(chosen: npt.NDArray[np.bool_], counts: Int32s) -> Ints:
     """How many values of each row are chosen; `counts`: how many it has."""
     before = np.concatenate([[0], np.cumsum(chosen, dtype=np.int64)])
     ends = before[np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])]
-    return ends[1:] - ends[:-1]
+    found: Ints = ends[1:] - ends[:-1]
+    return found
 
 
 def ensure_answers(
