@@ -30,6 +30,9 @@ class Entry(NamedTuple):
     learns: bool = False
     """Whether it makes a graph of what a network has learned to round (`rtrain.network.rounding`)."""
 
+    narrows: bool = False
+    """Whether its word table can have 4 bits (`rtrain.compress.int4`)."""
+
     @property
     def gradients(self) -> bool:
         """Whether it is the float model, with gradients: it is explained, distilled and quantized."""
@@ -47,6 +50,7 @@ ENGINES: Mapping[str, Entry] = {
         quantizer="rtrain.compress.openvino_graph:export",
         cuts_vocabulary=True,
         learns=True,
+        narrows=True,
     ),
     "onnxruntime": Entry(
         "rtrain.predict:open_onnxruntime",

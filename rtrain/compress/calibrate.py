@@ -18,7 +18,7 @@ from rtrain.compress.graphs import Export, Quantized, Sample
 from rtrain.config.recipe import Quantize
 from rtrain.data.stores.store import Store
 from rtrain.gate import latency
-from rtrain.network import positions, rounding
+from rtrain.network import positions, rounding, trimming
 
 PRICE_SECONDS = 2.0
 """About how long it is measured what operations in float cost."""
@@ -83,6 +83,8 @@ def write(job: Job, say: Callable[[str, str], None]) -> dict[str, Any]:
     else:
         say(f"measuring scales on {len(samples):,} training rows", "scales")
         graph = exported.calibrated(samples)
+    if job.settings.table == "int4":
+        graph.narrow(trimming.lines(job.folder))
     if job.settings.flips is not None:
         say(f"trying each of {len(graph.operations)} operations in float", "fallback")
         report["fallback"] = _fall_back(job, graph, float_one, job.settings.flips)

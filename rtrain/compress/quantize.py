@@ -56,7 +56,7 @@ def run(
     if not engines.get(parent.engine).gradients:
         raise UserError(f"{parent_folder} is quantized already; name the run of its float parent")
     trims = recipe.compress.vocabulary == "trim" and "vocabulary" not in parent.lineage
-    refuse(recipe.quantize.engine, trims, learned=(parent_folder / rounding.FILE).is_file())
+    refuse(recipe.quantize, trims, learned=(parent_folder / rounding.FILE).is_file())
     further = smaller.further(recipe) if trims else None
     store = Store(store_folder)
     started = time.perf_counter()
@@ -111,11 +111,16 @@ def refuse_out(out: Path) -> None:
     )
 
 
-def refuse(engine: str, trims: bool, learned: bool = False) -> None:
+def refuse(settings: Quantize, trims: bool, learned: bool = False) -> None:
     """Raise before anything is computed: `UserError` where the engine is not installed, `ConfigError` where it is asked
     for what it cannot do. `learned`: the model was trained to be rounded."""
+    engine = settings.engine
     entry = engines.get(engine)
     engines.needed(engine, entry.libraries)
+    if settings.table == "int4" and not entry.narrows:
+        able = " or ".join(name for name in engines.quantized() if engines.get(name).narrows)
+        reason = f"{engine} has no table of 4 bits"
+        raise ConfigError([Problem("quantize.table", "int4", reason, f"write int8, or quantize.engine={able}")])
     if learned and not entry.learns:
         reason = f"the model was trained to be rounded (distill.quantization_aware), of which {engine} makes no graph"
         able = " or ".join(name for name in engines.quantized() if engines.get(name).learns)
@@ -128,13 +133,15 @@ def refuse(engine: str, trims: bool, learned: bool = False) -> None:
 
 def _told(settings: Quantize, found: dict[str, Any]) -> dict[str, Any]:
     """What the lineage says of how the graph was made."""
+    table = {"table": settings.table} if settings.table == "int4" else {}
     if settings.kind == "weights":
-        return {"kind": settings.kind}
+        return {"kind": settings.kind, **table}
     aware = {"quantization_aware": True} if found.get("quantization_aware") else {}
     reverted = found.get("fallback", {}).get("reverted")
     flips = {} if settings.flips is None else {"flips": settings.flips}
     return {
         "calibration_rows": settings.calibration_rows,
+        **table,
         **flips,
         **aware,
         **({"reverted": reverted} if reverted else {}),

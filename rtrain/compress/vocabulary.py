@@ -14,6 +14,7 @@ import numpy as np
 
 from rtrain import artifact, engines, predict
 from rtrain.batch import Encoded, Floats, Head, Ints, Ragged
+from rtrain.compress import int4
 from rtrain.config import Recipe
 from rtrain.data import records
 from rtrain.data.stores.shards import KEPT_CHARACTERS
@@ -190,4 +191,5 @@ def _chosen(node: "openvino.Node", chosen: Ints, of: int, path: Path) -> "openvi
     axes = [axis for axis, size in enumerate(node.shape) if size == of]
     if len(axes) != 1:
         raise UserError(f"{path}: a constant of shape {list(node.shape)} may be numbered by pieces in several ways")
-    return opset13.constant(np.ascontiguousarray(np.take(node.data, chosen, axis=axes[0])))
+    lines = np.ascontiguousarray(np.take(int4.numbers(node), chosen, axis=axes[0]))
+    return opset13.constant(lines, dtype=node.get_element_type())

@@ -257,6 +257,9 @@ class Quantize(Section):
     kind: Literal["static", "weights"] = "static"
     """`static` computes in int8, by scales of the activations that are measured beforehand. `weights` keeps weights
     alone in int8: as small, nothing to calibrate, nearer to the float model, and half as fast in batches."""
+    table: Literal["int8", "int4"] = "int8"
+    """Numbers of the word table. `int4` halves it and changes a few answers in a thousand; the engine `openvino` alone.
+    """
     flips: Share | None = None
     """Largest share of the calibration rows' answers that may differ from the float model's. Where more do, the
     operations that change them most are computed in float, as few as needed. null: none is."""
