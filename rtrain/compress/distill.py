@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rtrain import artifact, config as configuration, engines, events
+from rtrain import artifact, config as configuration, engines, events, run as runs
 from rtrain.compress import ranges, student, teacher as answers
 from rtrain.config import Config
 from rtrain.config.recipe import OF_STUDENTS
@@ -18,6 +18,8 @@ from rtrain.runs import driver, group, opening, preparing
 from rtrain.tasks import base
 from rtrain.training import inner
 
+SCALES = ("mean", "std", "heads")
+"""Facts of a head that say what its outputs mean."""
 STARTS = ".students"
 """Folder beside the runs with what students start from."""
 
@@ -105,8 +107,12 @@ def prepare(
 ) -> preparing.Prepared:
     """As `preparing.prepare`, for a student whose configuration is `started`: its teacher answers the rows, where it
     has not yet."""
-    alike = teacher.reads_alike(model.resolve(config.recipe.model.name, tokens_root or folder.parent))
-    taught = partial(answers.teach, teacher.folder, teacher.made, alike=alike, on_event=on_event)
+    weights = model.resolve(config.recipe.model.name, tokens_root or folder.parent)
+    every = [
+        answers.Asked(one.folder, one.made, one.reads_alike(weights))
+        for one in (teacher, *co_teachers(config, teacher))
+    ]
+    taught = partial(answers.teach_together, every, str(config.recipe.distill.answers), on_event=on_event)
     prepared = preparing.prepare(config, folder, reuse, tokens_root, source, taught, begun)
     if config.recipe.distill.quantization_aware:
         ranges.begin(prepared)
@@ -125,6 +131,7 @@ def started(config: Config, teacher: Teacher, root: Path) -> Config:
     beside the run, not in it: the run's folder is made once nothing is wrong."""
     chosen, asked = config.recipe.distill, config.recipe.model.pooling
     derived = {"train.epochs": chosen.epochs, "optim.lr": chosen.lr, "distill.teacher": teacher.made.version}
+    derived["distill.co_teachers"] = [one.made.version for one in co_teachers(config, teacher)]
     if chosen.student is not None:
         # The teacher's run has decided it for its own model.
         way = {} if "model.pooling" in config.named else {"model.pooling": "auto"}
@@ -138,10 +145,43 @@ def started(config: Config, teacher: Teacher, root: Path) -> Config:
     return configuration.with_overrides(config, {**derived, "model.name": str(start), "model.pooling": pooled})
 
 
+def co_teachers(config: Config, teacher: Teacher) -> list[Teacher]:
+    """The models of `distill.teachers`. Raises `ConfigError` for those whose outputs have no mean with the teacher's.
+    """
+    found: list[Teacher] = []
+    problems: list[Problem] = []
+    for name in config.recipe.distill.teachers:
+        one = Teacher.read(runs.chosen(Path(name)).artifact)
+        found.append(one)
+        if reason := _unlike(one.made, teacher.made):
+            problems.append(Problem("distill.teachers", name, reason, "name a run of the same rows and settings"))
+    versions = [one.made.version for one in (teacher, *found)]
+    problems += [
+        Problem("distill.teachers", name, "it is named twice, or is the teacher itself", "name each run once")
+        for name, one in zip(config.recipe.distill.teachers, found, strict=True)
+        if versions.count(one.made.version) > 1
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _unlike(one: artifact.Artifact, teacher: artifact.Artifact) -> str:
+    """Why two models' outputs to the same row have no mean, or nothing."""
+    if one.task != teacher.task:
+        return f"it answers by the task {one.task}, the teacher by {teacher.task}"
+    if one.labels != teacher.labels:
+        return "its labels, or their order, are others than the teacher's"
+    if any(one.facts.get(name) != teacher.facts.get(name) for name in SCALES):
+        return "its numbers are on another scale than the teacher's, by the mean and the spread of other rows"
+    return ""
+
+
 def refused(config: Config, teacher: Teacher, weights: Path) -> list[Problem]:
     """What a student that starts from the model folder `weights` cannot learn from this teacher."""
     recipe = config.recipe
-    found = [] if teacher.reads_alike(weights) else _of_other_tokens(config, weights)
+    every = (teacher, *co_teachers(config, teacher))
+    found = [] if all(one.reads_alike(weights) for one in every) else _of_other_tokens(config, weights)
     if inner.active(recipe.distill):
         found += inner.problems(recipe, weights, teacher.folder)
     if recipe.distill.quantization_aware:

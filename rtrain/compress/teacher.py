@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,8 @@ TEACHER_TOKENS = 1 << 14
 hold 64 of the longest rows."""
 BLOCK_ROWS = 1024
 """Rows that one data task answers."""
+MEAN_LINES = 1 << 16
+"""Lines of outputs of which the mean is taken at a time."""
 PRECISION = "fp32"
 """Number format of the answers, whatever the student's: they are kept under the teacher's version alone, and students
 on other machines, or in another format, learn the same ones."""
@@ -42,6 +44,45 @@ TAGS = "tags"
 """Output of the tasks that answer each word, at its first token."""
 TEACHER_CPUS = 1
 """Threads of one teacher process."""
+
+
+class Asked(NamedTuple):
+    """A teacher, and whether its student has its tokenizer, whole or trimmed."""
+
+    folder: Path
+    made: artifact.Artifact
+    alike: bool
+
+
+def teach_together(
+    teachers: Sequence[Asked],
+    name: str,
+    store: Store,
+    weights: Path,
+    other: Callable[[Path], Store],
+    on_event: OnEvent = lambda event: None,
+) -> None:
+    """Have each teacher answer the training rows of `store`, as `teach` does, and keep the mean of their outputs under
+    `name`, which of one teacher is its version."""
+    if store.teacher_file(name).is_file():
+        return
+    for one in teachers:
+        teach(one.folder, one.made, store, weights, other, alike=one.alike, on_event=on_event)
+    if len(teachers) > 1:
+        average(store, [one.made.version for one in teachers], name)
+
+
+def average(store: Store, versions: Sequence[str], name: str) -> None:
+    """Keep the mean of several teachers' outputs as those of `name`.
+
+    Before they are softened: the mean of logits is, but for what softmax takes away, the geometric mean of the softened
+    answers, whatever the temperature, so that it is kept once for all students.
+    """
+    known = [store.teacher(version) for version in versions]
+    with _written(store.teacher_file(name), known[0].shape) as found:
+        for first in range(0, len(found), MEAN_LINES):
+            part = slice(first, first + MEAN_LINES)
+            found[part] = np.mean([one[part] for one in known], axis=0, dtype=np.float64)
 
 
 def teach(

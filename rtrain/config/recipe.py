@@ -181,14 +181,14 @@ ADDED_TO_MODEL: dict[str, Any] = {"attention_dropout": None, "pooling": "own", "
 ADDED_TO_DISTILL: dict[str, Any] = {
     **{"student": None, "width": None, "unlabelled": None, "confidence": 0.0},
     **{"relations": 0.0, "relation_heads": 12, "relation_layer": None, "hidden": 0.0},
-    "quantization_aware": False,
+    **{"quantization_aware": False, "co_teachers": []},
 }
 """The same for `distill`."""
 
 
 ADDED_TO_COMPRESS: dict[str, Any] = {"vocabulary_most": None}
 """The same for `compress`."""
-OF_STUDENTS = ("model.name", "train.epochs", "optim.lr", "distill.teacher")
+OF_STUDENTS = ("model.name", "train.epochs", "optim.lr", "distill.teacher", "distill.co_teachers")
 """Settings of a student that follow from its teacher and from its other settings."""
 
 
@@ -231,6 +231,19 @@ class Distill(Section):
     layers=null the student is as large as its teacher."""
     teacher: str | None = None
     """Version of the artefact whose answers are learned. `rtrain distill` sets it; it is null in any other run."""
+    teachers: tuple[str, ...] = ()
+    """Further runs, of the same rows and labels, whose models teach too: the student learns the mean of all outputs.
+    Trained with other seeds, they err in other places, and their mean errs less."""
+    co_teachers: tuple[str, ...] = ()
+    """Versions of the artefacts of `teachers`. `rtrain distill` sets them."""
+
+    @property
+    def answers(self) -> str | None:
+        """The name under which a token store keeps the answers that are learned: the teacher's version or, where there
+        are several, a digest of all versions."""
+        if self.teacher is None or not self.co_teachers:
+            return self.teacher
+        return "mean-" + hashlib.sha256(" ".join(sorted([self.teacher, *self.co_teachers])).encode()).hexdigest()[:12]
 
 
 class Compress(Section):
@@ -341,6 +354,7 @@ class Recipe(Section):
         for name, neutral in ADDED_TO_DATA.items():
             if document["data"][name] == neutral:
                 del document["data"][name]
+        document.get("distill", {}).pop("teachers", None)  # where the runs lie; what they are is in co_teachers
         for name, neutral in ADDED_TO_DISTILL.items():
             if "distill" in document and document["distill"][name] == neutral:
                 del document["distill"][name]
