@@ -146,8 +146,7 @@ def started(config: Config, teacher: Teacher, root: Path) -> Config:
 
 
 def co_teachers(config: Config, teacher: Teacher) -> list[Teacher]:
-    """The models of `distill.teachers`. Raises `ConfigError` for those whose outputs have no mean with the teacher's.
-    """
+    """The models of `distill.teachers`. Raises `ConfigError` for those whose outputs have no mean with its own."""
     found: list[Teacher] = []
     problems: list[Problem] = []
     for name in config.recipe.distill.teachers:

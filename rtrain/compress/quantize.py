@@ -153,6 +153,7 @@ def report_text(report: dict[str, Any]) -> str:
     before, after = report["parent"], report["test"]
     rows = [(name, f"{before[name]:.4f}", f"{after[name]:.4f}") for name in after if name in before and name != "rows"]
     rows.append(("size", f"{report['parent_size_mb']:.1f} MB", f"{report['size_mb']:.1f} MB"))
+    verdict, *rivals = told.brief(report["gate"])
     width = max(len(name) for name, *_ in rows)
     table = [f"{name:<{width}}  {old:>10}  {new:>10}" for name, old, new in [("", "float", "int8"), *rows]]
     apart, moved = report["flips_alone_against_batch"], report["largest_logit_difference_alone_against_batch"]
@@ -165,7 +166,8 @@ def report_text(report: dict[str, Any]) -> str:
             *aware_text(report),
             *_vocabulary_text(report),
             *_graph_text(report),
-            f"gate: {told.sentence(report['gate'])}",
+            f"gate: {verdict}",
+            *rivals,
             f"artefact: {report['artifact']}",
         ]
     )

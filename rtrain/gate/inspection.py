@@ -31,7 +31,10 @@ def inspect(folder: Path) -> dict[str, Any]:
     graph, parts = _model(folder, made)
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     sizes = {name: part.bytes for name, part in parts.items()} | _rest(folder, made, files, parts)
-    gate = None if made.gate is None else {name: made.gate.get(name) for name in ("verdict", "reasons", "made", "host")}
+    names = ("verdict", "reasons", "made", "host")
+    gate = None if made.gate is None else {name: made.gate.get(name) for name in names}
+    if gate is not None and made.gate and "rivals" in made.gate:
+        gate["rivals"] = made.gate["rivals"]
     return {
         "schema_version": SCHEMA_VERSION,
         "artifact": str(folder),
@@ -116,7 +119,7 @@ def text(found: dict[str, Any]) -> str:
     scores = {split: own for split, own in found["metrics"].items() if own}
     lines += ["", *(f"{split}: {_scores(own)}" for split, own in scores.items())]
     lines += [f"{name}: {value}" for name, value in found["lineage"].items()]
-    lines += ["", f"gate: {_gate(found)}"]
+    lines += ["", f"gate: {_gate(found)}", *(f"  beside it, {line}" for line in told.rivals(found["gate"] or {}))]
     if found["reproduce"]:
         lines += ["", "made by", *(f"  {command}" for command in found["reproduce"])]
     return "\n".join(lines)
