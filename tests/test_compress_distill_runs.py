@@ -20,6 +20,7 @@ from rtrain.report.live import said
 from rtrain.run import Run
 from rtrain.runs import driver, opening, preparing
 from rtrain.runs.kept import Kept
+from tests import reports
 from tests.conftest import labelled_rows
 from tests.tiny import make_encoder
 from tests.trained import ROWS, TEST_ROWS, Trained
@@ -192,3 +193,25 @@ def test_a_student_learns_the_mean_of_several_teachers(
     answers = store.teacher(str(opening.stored(folder).recipe.distill.answers))
     assert np.allclose(answers[: own.rows("train")], mean, atol=1e-5)
     assert store.labelled("train") == own.rows("train") < store.rows("train")
+
+
+@pytest.mark.slow
+def test_a_masked_language_model_s_student_learns_what_is_inside_it(ray_session: Path, kept_workers: Kept) -> None:
+    """With guesses of its own; none of the teacher's answers are kept."""
+    folder = ray_session / "masked-students"
+    folder.mkdir()
+    train = {"train.epochs": 2, "train.precision": "fp32", "train.rows_per_update": 8}
+    train |= {"train.aggregation_frequency": None, "gate.seconds": 0.5}
+    chosen = with_overrides(reports.settings_of("masked_lm", folder), train)
+    driver.fit(preparing.prepare(chosen, folder / "teacher"), workers=kept_workers)
+    inside = {"distill.alpha": 0.0, "distill.hidden": 1.0, "distill.relations": 1.0, "distill.relation_heads": 4}
+    config = opening.stored(folder / "teacher", {**STUDENT, **inside})
+    run, found = distill.run(config, folder / "teacher", folder / "student", workers=kept_workers)
+    assert found["status"] == "finished"
+    losses = [event["loss"] for event in events.read(run) if event["kind"] == "progress"]
+    assert losses[-1] < losses[0]
+    assert not list(Store(quantize.store_of(run)).folder.glob("teacher-*"))
+    gated = found["gate"]
+    assert gated["headline"]["name"] == "neg_loss"
+    assert gated["student"]
+    assert gated["rivals"][1]["absent"] == "none answers with words that are masked"

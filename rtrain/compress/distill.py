@@ -37,11 +37,6 @@ class Teacher:
         made = artifact.read(folder)
         if not engines.get(made.engine).gradients:
             raise UserError(f"{folder} is quantized; distil its float parent")
-        if not made.labels:
-            raise UserError(
-                f"{folder} answers with the words of a vocabulary ({made.task}), which a student is "
-                "not taught; distil the model that was tuned from it"
-            )
         return cls(folder, made)
 
     def reads_alike(self, other: Path) -> bool:
@@ -112,7 +107,9 @@ def prepare(
         answers.Asked(one.folder, one.made, one.reads_alike(weights))
         for one in (teacher, *co_teachers(config, teacher))
     ]
-    taught = partial(answers.teach_together, every, str(config.recipe.distill.answers), on_event=on_event)
+    taught = None
+    if (name := config.recipe.answers) is not None:
+        taught = partial(answers.teach_together, every, name, on_event=on_event)
     prepared = preparing.prepare(config, folder, reuse, tokens_root, source, taught, begun)
     if config.recipe.distill.quantization_aware:
         ranges.begin(prepared)
@@ -129,6 +126,8 @@ def settled(config: Config, folder: Path, reuse: opening.Reuse) -> Config:
 def started(config: Config, teacher: Teacher, root: Path) -> Config:
     """The configuration with what follows from the teacher, and with the model that the student starts from. That lies
     beside the run, not in it: the run's folder is made once nothing is wrong."""
+    if problems := _of_words(config, teacher):
+        raise ConfigError(problems)
     chosen, asked = config.recipe.distill, config.recipe.model.pooling
     derived = {"train.epochs": chosen.epochs, "optim.lr": chosen.lr, "distill.teacher": teacher.made.version}
     derived["distill.co_teachers"] = [one.made.version for one in co_teachers(config, teacher)]
@@ -191,6 +190,25 @@ def refused(config: Config, teacher: Teacher, weights: Path) -> list[Problem]:
     if recipe.distill.confidence and base.get(recipe.task).output == "number":
         reason = "the teacher gives a number and does not say how sure it is"
         found.append(Problem("distill.confidence", recipe.distill.confidence, reason, "leave it out"))
+    return found
+
+
+def _of_words(config: Config, teacher: Teacher) -> list[Problem]:
+    """What cannot be learned from a masked language model: its answers, one of 30,000 words for each mask and others in
+    each epoch, are not kept; what is inside it can be learned beside its student's own guesses."""
+    if teacher.made.labels:
+        return []
+    distill, reason = config.recipe.distill, f"the teacher answers with the words of a vocabulary ({teacher.made.task})"
+    way = "write distill.alpha=0 and distill.hidden or distill.relations, or distil the model that was tuned from it"
+    found = []
+    if distill.alpha or not inner.active(distill):
+        found.append(Problem("distill.alpha", distill.alpha, f"{reason}, which are not kept for a student", way))
+    for name in ("unlabelled", "teachers"):
+        if value := getattr(distill, name):
+            found.append(Problem(f"distill.{name}", value, f"{reason}, and gives rows none to learn", "leave it out"))
+    if config.recipe.compress.vocabulary == "trim":
+        cut = "its student's blocks of text would be others than its own, and the gate could not compare them"
+        found.append(Problem("compress.vocabulary", "trim", cut, "write keep"))
     return found
 
 

@@ -320,6 +320,11 @@ class Recipe(Section):
     gate: Gate = Gate()
 
     @property
+    def answers(self) -> str | None:
+        """`distill.answers` where a teacher's are learned: of a masked language model, what is inside is."""
+        return None if self.task == "masked_lm" else self.distill.answers
+
+    @property
     def rows_per_update(self) -> int:
         """Rows of one optimizer step; the default is four passes of every worker."""
         train = self.train

@@ -80,10 +80,10 @@ def measure(
     """The candidate itself, then its rivals. Those that are not `known` are trained on the rows of `store` where `fits`
     says so; `base` is the base's folder."""
     task, head, own = both.base.predictor.task, both.base.head, both.candidate
-    metric, texts = metric_for(task.output), both.texts
+    metric, texts = metric_for(task.output), [] if _none(both) else both.texts
     readable = [text for text in texts if own.predictor.flaw(text) is None]
-    if reason := _none(both) or ("" if readable else UNREAD):
-        return [asdict(one) for one in (Rival(CANDIDATE), Rival(PLAIN, absent=reason))]
+    if not readable:
+        return [asdict(one) for one in (Rival(CANDIDATE), Rival(PLAIN, absent=_none(both) or UNREAD))]
     score = metric.scores(own.answered.outcomes, own.targets, own.head)[metric.headline]
     ms = baseline.ms_of_a_text(lambda some: own.predictor.logits(list(some)), readable)
 

@@ -172,7 +172,9 @@ def of_store(
 
     def side(predictor: Predictor, mine: Rows) -> Side:
         if usable is None:
-            answered = score.answer(predictor, mine.tokens.lengths_of_rows, mine.tokens.pick)
+            # A masked word's outputs are a number for each piece of the vocabulary; what is judged are their outcomes.
+            keep = predictor.task.output != "tokens"
+            answered = score.answer(predictor, mine.tokens.lengths_of_rows, mine.tokens.pick, keep=keep)
         else:
             answered = usable[0 if predictor is base else 1]
         head, answered = _by_name(predictor, answered, mine.head, (base, candidate))

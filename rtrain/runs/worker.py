@@ -181,7 +181,7 @@ class _Worker:
             return known
 
         def made(tokens: int) -> Tokens:
-            return pass_size.longest_rows(store, task, tokens, recipe.distill.answers)
+            return pass_size.longest_rows(store, task, tokens, recipe.answers)
 
         longest = int(store.column("train", "length").max())
         tried = guess.tried(self.network, self._source, task, recipe, longest, precision)
@@ -196,7 +196,7 @@ class _Worker:
         most_tokens = recovery.tokens_per_pass(asked, start.halvings)
         if self._rank == 0 and most_tokens < asked:
             self._run.append("smaller_passes", tokens=most_tokens)
-        teacher = self.job.recipe.distill.answers
+        teacher = self.job.recipe.answers
         share = ingest.Share(
             self.job.store.folder,
             self.job.order,
