@@ -36,7 +36,8 @@ from serve.change.rollout import Rollout
 from serve.door import access
 from serve.front import ingress
 from serve.front.address import Address, free_address
-from serve.replica import Replica, most_replicas, most_requests
+from serve.models import most_requests
+from serve.replica import Replica, most_replicas
 from serve.watching import tracing
 
 logger = logging.getLogger(__name__)

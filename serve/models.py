@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rtrain.config import Serve
 from rtrain.errors import UserError
 from serve.answering import Lasting, Service
 from serve.change import scaling
@@ -28,6 +29,12 @@ MOUNT, PROTOCOL = "/models/", "/v2/models/"
 Make = Callable[[str, Path], Awaitable[FastAPI]]
 """As `versions.Make`, of the model of that name."""
 Beside = Callable[["Models"], AbstractAsyncContextManager[Any]]
+
+
+def most_requests(settings: Serve, models: int = 1) -> int:
+    """Requests of a replica at a time. Each holds a text at least, so that this many reach the models' own queues,
+    whose 503 says when to come back."""
+    return max(64, settings.max_queue_rows + 2 * settings.max_batch_rows) * models
 
 
 class Models:

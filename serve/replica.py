@@ -25,7 +25,7 @@ from serve.change.versions import Plan
 from serve.desk import build_desk
 from serve.door import guard
 from serve.front import direct
-from serve.models import Models
+from serve.models import Models, most_requests
 from serve.watching.sums import sum_expositions
 
 logger = logging.getLogger(__name__)
@@ -36,12 +36,6 @@ COUNT_S = 5.0
 
 def most_replicas(settings: Serve) -> int:
     return settings.max_replicas or settings.replicas
-
-
-def most_requests(settings: Serve, models: int = 1) -> int:
-    """Requests of a replica at a time. Each holds a text at least, so that this many reach the models' own queues,
-    whose 503 says when to come back."""
-    return max(64, settings.max_queue_rows + 2 * settings.max_batch_rows) * models
 
 
 @ray.serve.ingress()

@@ -17,7 +17,8 @@ from serve.deployment import (
     HEALTH_PERIOD_S,
     HEALTH_TIMEOUT_S,
 )
-from serve.replica import Replica, most_requests
+from serve.models import most_requests
+from serve.replica import Replica
 
 
 def application(arguments: Mapping[str, Any]) -> ray.serve.Application:
