@@ -4,7 +4,7 @@ Every model is made by a command of rtrain in its own process, and stays in the 
 one that is finished is not made again, and each part can be run alone.
 
 scores   student over teacher, and int8 over its float parent, on four sets: labels, questions, entities, essay scores
-served   bytes and score of the trimmed int8 student, beside the one with the whole vocabulary
+served   bytes and score of the trimmed student, its word table in 4 bits and compressed, beside the whole int8 one
 beside   latency of the int8 student, beside its teacher in Transformers and the same student in other engines
 few_rows score of a model trained on 10 labelled rows of each intent, and of students that learn other texts from it too
 planted  score and flips of the int8 student with an outlier in a layer: as it comes, fallen back, and trained for it

@@ -38,6 +38,7 @@ class Set:
 BANKING = Set("banking77", "accuracy")
 SETS = (BANKING, Set("squadshifts", "f1"), Set("ncbi_disease", "f1"), Set("asap_aes fold 0", "qwk"))
 TRIM = "compress.vocabulary=trim"
+SMALLEST = {"quantize.table": "int4", "quantize.compressed": True}
 UNLIKE = ("train.epochs", "train.evaluate_every", "data.valid_share")
 """Settings of a line of `benchmarks.tasks` that are left out: epochs are given, and the best update is chosen."""
 
@@ -92,12 +93,14 @@ def distilled(folder: Path, taught: Run, values: Mapping[str, Any]) -> Run:
     return made
 
 
-def int8(work: Work, one: Set, *, trimmed: bool = False) -> Path:
-    """The int8 artefact of a student."""
+def int8(work: Work, one: Set, *, trimmed: bool = False, smallest: bool = False) -> Path:
+    """The int8 artefact of a student; `smallest`: by `SMALLEST`."""
     parent = student(work, one, trimmed=trimmed)
-    if not _has(parent.int8, "artifact.json"):
-        commands.run(["quantize", str(parent.folder)], parent.folder.with_name(f"{parent.name}-int8.log"))
-    return parent.int8
+    out = parent.folder / "artifact-smallest" if smallest else parent.int8
+    if not _has(out, "artifact.json"):
+        given = ["quantize", str(parent.folder), "--out", str(out), *commands.settings(SMALLEST if smallest else {})]
+        commands.run(given, parent.folder.with_name(f"{parent.name}-{out.name}.log"))
+    return out
 
 
 def _has(folder: Path, *names: str) -> bool:

@@ -51,15 +51,18 @@ def scores(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
 
 
 def served(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
-    """For each set, bytes and score of the int8 student whose vocabulary was trimmed before it was trained, beside
-    those of the one that has the whole vocabulary."""
+    """For each set, bytes and score of the student whose vocabulary was trimmed before it was trained, in int8 and as
+    small as it can be, beside those of the int8 one that has the whole vocabulary."""
     done: dict[str, Any] = {}
     for one in sets:
-        small, whole = making.int8(work, one, trimmed=True), making.int8(work, one)
+        small, whole = making.int8(work, one, trimmed=True, smallest=True), making.int8(work, one)
+        plain = making.int8(work, one, trimmed=True)
         done[one.job] = {
             "score": one.score,
             "trimmed": making.score_of(small, one),
             "untrimmed": making.score_of(whole, one),
+            "int8": {"score": making.score_of(plain, one), "mb": making.megabytes(plain)},
+            "settings": making.SMALLEST,
             "served_mb": making.megabytes(small),
             "untrimmed_mb": making.megabytes(whole),
             "trimmed_score_ratio": making.score_of(small, one) / making.score_of(whole, one),

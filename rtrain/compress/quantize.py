@@ -4,6 +4,7 @@ Scales of activations are static, because scales that are computed per batch mak
 (I8): dynamic int8 moved logits by a tenth of their range. They come from training rows.
 """
 
+import gzip
 import shutil
 import time
 import uuid
@@ -84,6 +85,8 @@ def run(
         if trims:
             on_event(events.doing("trimming the vocabulary", "vocabulary"))
             report |= _trim(draft, store, recipe, further, report)
+        if recipe.quantize.compressed:
+            _pack(draft)
         report["artefact_mb"] = round(sum(path.stat().st_size for path in draft.iterdir()) / 1e6, 2)
         report["gate"] = gate.run(
             gate.Sides(draft, parent_folder, store, store, threads, answered), recipe.gate, on_event=on_event
@@ -246,6 +249,18 @@ def _trim(
         "vocabulary": made.lineage["vocabulary"],
         "size_mb": round(artifact.size_mb(draft, made.engine), 2),
     }
+
+
+def _pack(draft: Path) -> None:
+    """Compress the graph of a finished artefact, whose version is another one then."""
+    made = artifact.read(draft)
+    for path in engines.get(made.engine).present(draft):
+        # Without a date: the same graph has the same bytes.
+        (draft / f"{path.name}{engines.PACKED}").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+        path.unlink()
+    head = Head(made.labels, made.facts)
+    made = replace(made, golden=(), lineage={**made.lineage, "compressed": True})
+    artifact.write(draft, made, predict.golden_logits, predict.golden_inputs(base.get(made.task), head))
 
 
 def _measure(

@@ -273,6 +273,9 @@ class Quantize(Section):
     table: Literal["int8", "int4"] = "int8"
     """Numbers of the word table. `int4` halves it and changes a few answers in a thousand; the engine `openvino` alone.
     """
+    compressed: bool = False
+    """Keep the graph's files compressed, a seventh smaller. Where it is first loaded they are unpacked into the user's
+    cache, or into memory where there is none."""
     flips: Share | None = None
     """Largest share of the calibration rows' answers that may differ from the float model's. Where more do, the
     operations that change them most are computed in float, as few as needed. null: none is."""

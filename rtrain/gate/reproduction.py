@@ -76,7 +76,7 @@ def _quantized(run: Run, made: Artifact) -> dict[str, Any]:
     """What an int8 artefact was made by otherwise than its run's own settings say, as far as its lineage knows."""
     own, lineage = _settings(config.load(str(run.config)).recipe), made.lineage
     wanted = {"quantize.kind": lineage.get("kind", "static"), "quantize.table": lineage.get("table", "int8")}
-    wanted["quantize.flips"] = lineage.get("flips")
+    wanted |= {"quantize.flips": lineage.get("flips"), "quantize.compressed": lineage.get("compressed", False)}
     wanted |= {f"quantize.{name}": lineage[name] for name in ("calibration_rows",) if name in lineage}
     wanted["quantize.engine"] = made.engine
     if (cut := lineage.get("vocabulary")) and not (_has_float(run) and "vocabulary" in _float(run).lineage):
