@@ -1,7 +1,7 @@
 """What the figures cannot go beyond on the machine that measures them; rates are measured here, by the engine itself.
 
 latency_vs_hf     max(operations / rate, bytes / bandwidth) and the dispatch of each operator, over the teacher's time
-served_mb         the bytes of the layers' matrices and of the word table's rows that are kept, and of no other file
+served_mb         the entropy of the matrices' and the tables' whole numbers: no scale, graph, tokenizer or other file
 few_rows_accuracy the score of a model of the same size that has seen the labels of all rows
 cold_start_s      Python, the engine's import, and its compiled graph from a cache, in a process that does nothing else
 serve_start_s     the processor seconds of all processes until the first answer, over the cores
@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import sides
-from rtrain import score
+from rtrain import engines, score
+from rtrain.compress import int4
 from rtrain.compress.export_check import SPLIT, evenly
 from rtrain.data.stores.store import Store
-from rtrain.gate import inspection
+from rtrain.network import compiled
 from rtrain.predict import Predictor
 
 SIZE = 512
@@ -34,8 +35,7 @@ CHAIN = 400
 """Operators of the graph by which dispatch is timed."""
 BYTES = 1 << 27
 REPEATS = 150
-NUMBERS = {"i8": 8, "u8": 8, "i4": 4, "u4": 4}
-"""Bits of whole numbers."""
+WHOLE = ("i8", "u8", "i4", "u4")
 TRIES = 3
 LOADS = """
 import sys, numpy, openvino
@@ -161,16 +161,30 @@ def operators(graph: Path) -> int:
 
 
 def served_mb(artifact: Path) -> float:
-    """Megabytes of the whole numbers of an int8 artefact's layers and word table."""
-    parts = inspection.inspect(artifact)["parts"]
-    held = [parts[name]["precisions"] for name in ("layers", "word table") if name in parts]
-    return float(sum(count * NUMBERS.get(kind, 0) for one in held for kind, count in one.items())) / 8e6
+    """Megabytes that the whole numbers of an OpenVINO artefact's matrices and tables take at the least, number by
+    number: their entropy."""
+    total = 0.0
+    for node in _graph(artifact).get_ops():
+        if node.get_type_name() == "Constant" and node.get_element_type().to_string() in WHOLE:
+            _, counts = np.unique(int4.numbers(node), return_counts=True)
+            total -= float((counts * np.log2(counts / counts.sum())).sum())
+    return total / 8e6
+
+
+def _graph(artifact: Path) -> Any:
+    import openvino
+
+    files = engines.get("openvino").present(artifact)
+    graph, weights = (
+        compiled.contents(path) if path.name.endswith(engines.PACKED) else path.read_bytes() for path in files
+    )
+    return openvino.Core().read_model(graph, openvino.Tensor(np.frombuffer(weights, dtype=np.uint8)))
 
 
 def cold_s(artifact: Path, tries: int = TRIES) -> float:
     """Seconds of a process that imports the engine and loads the graph of an OpenVINO artefact: the least of a few."""
     with tempfile.TemporaryDirectory() as cache:
-        command = [sys.executable, "-c", LOADS, str(artifact / "model.int8.xml"), cache]
+        command = [sys.executable, "-c", LOADS, str(artifact / engines.get("openvino").files[0]), cache]
         times = []
         for _ in range(1 + tries):  # the first one compiles it
             started = time.monotonic()
