@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray import data as ray_data
 
-from rtrain import predict, score
+from rtrain import artifact, config, predict, score
+from rtrain.batch import IGNORED
 from rtrain.compress import teacher
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
+from rtrain.network import trimming
 from tests.conftest import labelled_rows
 from tests.reports import settings
-from tests.tiny import make_store, make_task_artifact
+from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
 
 
 @pytest.fixture
@@ -88,3 +91,44 @@ def test_answers_are_those_of_whole_precision(store: Store, tmp_path: Path) -> N
     found = teacher._answer({"id": rows}, store.folder, folder)
     expected = score.on_split(predict.Predictor.load(folder), store, "train", found["position"]).outputs
     assert np.abs(np.stack([row.reshape(-1) for row in found["logits"]]) - np.stack(expected)).max() <= 1e-5
+
+
+def test_a_teacher_s_tags_are_carried_over_by_their_words(tmp_path: Path) -> None:
+    """A student whose vocabulary is smaller has other tokens, and as many words."""
+    path = tmp_path / "rows.conll"
+    texts = [f"{text} {more}" for more in ("now", "please", "today") for text in CORPUS]
+    rows = ["\n".join(f"{word} {'B-X' if len(word) > 5 else 'O'}" for word in text.split()) for text in texts]
+    path.write_text("\n\n".join(rows) + "\n", encoding="utf-8")
+    encoder = make_encoder(tmp_path / "encoder")
+    given = {"data.path": str(path), "data.max_tokens": 24, "data.stride": 8, "model.name": str(encoder)}
+    recipe = config.load("entities", given).recipe
+    whole = make_store(recipe, encoder, tmp_path)
+    cut = trimming.trim(encoder, trimming.kept(encoder, []), tmp_path / "cut")
+    store = make_store(recipe, cut, tmp_path)
+    assert store.manifest.tokens["train"] > whole.manifest.tokens["train"]
+    drawn = np.random.default_rng(0).normal(size=(whole.manifest.tokens["train"], 2)).astype(np.float32)
+    np.save(whole.teacher_file("v1"), drawn)
+    teacher.carry(whole, store, "v1", by_word=True)
+    places = np.argsort(whole.column("train", "row_id"))
+    for place in range(0, store.rows("train"), 5):
+        row = np.array([place])
+        at = places[np.searchsorted(whole.column("train", "row_id")[places], store.column("train", "row_id")[row])]
+        found, expected = store.taught("v1", row), whole.taught("v1", at)
+        mine, theirs = (one.targets("train", rows).values != IGNORED for one, rows in ((store, row), (whole, at)))
+        assert mine.sum() == theirs.sum() > 1
+        assert np.array_equal(found[mine], expected[theirs])
+
+
+def test_a_trimmed_student_s_teacher_is_asked_for_the_rows_as_it_reads_them(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it has answered already where another student has learned from it, and reads no word in characters."""
+    folder = make_task_artifact(tmp_path / "teacher", "classification", store.manifest.head)
+    encoder = tmp_path / "encoder"
+    cut = trimming.trim(encoder, trimming.kept(encoder, []), tmp_path / "cut")
+    small = make_store(settings(tmp_path, labelled_rows(60)).recipe, cut, tmp_path)
+    made = artifact.read(folder)
+    np.save(store.teacher_file(made.version), np.ones((store.rows("train"), 3), dtype=np.float32))
+    monkeypatch.setattr(ray_data, "range", None)  # nobody is asked
+    teacher.teach(folder, made, small, cut, lambda other: store, alike=True)
+    assert small.teacher(made.version).tolist() == [[1.0, 1.0, 1.0]] * small.rows("train")

@@ -155,3 +155,21 @@ def test_runs_from_before_it_existed_are_resumed() -> None:
     plain = config.load("intent", {}).recipe
     assert "positions" not in plain.weights()["model"]
     assert config.load("intent", {"model.positions": 1024}).recipe.identity() != plain.identity()
+
+
+def test_a_graph_may_have_the_places_alone_that_its_texts_reach(folder: Path) -> None:
+    network = built(folder, None)
+    before, start = network.state_dict(), positions.first(network.config.to_dict())
+    with torch.inference_mode():
+        short, long = network(ids(9)).logits, network(ids(OWN)).logits
+        with positions.shortened(network, 9):
+            assert len(table_of(network)) == start + 9
+            assert torch.equal(network(ids(9)).logits, short)
+            with pytest.raises((IndexError, RuntimeError)):
+                network(ids(OWN))
+        assert torch.equal(network(ids(OWN)).logits, long)
+        with positions.shortened(network, OWN + 1):
+            assert len(table_of(network)) == start + OWN
+    after = network.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)

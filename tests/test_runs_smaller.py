@@ -48,9 +48,9 @@ def test_a_model_is_cut_to_the_pieces_of_its_training_rows(tmp_path: Path) -> No
     known = trimming.read(made)
     assert known is not None
     ids = trimming.old_ids(known.kept)
-    used = smaller.used(whole)
+    used = smaller.counted(whole)
     assert set(used) <= set(known.kept) < set(range(known.of))
-    assert not set(smaller.used(whole, "test")) <= set(known.kept)
+    assert not set(smaller.counted(whole, "test")) <= set(known.kept)
     store = make_store(chosen.recipe, made, tmp_path)
     assert store.folder != whole.folder
     changed = {split: smaller.changed(whole, store, split, ids) for split in SPLITS}
@@ -76,6 +76,25 @@ def test_other_rows_or_another_size_make_another_model(tmp_path: Path) -> None:
     assert smaller.trimmed(whole.recipe, source, model, tmp_path) == model  # there are no other pieces
 
 
+def test_the_rarest_pieces_of_the_rows_go_where_they_are_too_many(tmp_path: Path) -> None:
+    chosen, source, model, whole = stored_twice(tmp_path)
+    every = smaller.trimmed(chosen.recipe, source, model, tmp_path)
+    needed = trimming.size(every)
+    capped = with_overrides(chosen, {"compress.vocabulary_most": needed - 10})
+    made = smaller.trimmed(capped.recipe, source, model, tmp_path)
+    known = trimming.read(made)
+    assert known is not None
+    assert trimming.size(made) == needed - 10
+    counts = smaller.counted(whole)
+    lost = [number for number in counts if number not in known.kept]
+    assert len(lost) == 10
+    words = [number for number in counts if number in known.kept and number not in trimming.kept(model, [])]
+    assert max(counts[number] for number in lost) <= min(counts[number] for number in words)
+    store = make_store(capped.recipe, made, tmp_path)
+    assert smaller.changed(whole, store, "train", trimming.old_ids(known.kept)) > 0  # and a run's log says so
+    assert chosen.recipe.identity() != capped.recipe.identity()
+
+
 def test_pieces_of_unlabelled_rows_stay_too(tmp_path: Path) -> None:
     further = tmp_path / "requests.jsonl"
     further.write_text("".join(json.dumps({"text": text}) + "\n" for text in (*CORPUS[:5], "")))
@@ -83,7 +102,7 @@ def test_pieces_of_unlabelled_rows_stay_too(tmp_path: Path) -> None:
     made = smaller.trimmed(chosen.recipe, source, model, tmp_path)
     known = trimming.read(made)
     assert known is not None
-    assert set(smaller.used(whole, "test")) <= set(known.kept)  # the same texts
+    assert set(smaller.counted(whole, "test")) <= set(known.kept)  # the same texts
     store = make_store(chosen.recipe, made, tmp_path)
     assert [smaller.changed(whole, store, split, trimming.old_ids(known.kept)) for split in ("train", "test")] == [0, 0]
     further.write_text(json.dumps({"text": CORPUS[0]}) + "\n")
@@ -100,6 +119,7 @@ def test_the_setting_is_a_part_of_a_run_only_where_it_trims() -> None:
     more = configuration.load("intent", {"compress.vocabulary": "trim", "compress.vocabulary_pieces": 7}).recipe
     assert plain.identity() == keep.identity()
     assert "compress" not in plain.weights()
+    assert "vocabulary_most" not in trim.weights()["compress"]  # older runs have no such setting
     assert len({plain.identity(), trim.identity(), more.identity()}) == 3
 
 

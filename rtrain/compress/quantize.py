@@ -4,6 +4,7 @@ Scales of activations are static, because scales that are computed per batch mak
 (I8): dynamic int8 moved logits by a tenth of their range. They come from training rows.
 """
 
+import gzip
 import shutil
 import time
 import uuid
@@ -56,7 +57,7 @@ def run(
     if not engines.get(parent.engine).gradients:
         raise UserError(f"{parent_folder} is quantized already; name the run of its float parent")
     trims = recipe.compress.vocabulary == "trim" and "vocabulary" not in parent.lineage
-    refuse(recipe.quantize.engine, trims, learned=(parent_folder / rounding.FILE).is_file())
+    refuse(recipe.quantize, trims, learned=(parent_folder / rounding.FILE).is_file())
     further = smaller.further(recipe) if trims else None
     store = Store(store_folder)
     started = time.perf_counter()
@@ -84,6 +85,8 @@ def run(
         if trims:
             on_event(events.doing("trimming the vocabulary", "vocabulary"))
             report |= _trim(draft, store, recipe, further, report)
+        if recipe.quantize.compressed:
+            _pack(draft)
         report["artefact_mb"] = round(sum(path.stat().st_size for path in draft.iterdir()) / 1e6, 2)
         report["gate"] = gate.run(
             gate.Sides(draft, parent_folder, store, store, threads, answered), recipe.gate, on_event=on_event
@@ -111,11 +114,16 @@ def refuse_out(out: Path) -> None:
     )
 
 
-def refuse(engine: str, trims: bool, learned: bool = False) -> None:
+def refuse(settings: Quantize, trims: bool, learned: bool = False) -> None:
     """Raise before anything is computed: `UserError` where the engine is not installed, `ConfigError` where it is asked
     for what it cannot do. `learned`: the model was trained to be rounded."""
+    engine = settings.engine
     entry = engines.get(engine)
     engines.needed(engine, entry.libraries)
+    if settings.table == "int4" and not entry.narrows:
+        able = " or ".join(name for name in engines.quantized() if engines.get(name).narrows)
+        reason = f"{engine} has no table of 4 bits"
+        raise ConfigError([Problem("quantize.table", "int4", reason, f"write int8, or quantize.engine={able}")])
     if learned and not entry.learns:
         reason = f"the model was trained to be rounded (distill.quantization_aware), of which {engine} makes no graph"
         able = " or ".join(name for name in engines.quantized() if engines.get(name).learns)
@@ -128,13 +136,15 @@ def refuse(engine: str, trims: bool, learned: bool = False) -> None:
 
 def _told(settings: Quantize, found: dict[str, Any]) -> dict[str, Any]:
     """What the lineage says of how the graph was made."""
+    table = {"table": settings.table} if settings.table == "int4" else {}
     if settings.kind == "weights":
-        return {"kind": settings.kind}
+        return {"kind": settings.kind, **table}
     aware = {"quantization_aware": True} if found.get("quantization_aware") else {}
     reverted = found.get("fallback", {}).get("reverted")
     flips = {} if settings.flips is None else {"flips": settings.flips}
     return {
         "calibration_rows": settings.calibration_rows,
+        **table,
         **flips,
         **aware,
         **({"reverted": reverted} if reverted else {}),
@@ -146,6 +156,7 @@ def report_text(report: dict[str, Any]) -> str:
     before, after = report["parent"], report["test"]
     rows = [(name, f"{before[name]:.4f}", f"{after[name]:.4f}") for name in after if name in before and name != "rows"]
     rows.append(("size", f"{report['parent_size_mb']:.1f} MB", f"{report['size_mb']:.1f} MB"))
+    verdict, *rivals = told.brief(report["gate"])
     width = max(len(name) for name, *_ in rows)
     table = [f"{name:<{width}}  {old:>10}  {new:>10}" for name, old, new in [("", "float", "int8"), *rows]]
     apart, moved = report["flips_alone_against_batch"], report["largest_logit_difference_alone_against_batch"]
@@ -158,7 +169,8 @@ def report_text(report: dict[str, Any]) -> str:
             *aware_text(report),
             *_vocabulary_text(report),
             *_graph_text(report),
-            f"gate: {told.sentence(report['gate'])}",
+            f"gate: {verdict}",
+            *rivals,
             f"artefact: {report['artifact']}",
         ]
     )
@@ -237,6 +249,18 @@ def _trim(
         "vocabulary": made.lineage["vocabulary"],
         "size_mb": round(artifact.size_mb(draft, made.engine), 2),
     }
+
+
+def _pack(draft: Path) -> None:
+    """Compress the graph of a finished artefact, whose version is another one then."""
+    made = artifact.read(draft)
+    for path in engines.get(made.engine).present(draft):
+        # Without a date: the same graph has the same bytes.
+        (draft / f"{path.name}{engines.PACKED}").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+        path.unlink()
+    head = Head(made.labels, made.facts)
+    made = replace(made, golden=(), lineage={**made.lineage, "compressed": True})
+    artifact.write(draft, made, predict.golden_logits, predict.golden_inputs(base.get(made.task), head))
 
 
 def _measure(

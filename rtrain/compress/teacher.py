@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from rtrain import artifact, drafts, env, events, ray_internals
-from rtrain.batch import Head, Ints, batches
+from rtrain.batch import IGNORED, Head, Int32s, Ints, batches
 from rtrain.config import Model
 from rtrain.data.stores.store import Store, open_store
 from rtrain.errors import UserError
@@ -34,11 +35,54 @@ TEACHER_TOKENS = 1 << 14
 hold 64 of the longest rows."""
 BLOCK_ROWS = 1024
 """Rows that one data task answers."""
+MEAN_LINES = 1 << 16
+"""Lines of outputs of which the mean is taken at a time."""
 PRECISION = "fp32"
 """Number format of the answers, whatever the student's: they are kept under the teacher's version alone, and students
 on other machines, or in another format, learn the same ones."""
+TAGS = "tags"
+"""Output of the tasks that answer each word, at its first token."""
 TEACHER_CPUS = 1
 """Threads of one teacher process."""
+
+
+class Asked(NamedTuple):
+    """A teacher, and whether its student has its tokenizer, whole or trimmed."""
+
+    folder: Path
+    made: artifact.Artifact
+    alike: bool
+
+
+def teach_together(
+    teachers: Sequence[Asked],
+    name: str,
+    store: Store,
+    weights: Path,
+    other: Callable[[Path], Store],
+    on_event: OnEvent = lambda event: None,
+) -> None:
+    """Have each teacher answer the training rows of `store`, as `teach` does, and keep the mean of their outputs under
+    `name`, which of one teacher is its version."""
+    if store.teacher_file(name).is_file():
+        return
+    for one in teachers:
+        teach(one.folder, one.made, store, weights, other, alike=one.alike, on_event=on_event)
+    if len(teachers) > 1:
+        average(store, [one.made.version for one in teachers], name)
+
+
+def average(store: Store, versions: Sequence[str], name: str) -> None:
+    """Keep the mean of several teachers' outputs as those of `name`.
+
+    Before they are softened: the mean of logits is, but for what softmax takes away, the geometric mean of the softened
+    answers, whatever the temperature, so that it is kept once for all students.
+    """
+    known = [store.teacher(version) for version in versions]
+    with _written(store.teacher_file(name), known[0].shape) as found:
+        for first in range(0, len(found), MEAN_LINES):
+            part = slice(first, first + MEAN_LINES)
+            found[part] = np.mean([one[part] for one in known], axis=0, dtype=np.float64)
 
 
 def teach(
@@ -54,8 +98,9 @@ def teach(
     """Have the teacher of `folder` answer the training rows of `store`; see `rtrain.data.tokens.Taught`.
 
     `alike`: the student that the rows are tokenised for, as `weights` reads them, has the teacher's tokenizer, whole or
-    trimmed. Else the teacher answers the same rows as its own tokenizer reads them, and its answers are carried over by
-    row id; `other` makes their store. Raises `UserError` where the rows have other labels than the teacher.
+    trimmed. The teacher answers the rows as its own tokenizer reads them, and its answers are carried over by row id,
+    tags by their words; `other` makes the store of these rows. Where answers are places in the student's tokens, the
+    teacher reads these. Raises `UserError` where the rows have other labels than the teacher.
     """
     if store.teacher_file(made.version).is_file():
         return
@@ -65,25 +110,43 @@ def teach(
             f"{len(made.labels)}; a student learns rows with the same labels"
         )
     on_event(events.doing(f"the teacher answers {store.rows('train'):,} rows", "teacher"))
-    if alike:
-        ensure_answers(store, folder, made, trimming.read(weights))
+    task, trimmed = base.get(made.task), trimming.read(weights)
+    if alike and (trimmed is None or (task.by_token and task.output != TAGS)):
+        ensure_answers(store, folder, made, trimmed)
         return
     own = other(folder)
     ensure_answers(own, folder, made)
-    carry(own, store, made.version)
+    carry(own, store, made.version, by_word=task.output == TAGS)
 
 
-def carry(source: Store, target: Store, version: str) -> None:
-    """Give a store the answers, one for each row, that another store has for the same rows. Raises `UserError` where
-    that one lacks a row."""
+def carry(source: Store, target: Store, version: str, *, by_word: bool = False) -> None:
+    """Give a store the answers, one for each row, that another store has for the same rows; with `by_word`, one for
+    each token that has a target, which is the first one of a word. Raises `UserError` where that one lacks a row."""
     known, wanted = (store.column("train", "row_id") for store in (source, target))
     order = np.argsort(known, kind="stable")
     places = order[np.minimum(np.searchsorted(known[order], wanted), len(known) - 1)]
-    if not np.array_equal(known[places], wanted):
+    answered: Any = slice(None)
+    same = np.array_equal(known[places], wanted)
+    if same and by_word:
+        targets, theirs = target.targets("train"), source.targets("train")
+        tokens = source.token_places(places)
+        answered, there = targets.values != IGNORED, theirs.values[tokens] != IGNORED
+        same = np.array_equal(_in_rows(answered, targets.counts), _in_rows(there, theirs.counts[places]))
+        places = tokens[there]
+    if not same:
         raise UserError(f"{source.folder} and {target.folder} hold other rows; remove both and start again")
-    known = source.teacher(version)
-    with _written(target.teacher_file(version), (len(places), known.shape[1])) as answers:
-        answers[:] = known[places]
+    answers = source.teacher(version)
+    lines = target.manifest.tokens["train"] if by_word else len(wanted)
+    with _written(target.teacher_file(version), (lines, answers.shape[1])) as written:
+        written[answered] = answers[places]
+
+
+def _in_rows(chosen: npt.NDArray[np.bool_], counts: Int32s) -> Ints:
+    """How many values of each row are chosen; `counts`: how many it has."""
+    before = np.concatenate([[0], np.cumsum(chosen, dtype=np.int64)])
+    ends = before[np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])]
+    found: Ints = ends[1:] - ends[:-1]
+    return found
 
 
 def ensure_answers(

@@ -14,6 +14,7 @@ import numpy as np
 
 from rtrain import artifact, engines, predict
 from rtrain.batch import Encoded, Floats, Head, Ints, Ragged
+from rtrain.compress import int4
 from rtrain.config import Recipe
 from rtrain.data import records
 from rtrain.data.stores.shards import KEPT_CHARACTERS
@@ -101,13 +102,15 @@ def trim_by(folder: Path, store: Store, recipe: Recipe, out: Path, further: reco
         raise ConfigError(
             [Problem("compress.vocabulary", "trim", reason, "trim before rtrain train or rtrain distill")]
         )
-    at_least = recipe.compress.vocabulary_pieces
-    chosen_by: dict[str, Any] = {"at_least": at_least}
-    numbers = smaller.used(store)
+    settings = recipe.compress
+    chosen_by: dict[str, Any] = {"at_least": settings.vocabulary_pieces}
+    if settings.vocabulary_most is not None:
+        chosen_by["most"] = settings.vocabulary_most
+    counts = smaller.counted(store)
     if further is not None:
-        chosen_by["unlabelled"] = {"path": recipe.compress.unlabelled, "digest": further.digest()}
-        numbers += smaller.used_by(further, recipe, folder)
-    ids = trimming.kept(folder, numbers, at_least)
+        chosen_by["unlabelled"] = {"path": settings.unlabelled, "digest": further.digest()}
+        counts += smaller.counted_by(further, recipe, folder)
+    ids = smaller.chosen(recipe, folder, counts)
 
     def scores(proof: Proof) -> dict[str, Any]:
         outcomes = task.outcomes(proof.outputs, store.read("test", rows), head)
@@ -188,4 +191,5 @@ def _chosen(node: "openvino.Node", chosen: Ints, of: int, path: Path) -> "openvi
     axes = [axis for axis, size in enumerate(node.shape) if size == of]
     if len(axes) != 1:
         raise UserError(f"{path}: a constant of shape {list(node.shape)} may be numbered by pieces in several ways")
-    return opset13.constant(np.ascontiguousarray(np.take(node.data, chosen, axis=axes[0])))
+    lines = np.ascontiguousarray(np.take(int4.numbers(node), chosen, axis=axes[0]))
+    return opset13.constant(lines, dtype=node.get_element_type())

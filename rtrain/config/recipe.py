@@ -202,12 +202,14 @@ ADDED_TO_MODEL: dict[str, Any] = {
 ADDED_TO_DISTILL: dict[str, Any] = {
     **{"student": None, "width": None, "unlabelled": None, "confidence": 0.0},
     **{"relations": 0.0, "relation_heads": 12, "relation_layer": None, "hidden": 0.0},
-    "quantization_aware": False,
+    **{"quantization_aware": False, "co_teachers": []},
 }
 """The same for `distill`."""
 
 
-OF_STUDENTS = ("model.name", "train.epochs", "optim.lr", "distill.teacher")
+ADDED_TO_COMPRESS: dict[str, Any] = {"vocabulary_most": None}
+"""The same for `compress`."""
+OF_STUDENTS = ("model.name", "train.epochs", "optim.lr", "distill.teacher", "distill.co_teachers")
 """Settings of a student that follow from its teacher and from its other settings."""
 
 
@@ -250,6 +252,19 @@ class Distill(Section):
     layers=null the student is as large as its teacher."""
     teacher: str | None = None
     """Version of the artefact whose answers are learned. `rtrain distill` sets it; it is null in any other run."""
+    teachers: tuple[str, ...] = ()
+    """Further runs, of the same rows and labels, whose models teach too: the student learns the mean of all outputs.
+    Trained with other seeds, they err in other places, and their mean errs less."""
+    co_teachers: tuple[str, ...] = ()
+    """Versions of the artefacts of `teachers`. `rtrain distill` sets them."""
+
+    @property
+    def answers(self) -> str | None:
+        """The name under which a token store keeps the answers that are learned: the teacher's version or, where there
+        are several, a digest of all versions."""
+        if self.teacher is None or not self.co_teachers:
+            return self.teacher
+        return "mean-" + hashlib.sha256(" ".join(sorted([self.teacher, *self.co_teachers])).encode()).hexdigest()[:12]
 
 
 class Compress(Section):
@@ -264,6 +279,9 @@ class Compress(Section):
     """Pieces to keep at least: where the rows need fewer, the vocabulary's first others are kept too, which are its
     most frequent. A piece costs as many bytes of an int8 model as the word embedding is wide, 384 of MiniLM's; with
     the default, an int8 student of 3 of its layers is served from 8.2 MB."""
+    vocabulary_most: Positive | None = None
+    """Most pieces to keep: where the rows need more, those that are rarest in them are not kept, and their words fall
+    apart before the model is trained. null: all that the rows need."""
 
 
 class Quantize(Section):
@@ -273,6 +291,12 @@ class Quantize(Section):
     kind: Literal["static", "weights"] = "static"
     """`static` computes in int8, by scales of the activations that are measured beforehand. `weights` keeps weights
     alone in int8: as small, nothing to calibrate, nearer to the float model, and half as fast in batches."""
+    table: Literal["int8", "int4"] = "int8"
+    """Numbers of the word table. `int4` halves it and changes a few answers in a thousand; the engine `openvino` alone.
+    """
+    compressed: bool = False
+    """Keep the graph's files compressed, a seventh smaller. Where it is first loaded they are unpacked into the user's
+    cache, or into memory where there is none."""
     flips: Share | None = None
     """Largest share of the calibration rows' answers that may differ from the float model's. Where more do, the
     operations that change them most are computed in float, as few as needed. null: none is."""
@@ -320,6 +344,11 @@ class Recipe(Section):
     gate: Gate = Gate()
 
     @property
+    def answers(self) -> str | None:
+        """`distill.answers` where a teacher's are learned: of a masked language model, what is inside is."""
+        return None if self.task == "masked_lm" else self.distill.answers
+
+    @property
     def rows_per_update(self) -> int:
         """Rows of one optimizer step; the default is four passes of every worker."""
         train = self.train
@@ -354,11 +383,15 @@ class Recipe(Section):
         for name, neutral in ADDED_TO_DATA.items():
             if document["data"][name] == neutral:
                 del document["data"][name]
+        document.get("distill", {}).pop("teachers", None)  # where the runs lie; what they are is in co_teachers
         for name, neutral in ADDED_TO_DISTILL.items():
             if "distill" in document and document["distill"][name] == neutral:
                 del document["distill"][name]
         if self.compress.vocabulary == "keep":  # then nothing of the section counts; older runs have none
             del document["compress"]
+        for name, neutral in ADDED_TO_COMPRESS.items():
+            if "compress" in document and document["compress"][name] == neutral:
+                del document["compress"][name]
         if not self.augment.active:  # then it changes no row
             del document["augment"]
         # A neutral setting is left out: runs from before it existed have this identity.

@@ -36,7 +36,7 @@ def digest(recipe: Recipe, source: records.Source, model: Path) -> str:
     if not further.pieces:
         return own
     rows = _digest_unlabelled(recipe, further, model, own)
-    return _hashed(own, rows, recipe.distill.teacher, recipe.distill.confidence)
+    return _hashed(own, rows, recipe.distill.answers, recipe.distill.confidence)
 
 
 def _digest_unlabelled(recipe: Recipe, further: records.Source, model: Path, labelled: str) -> str:
@@ -112,7 +112,7 @@ def _joined(
 ) -> store.Store:
     """The store of labelled rows and of those of the others that the teacher is sure of."""
     own, _ = ensure(recipe, labelled, model, root, taught)
-    alone, teacher = unlabelled.recipe_of(recipe), str(recipe.distill.teacher)
+    alone, teacher = unlabelled.recipe_of(recipe), str(recipe.distill.answers)
 
     def rows(folder: Path) -> store.Store:
         digest_own = _digest(recipe, labelled, folder)

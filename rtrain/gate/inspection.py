@@ -5,6 +5,7 @@ Only files are read: no engine is loaded and nothing is computed.
 
 import json
 import math
+import os
 import struct
 from collections import Counter, defaultdict
 from dataclasses import asdict
@@ -22,7 +23,7 @@ BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I8": 8, "U8": 8, "F8_E4M3"
 """Bits of an element, by safetensors' names for element types."""
 MOST_HEADER = 100_000_000
 """Most bytes of a safetensors header, by its own specification."""
-ORDER = ("word table", "other embeddings", "layers", "head", "tokenizer", "graph", "other files")
+ORDER = ("word table", "other embeddings", "layers", "head", "tokenizer", "graph", "other files", "compression")
 
 
 def inspect(folder: Path) -> dict[str, Any]:
@@ -31,7 +32,10 @@ def inspect(folder: Path) -> dict[str, Any]:
     graph, parts = _model(folder, made)
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     sizes = {name: part.bytes for name, part in parts.items()} | _rest(folder, made, files, parts)
-    gate = None if made.gate is None else {name: made.gate.get(name) for name in ("verdict", "reasons", "made", "host")}
+    names = ("verdict", "reasons", "made", "host")
+    gate = None if made.gate is None else {name: made.gate.get(name) for name in names}
+    if gate is not None and made.gate and "rivals" in made.gate:
+        gate["rivals"] = made.gate["rivals"]
     return {
         "schema_version": SCHEMA_VERSION,
         "artifact": str(folder),
@@ -57,11 +61,12 @@ def inspect(folder: Path) -> dict[str, Any]:
 
 def _model(folder: Path, made: Artifact) -> tuple[Graph | None, dict[str, Part]]:
     """(the graph of an int8 artefact, the model's numbers by part). None and nothing for engines of other formats."""
-    name = engines.get(made.engine).files[0]
+    path = next(iter(engines.get(made.engine).present(folder)), folder)
+    name = path.name.removesuffix(engines.PACKED)
     if name.endswith(".xml"):
-        graph = Graph(folder / name)
+        graph = Graph(path)
         return graph, graph.parts()
-    return None, _tensors(folder / name) if name.endswith(".safetensors") else {}
+    return None, _tensors(path) if name.endswith(".safetensors") else {}
 
 
 def _tensors(path: Path) -> dict[str, Part]:
@@ -83,11 +88,23 @@ def _tensors(path: Path) -> dict[str, Part]:
 
 def _rest(folder: Path, made: Artifact, files: dict[str, int], parts: dict[str, Part]) -> dict[str, int]:
     """Bytes that are no numbers of the model: what the engine's files hold beside them, the tokenizer, other files."""
-    model = sum(files[name] for name in engines.get(made.engine).files if name in files)
+    present = engines.get(made.engine).present(folder)
+    model, unpacked = (sum(map(size, present)) for size in (lambda path: path.stat().st_size, _unpacked))
     tokenizer = files.get("tokenizer.json", 0)
-    known = {"tokenizer": tokenizer, "graph": model - sum(part.bytes for part in parts.values())}
+    known = {"tokenizer": tokenizer, "graph": unpacked - sum(part.bytes for part in parts.values())}
+    if unpacked != model:
+        known["compression"] = model - unpacked
     total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return {**known, "other files": total - model - tokenizer}
+
+
+def _unpacked(path: Path) -> int:
+    """Bytes of a file's content: of a compressed one by its last four (RFC 1952)."""
+    if not path.name.endswith(engines.PACKED):
+        return path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(-4, os.SEEK_END)
+        return int.from_bytes(file.read(4), "little")
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
@@ -116,7 +133,7 @@ def text(found: dict[str, Any]) -> str:
     scores = {split: own for split, own in found["metrics"].items() if own}
     lines += ["", *(f"{split}: {_scores(own)}" for split, own in scores.items())]
     lines += [f"{name}: {value}" for name, value in found["lineage"].items()]
-    lines += ["", f"gate: {_gate(found)}"]
+    lines += ["", f"gate: {_gate(found)}", *(f"  beside it, {line}" for line in told.rivals(found["gate"] or {}))]
     if found["reproduce"]:
         lines += ["", "made by", *(f"  {command}" for command in found["reproduce"])]
     return "\n".join(lines)

@@ -162,24 +162,28 @@ def of_store(
     positions = sample(store.rows(split), MOST_ROWS) if among is None else among[sample(len(among), MOST_ROWS)]
     asked = len(positions)
     own = [_own(side, reading, stores) for side, reading in zip((base, candidate), readings, strict=True)]
+    numbers: Ints | None = None
     if alike:
         rows = (_rows(store, split, positions),) * 2
     elif joined := _joined(split, positions, store, own):
         rows, positions = joined
+        numbers = _numbers(candidate, base)  # each has the numbers of its own vocabulary
     else:
         rows, positions = _read_anew((base, candidate), split, positions, store, own)
     usable = known if alike and known and len(known[0].outputs) == len(positions) == store.rows(split) else None
 
     def side(predictor: Predictor, mine: Rows) -> Side:
         if usable is None:
-            answered = score.answer(predictor, mine.tokens.lengths_of_rows, mine.tokens.pick)
+            # A masked word's outputs are a number for each piece of the vocabulary; what is judged are their outcomes.
+            keep = predictor.task.output != "tokens"
+            answered = score.answer(predictor, mine.tokens.lengths_of_rows, mine.tokens.pick, keep=keep)
         else:
             answered = usable[0 if predictor is base else 1]
         head, answered = _by_name(predictor, answered, mine.head, (base, candidate))
         return Side(predictor, mine.tokens, answered, mine.targets, head, np.zeros(len(positions), dtype=np.bool_))
 
     columns = {name: values.take(positions).to_pylist() for name, values in store.slices(split).items()}
-    otherwise = 0 if alike else _otherwise(rows[0].tokens, rows[1].tokens)
+    otherwise = 0 if alike else _otherwise(rows[0].tokens, rows[1].tokens, numbers)
     source = f"{split} rows of the run" if among is None else f"held-back {split} rows"
     fewer = f", of {asked:,}: both sides' stores have these" if len(positions) < asked else ""
     return Both(side(base, rows[0]), side(candidate, rows[1]), columns, source + fewer, otherwise)
@@ -190,9 +194,20 @@ def _same_task(base: Predictor, candidate: Predictor) -> None:
         raise Unequal(f"it answers by the task {candidate.artifact.task}, its base by {base.artifact.task}")
 
 
-def _otherwise(one: Tokens, other: Tokens) -> int:
-    pairs = zip(*(Ragged(side.ids, side.lengths_of_rows) for side in (one, other)), strict=True)
+def _otherwise(one: Tokens, other: Tokens, numbers: Ints | None = None) -> int:
+    """Rows that are other tokens; `numbers`: what those of the other side are called by the first one's vocabulary."""
+    ids = other.ids if numbers is None else numbers[other.ids]
+    pairs = zip(Ragged(one.ids, one.lengths_of_rows), Ragged(ids, other.lengths_of_rows), strict=True)
     return sum(not np.array_equal(a, b) for a, b in pairs)
+
+
+def _numbers(side: Predictor, other: Predictor) -> Ints:
+    """The number that each piece of a side's vocabulary has in another one's; -1 where it has none."""
+    own, known = side.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+    found = np.full(max(own.values()) + 1, -1, dtype=np.int64)
+    for piece, number in own.items():
+        found[number] = known.get(piece, -1)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------ reading

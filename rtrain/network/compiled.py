@@ -4,11 +4,15 @@ Beside no artefact, whose folder may be read-only and whose files are all in its
 """
 
 import contextlib
+import gzip
 import os
 import shutil
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from rtrain import env
+from rtrain.engines import PACKED
 
 KEPT = 8
 """Artefacts whose graphs are kept: those that were loaded last."""
@@ -35,6 +39,22 @@ def folder(version: str) -> Path | None:
     except OSError:
         return None
     _forget(found.parent)
+    return found
+
+
+def contents(path: Path) -> bytes:
+    """What a compressed file of a graph holds."""
+    return gzip.decompress(path.read_bytes())
+
+
+def unpacked(files: Sequence[Path], into: Path) -> list[Path]:
+    """A graph's compressed files, unpacked once into the folder `into`."""
+    found = [into / path.name.removesuffix(PACKED) for path in files]
+    for path, plain in zip(files, found, strict=True):
+        if not plain.is_file():
+            draft = plain.with_name(f".{plain.name}.{uuid.uuid4().hex[:8]}")
+            draft.write_bytes(contents(path))
+            draft.rename(plain)  # at once: another process may be loading it
     return found
 
 

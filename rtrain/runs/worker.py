@@ -182,7 +182,7 @@ class _Worker:
             return known
 
         def made(tokens: int) -> Tokens:
-            return pass_size.longest_rows(store, task, tokens, recipe.distill.teacher)
+            return pass_size.longest_rows(store, task, tokens, recipe.answers)
 
         longest = int(store.column("train", "length").max())
         tried = guess.tried(self.network, self._source, task, recipe, longest, precision)
@@ -207,7 +207,7 @@ class _Worker:
         most_tokens = recovery.tokens_per_pass(asked, start.halvings)
         if self._rank == 0 and most_tokens < asked:
             self._run.append("smaller_passes", tokens=most_tokens)
-        teacher = self.job.recipe.distill.teacher
+        teacher = self.job.recipe.answers
         share = ingest.Share(
             self.job.store.folder,
             self.job.order,
@@ -360,6 +360,7 @@ def export(
             "order_digest": outcome.ledger,
             "best_update": outcome.best_update,
             **({"teacher": teacher} if (teacher := job.recipe.distill.teacher) else {}),
+            **({"co_teachers": list(others)} if (others := job.recipe.distill.co_teachers) else {}),
             **smaller.lineage(job.run),
         },
     )
