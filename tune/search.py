@@ -4,7 +4,6 @@ Everything that is known is in the journal. A search that was killed reads it ag
 flight, and asks what it would have asked.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -15,12 +14,12 @@ from rtrain import artifact, config as configuration
 from rtrain.config import Config
 from rtrain.data import records
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.exchange import noise
 from rtrain.network import model
 from rtrain.run import Run
 from rtrain.runs import driver, opening
 from tune import costs, slots
 from tune.asking import ask_tell, space
+from tune.asking.asker import Asker, noise_rows
 from tune.ending import finals, gated, held_back, judged
 from tune.known import halving
 from tune.known.aim import Aim, at
@@ -132,7 +131,7 @@ class _Search:
         self._config, self._task, self._tune = config, task, config.deploy.tune
         self._search = Run(task.search)
         self._record = Record(self._search, on_event)
-        self._dimensions, self._aim, self._seed = space.dimensions(config), Aim.of(self._tune), config.recipe.train.seed
+        self._aim, self._seed = Aim.of(self._tune), config.recipe.train.seed
         self._costs = None if self._tune.cost == "training" else costs.Costs(task.search, self._tune.cost)
         self._counted = time.monotonic()
 
@@ -157,7 +156,7 @@ class _Search:
         prepared = self._task.prepared(0, {})
         count = slots.number(self._config, prepared.device.device)
         self._ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
-        self._planned = self._trials()
+        self._asker = Asker(self._config, self._trials())
         self._steering = len(held_back.steering(prepared.store, self._tune.held_back))
         source = records.inspect(prepared.config.recipe.data, self._task.tokens_root, begun=True)
         self._parts = judged.parts(prepared.config, source, prepared.store)
@@ -202,6 +201,7 @@ class _Search:
         found = halving.due(self._history, self._ladder, self._aim, asking)
         if not (asking and idle and found is not None and given.issuperset(found)):
             return found
+        self._note_noise()
         if self._stop() or (number := self._propose()) is None:
             if self._history.stopped is None:
                 self._record.write("stopped", why="every point of the space was tried")
@@ -235,9 +235,9 @@ class _Search:
     def _stop(self) -> bool:
         """Whether no further trial is asked for; why is written down."""
         own, why, by = len(self._history.own), None, dict[str, Any]()
-        if own >= self._planned:
-            asked = self._planned == self._tune.trials
-            why = f"tune.trials={self._planned}" if asked else f"the budget pays for {self._planned} trials"
+        if own >= self._asker.planned:
+            asked = self._asker.planned == self._tune.trials
+            why = f"tune.trials={self._asker.planned}" if asked else f"the budget pays for {self._asker.planned} trials"
         elif own > 1 and (over := self._over()):
             why, by = over, {"budget": self._budget}
         else:
@@ -275,53 +275,24 @@ class _Search:
         of one score is more than that of the difference of two on the same rows.
         """
         best = max((one.score for trial in self._history.own if (one := at(trial, 0))), default=None)
-        if len(self._history.own) < self._planned / 2:
+        if len(self._history.own) < self._asker.planned / 2 or best is None:
             return None
-        if best is None or self._tune.objective != "score" or self._tune.sampler in ("random", "grid"):
-            return None
-        gain = ask_tell.expected_gain(self._dimensions, self._told(), self._seed)
+        gain = self._asker.gain(self._history)
         chance = max(finals.spread(self._history) or 0.0, finals.row_noise(best, self._steering) or 0.0)
         if gain is None or gain >= chance:
             return None
         return f"another trial is expected to gain {gain:.2g}, and chance alone makes {chance:.2g}"
 
-    def _told(self) -> list[ask_tell.Told]:
-        """What the sampler is told: where each trial stands in the space, and what it came to at the first rung, where
-        all have been trained on as many rows."""
-        found = []
-        for trial in self._history.own:
-            point, first = space.coordinates(self._config, self._dimensions, trial.settings), at(trial, 0)
-            value = self._aim.value(trial, first) if first is not None and trial.sound else None
-            found.append(ask_tell.Told(point, value, pending=first is None and trial.sound))
-        return found
+    def _note_noise(self) -> None:
+        """Write down how far the space goes, once trial 0's log tells that: whoever goes on with the search asks for
+        trials of the same space."""
+        if self._history.noise is None and (rows := noise_rows(self._search.trial(0).events())) is not None:
+            self._record.write("noise", rows=rows)
 
     def _propose(self) -> int | None:
         """The number of the next trial; None where every point of the space was tried."""
-        self._cap()
-        number, points = len(self._history.trials), self._tune.points
-        if 0 < number <= len(points):
-            return self._ask(space.overrides(self._config, points[number - 1]), "points")
-        found = ask_tell.propose(
-            self._dimensions,
-            self._told(),
-            number=number,
-            seed=self._seed,
-            sampler=self._tune.sampler,
-            planned=self._planned,
-        )
-        return None if found is None else self._ask(space.overrides(self._config, found[0]), found[1])
-
-    def _cap(self) -> None:
-        """Leave updates out of the space that have many more rows than the noise of trial 0's gradients asks for, once
-        its log tells that. It is written down: a search that is resumed asks what it would have asked."""
-        rows = self._history.noise
-        if rows is None:
-            scale = noise.of_run(self._search.trial(0).events())
-            if scale is None or scale.high is None:
-                return
-            rows = math.ceil(scale.high)
-            self._record.write("noise", rows=rows)
-        self._dimensions = space.under(self._config, self._dimensions, rows)
+        found = self._asker.proposal(self._history)
+        return None if found is None else self._ask(*found)
 
     def _ask(self, settings: Mapping[str, Any], by: str, **more: Any) -> int:
         number = len(self._history.trials)

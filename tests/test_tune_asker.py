@@ -1,0 +1,65 @@
+"""What a search asks for next: by its configuration and its journal alone."""
+
+import json
+from pathlib import Path
+
+from rtrain import config
+from rtrain.config import Config
+from rtrain.exchange import noise
+from rtrain.run import Run
+from tests.histories import Event, asked, configured, make_search, reached, score_of
+from tests.test_tune_budget import started
+from tune.asking import space
+from tune.asking.asker import Asker, noise_rows
+from tune.known.history import replay
+
+K = "train.aggregation_frequency"
+SPACE = {"optim.lr": [1e-4, 2e-4, 4e-4], K: [1, 2, 4, 8]}
+ON_TWO = {"train.workers": 2, "train.micro_batch": 32, K: 1, "tune.space": SPACE}
+TRIED = [(2e-4, 1), (1e-4, 1), (4e-4, 1), (1e-4, 2), (4e-4, 2), (2e-4, 2)]
+
+
+def journal(chosen: Config) -> list[Event]:
+    """Trial 0 and five others at the first rung: all points of up to 128 rows an update."""
+    points = [space.overrides(chosen, {"optim.lr": lr, K: k}) for lr, k in TRIED]
+    known = [asked(number, one if number else {}) for number, one in enumerate(points)]
+    return known + [reached(number, 0, score_of(lr, k, 1280)) for number, (lr, k) in enumerate(TRIED)]
+
+
+def test_the_space_of_a_resumed_search_ends_where_that_of_an_undisturbed_one_does(tmp_path: Path) -> None:
+    """128 rows: k = 2 is the last one, at the first question of a process as at its later ones."""
+    chosen = configured(tmp_path, **ON_TWO)
+    before, after = replay(journal(chosen)), replay([*journal(chosen), {"kind": "noise", "rows": 128}])
+    first, later = Asker(chosen, 12), Asker(chosen, 12)
+    assert later.dimensions(before)[1].choices == (1, 2, 4, 8)
+    assert first.gain(after) == later.gain(after) == 0.0  # all six points were tried
+    assert first.dimensions(after) == later.dimensions(after)
+    assert first.dimensions(after)[1].choices == (1, 2)
+    assert first.gain(before)  # at k = 4 and 8
+
+
+def measured(run: Run, *updates: int) -> None:
+    for update in updates:
+        run.append(noise.KIND, update=update, trace=100.0 + update % 3, square=1.0 + 0.01 * (update % 2), rows=64)
+
+
+def test_how_far_the_space_goes_is_written_down_once(tmp_path: Path) -> None:
+    found = make_search(tmp_path, journal(configured(tmp_path, **ON_TWO)), **ON_TWO)
+    one = started(found, config.load(str(found.config)))
+    one._note_noise()
+    assert one._history.noise is None  # nothing was measured
+    measured(found.trial(0), 5, 13, 21, 29, 37)
+    rows = noise_rows(found.trial(0).events())
+    assert rows is not None
+    one._note_noise()
+    measured(found.trial(0), 1000)
+    one._note_noise()
+    told = [json.loads(line) for line in found.trials.read_text().splitlines() if '"noise"' in line]
+    assert [event["rows"] for event in told] == [rows]
+    assert started(found, config.load(str(found.config)))._history.noise == rows
+
+
+def test_a_log_with_too_few_measurements_tells_no_noise(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    measured(run, 5, 13)
+    assert noise_rows(run.events()) is None
