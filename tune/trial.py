@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import config as configuration
-from rtrain.comparison.training import clock
+from rtrain.comparison.training import clock, trained
 from rtrain.compress import distill
 from rtrain.config import Config
 from rtrain.data.stores.store import open_store
@@ -20,6 +20,7 @@ from rtrain.runs import driver, failures, group, notice, opening, preparing
 from rtrain.tasks import base
 from rtrain.training import best, rungs
 from rtrain.training.step import NonFinite
+from tune.asking import space
 from tune.ending import held_back, judged
 
 FIRST, LAST = 3, 3
@@ -49,6 +50,9 @@ class Task:
     def of(self, settings: Mapping[str, Any]) -> Config:
         """The configuration of a trial with such settings."""
         config = configuration.parse(self.document, settings)
+        if every := space.evaluated_every(self.config):
+            updates = max(1, round(every / config.recipe.rows_per_update))
+            config = configuration.with_overrides(config, {"train.evaluate_every": updates})
         config = replace(config, named=config.named | self.named)
         if storage := config.deploy.cluster.storage:  # trials of several searches have the same names
             config = configuration.with_overrides(config, {"cluster.storage": f"{storage}/{self.search.name}"})
@@ -179,7 +183,7 @@ def _finished(run: Run, prepared: preparing.Prepared) -> Outcome:
         "kind": "finished",
         "update": chosen.get("update", prepared.updates),
         "rows": prepared.order.rows_until(prepared.updates),
-        "score": scores_of(run, headline)[-1][1],
+        "score": max(float(event["scores"][headline]) for event in _evaluations(run)),
         "held": held.score,
         "held_rows": len(held.ids),
         "seconds": seconds_of(run),
@@ -192,9 +196,8 @@ def headline_of(config: Config) -> str:
 
 
 def seconds_of(run: Run) -> float:
-    """Seconds of training, over all starts that came to where they were to end."""
-    seconds: float = sum(event["seconds"].get("train", 0.0) for event in run.events("trained"))
-    return round(seconds, 3)
+    """Seconds of training, over all starts."""
+    return round(max((seconds for _, seconds in trained(run.events())), default=0.0), 3)
 
 
 def spent(run: Run) -> float:
@@ -202,21 +205,20 @@ def spent(run: Run) -> float:
     return round(max((seconds for _, seconds in clock(run.events())), default=0.0), 3)
 
 
-def scores_of(run: Run, headline: str) -> list[tuple[float, float]]:
-    """(seconds of all starts until then, score) of the run's evaluations on all validation rows, the best one last."""
-    scored = [
-        (seconds, float(event["scores"][headline]))
-        for event, seconds in clock(run.events())
-        if event["kind"] == "evaluated" and event["split"] == "valid" and "chosen" not in event
-    ]
-    return sorted(scored, key=lambda one: one[1])
-
-
 def to_target(run: Run, headline: str, target: float | None) -> float | None:
-    """Seconds until the first evaluation that reached the target; None without a target, or where none did."""
+    """Seconds of training until the first evaluation that reached the target on all validation rows; None without a
+    target, or where none did."""
     if target is None:
         return None
-    return min((round(seconds, 3) for seconds, score in scores_of(run, headline) if score >= target), default=None)
+    log = trained(run.events())
+    there = [seconds for one, seconds in log if one["kind"] == "evaluated" and one["scores"][headline] >= target]
+    return round(min(there), 3) if there else None
+
+
+def _evaluations(run: Run) -> list[dict[str, Any]]:
+    """On all validation rows, as training goes on."""
+    log = run.events("evaluated")
+    return [event for event in log if event["split"] == "valid" and "chosen" not in event]
 
 
 def first_line(error: BaseException) -> str:

@@ -202,6 +202,28 @@ def under(config: Config, dimensions: Sequence[Dimension], rows: int) -> tuple[D
     return tuple(map(cut, dimensions))
 
 
+def evaluated_every(config: Config) -> int | None:
+    """Rows between two evaluations of a trial where the least time to a score is searched for: as many for each, since
+    a trial that is read more often is seen earlier to have come there. None where each is read after an epoch.
+
+    They are about those of the recipe, and a number of the largest updates, so that common frequencies divide them.
+    """
+    train, every = config.recipe.train, config.recipe.train.evaluate_every
+    if config.deploy.tune.objective != "time" or every is None:
+        return None
+    tried = [*config.deploy.tune.points, *({name: _most(one)} for name, one in config.deploy.tune.space.items())]
+    of_one = {FREQUENCY: train.workers * train.micro_batch, ROWS: 1}
+    sizes = [of_one[name] * int(point[name]) for point in tried for name in of_one if point.get(name) is not None]
+    largest = max([config.recipe.rows_per_update, *sizes])
+    return largest * max(1, round(every * config.recipe.rows_per_update / largest))
+
+
+def _most(searched: Range | tuple[Any, ...]) -> Any:
+    if isinstance(searched, Range):
+        return searched.high
+    return max(searched) if all(map(is_number, searched)) else None
+
+
 # ------------------------------------------------------------------------------------------------- what a trial changes
 
 
