@@ -12,8 +12,10 @@ import pytest
 
 from benchmarks.search import __main__ as command, commands, figures, kills, parts
 from benchmarks.search.figures import Ended, Trained
+from rtrain import config
 from rtrain.run import Run
 from tests.test_imports import ROOT
+from tune.asking import space
 from tune.known.history import Finished, History, Reached, Trial
 
 # ------------------------------------------------------------------------------------------------------------- the rows
@@ -105,6 +107,21 @@ def test_a_pool_that_never_comes_there_tells_how_many_rows_are_too_few() -> None
 # ---------------------------------------------------------------------------------------------------------------- times
 
 
+def test_the_time_is_told_as_a_share_of_that_with_an_exchange_after_every_pass() -> None:
+    found = figures.time_vs_k1([(6.0, 10.0), (5.0, 10.0), (9.0, 10.0), (None, 10.0), (3.0, None)])
+    assert (found["time_vs_k1"], found["seeds_that_reached_it"]) == (pytest.approx(0.6), 3)
+    assert figures.time_vs_k1([(None, 10.0)])["time_vs_k1"] is None
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_trainings_of_all_frequencies_are_evaluated_after_equal_rows(k: int) -> None:
+    searched = config.load("intent", {"data.path": "rows.csv", **parts.aim(0.9)})
+    rows = space.evaluated_every(searched)
+    chosen = config.load("intent", {"data.path": "rows.csv", "train.aggregation_frequency": k})
+    every = parts.evaluated(chosen, rows)["train.evaluate_every"]
+    assert every * chosen.recipe.rows_per_update == rows == 256
+
+
 def progress(*times: float) -> list[dict[str, Any]]:
     return [{"kind": "progress", "time": time} for time in times]
 
@@ -160,8 +177,6 @@ def test_made_up_rows_are_the_same_each_time_and_distinct(tmp_path: Path) -> Non
 
 
 def test_settings_are_written_as_the_command_reads_them() -> None:
-    from rtrain import config
-
     values = {"data.path": "rows.csv", "train.rows_per_update": None, "optim.lr": 1e-5, "tune.target": 0.9}
     given = commands.settings({**values, "tune.space": {"optim.lr": [1e-4, 2e-4]}, "tune.objective": "time"})
     made = config.load("intent", dict(config.parse_assignment(text) for text in given[1::2]))
@@ -212,6 +227,7 @@ def test_the_folder_may_stand_behind_the_parts() -> None:
         (["data", "--only", "gains"], "no such part: gains"),
         (["data", "--rows", "10"], "--rows 10: write 1000 or more"),
         (["data", "--searches", "0"], "--searches 0: write 1 or more"),
+        (["data", "--target", "90"], "--target 90: write a share, e.g. 0.9"),
     ],
 )
 def test_what_the_command_line_cannot_do_is_refused(

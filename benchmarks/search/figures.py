@@ -142,6 +142,18 @@ def against_random(
 # --------------------------------------------------------------------------------------------------------------- times
 
 
+def time_vs_k1(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, Any]:
+    """How much of the time of k = 1 the chosen settings take to a score. `pairs`: seconds of both (chosen, k = 1), by
+    seed; None where the score was not reached."""
+    ratios = [chosen / first for chosen, first in pairs if chosen is not None and first]
+    return {
+        "time_vs_k1": statistics.median(ratios) if ratios else None,
+        "seeds_that_reached_it": len(ratios),
+        "ratios": ratios,
+        "seconds": list(pairs),
+    }
+
+
 def first_after(events: Iterable[Event], kind: str, time: float) -> Event | None:
     return next((event for event in events if event["kind"] == kind and event["time"] >= time), None)
 
