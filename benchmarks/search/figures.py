@@ -121,7 +121,8 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
 def against_random(
     pool: Sequence[Trained], found: Sequence[Ended], defaults: Sequence[float], full_rows: int
 ) -> dict[str, Any]:
-    """How many rows random search takes to what the searches came to, less one deviation of the seeds."""
+    """The rows of a search, without its end, beside those that random search takes to what the searches came to, less
+    one deviation of the seeds."""
     curve, reached = best_of(pool), statistics.fmean(one.test for one in found)
     deviation = statistics.stdev(defaults) if len(defaults) > 1 else 0.0
     runs, rows = needed(curve, reached - deviation), statistics.fmean(one.rows for one in found)
@@ -131,9 +132,9 @@ def against_random(
         "expected_best_of": curve,
         "searches_reached": reached,
         "random_runs_needed": runs,
-        "rows_vs_random": None if runs is None else runs * full_rows / rows,
+        "rows_vs_random": None if runs is None else rows / (runs * full_rows),
         # A pool that is too small has not come there with all of its runs.
-        "rows_vs_random_more_than": len(pool) * full_rows / rows if runs is None else None,
+        "rows_vs_random_less_than": rows / (len(pool) * full_rows) if runs is None else None,
         "default_interval": bounds,
         "runs_above_the_default": None if bounds is None else sum(run.test > bounds[1] for run in pool),
     }
