@@ -101,7 +101,7 @@ def make_search(folder: Path, journal: Sequence[Event], recipe: str = "intent", 
         came = {one.rows: one.score for one in trial.reached}
         came |= {trial.finished.rows: trial.finished.score} if trial.finished else {}
         for rows in range(320, max(came, default=0) + 1, 320):
-            run.append("progress", update=rows // per, of=FULL // per, loss=640 / rows + trial.number / 100)
+            run.append("progress", update=rows // per, of=FULL // per, rows=rows, loss=640 / rows + trial.number / 100)
         for rows, score in came.items():
             run.append("evaluated", split="valid", update=rows // per, scores={"accuracy": score, "rows": 500})
     return found

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.search import __main__ as command, commands, figures, kills, parts
+from benchmarks import tasks
+from benchmarks.search import __main__ as command, commands, figures, kills, others, parts
 from benchmarks.search.figures import Ended, Trained
 from rtrain import config
 from rtrain.run import Run
+from tests.histories import asked, finished, make_search, reached as came_to
 from tests.test_imports import ROOT
 from tune.asking import space
 from tune.known.history import Finished, History, Reached, Trial
@@ -210,6 +212,31 @@ def test_a_command_that_fails_names_its_output(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"rtrain recipes ended with \d; its output is in .*log"):
         commands.run(["recipes", "show", "no-such-recipe"], tmp_path / "log")
     assert "no-such-recipe" in (tmp_path / "log").read_text()
+
+
+# ------------------------------------------------------------------------------------------------------ other tasks
+
+
+def test_a_search_of_other_rows_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    job = next(job for job in tasks.JOBS if job.name == others.SETS[0])
+    one, two = (others.place(parts.Work(tmp_path, tmp_path, rows, 2, 3, 24, 5), job) for rows in (1000, 2000))
+    assert one != two
+    assert one.name == two.name == job.folder
+
+
+def test_essays_are_told_by_the_error_that_was_searched_for_and_kappa_beside(tmp_path: Path) -> None:
+    """The winner has the lower error, and the lower kappa."""
+    journal = [asked(0, by="recipe"), asked(1, {"optim.lr": 1e-4})]
+    journal += [came_to(number, 0, score) for number, score in enumerate((-0.5, -0.4))]
+    journal += [finished(number, -0.4) for number in range(2)]
+    journal += [{"kind": "chosen", "best": 1, "verdict": {"kind": "better"}}]
+    made = make_search(tmp_path, journal, "essay")
+    made.append("searched", best=1, trials=2)
+    for number, scores in enumerate(({"neg_rmse": -0.5, "qwk": 0.7}, {"neg_rmse": -0.4, "qwk": 0.6})):
+        made.trial(number).summary.write_text(json.dumps({"metrics": {"test": scores}}))
+    found = others.told(made)
+    assert (found["score"], found["gain"]) == ("neg_rmse", pytest.approx(0.1))
+    assert found["beside"] == {"qwk": {"winner": 0.6, "default": 0.7}}
 
 
 # --------------------------------------------------------------------------------------------------------- command line
