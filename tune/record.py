@@ -10,11 +10,8 @@ from rtrain.run import Run
 from rtrain.runs import driver
 from tune.known.history import History
 from tune.known.journal import Journal
-from tune.slots import Slots
+from tune.slots import LOSSES, Slots
 from tune.trial import Order, Outcome, spent
-
-LOSSES = 3
-"""How often an order may be lost with its slot before the trial counts as failed."""
 
 
 class Record:
