@@ -90,9 +90,8 @@ def test_every_part_of_the_page_is_there(whole: tuple[str, Page]) -> None:
     assert not re.findall(r'(?:cx|cy|x|y|points|d)="[^"]*(?:nan|inf)', text)
 
 
-def test_money_is_the_time_of_training_times_workers_and_price(whole: tuple[str, Page]) -> None:
-    seconds = figures.spent(history(20), Tune()).seconds
-    assert f"{seconds * 2 / 3600 * 0.04:.2f}" in whole[1].words
+def test_money_is_the_time_of_the_slots_times_workers_and_price(whole: tuple[str, Page]) -> None:
+    assert f"{history(20).slot_seconds * 2 / 3600 * 0.04:.2f}" in whole[1].words
 
 
 @pytest.mark.parametrize("journal", [list(events(20))[:1], list(events(20))[:2], list(events(3, failed=(0, 1, 2)))])

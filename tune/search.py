@@ -133,7 +133,7 @@ class _Search:
         self._record = Record(self._search, on_event)
         self._aim, self._seed = Aim.of(self._tune), config.recipe.train.seed
         self._costs = None if self._tune.cost == "training" else costs.Costs(task.search, self._tune.cost)
-        self._counted = time.monotonic()
+        self._counted, self._slots = time.monotonic(), 0
 
     @property
     def _history(self) -> History:
@@ -161,6 +161,8 @@ class _Search:
         source = records.inspect(prepared.config.recipe.data, self._task.tokens_root, begun=True)
         self._parts = judged.parts(prepared.config, source, prepared.store)
         with self._record.following(), slots.opened(self._config, self._task, count) as open_slots:
+            self._spend()
+            self._slots = count
             self._work(open_slots, self._halving)
             self._work(open_slots, self._ending)
 
@@ -188,8 +190,8 @@ class _Search:
     def _spend(self) -> None:
         """Write down the seconds since this was done last: those of a search that is killed count too."""
         now = time.monotonic()
-        self._record.write("spent", seconds=round(now - self._counted, 3))
-        self._counted = now
+        seconds, self._counted = now - self._counted, now
+        self._record.write("spent", seconds=round(seconds, 3), slot_seconds=round(seconds * self._slots, 3))
 
     def _order(self, go: Go) -> Order:
         rows = self._ladder.full if go.rung is None else self._ladder.rungs[go.rung]
@@ -258,14 +260,12 @@ class _Search:
 
     def _over(self) -> str | None:
         """Why no further trial is begun, by time and money."""
-        tune = self._tune
-        seconds = self._history.seconds + time.monotonic() - self._counted
-        if tune.minutes is not None and seconds > 60 * tune.minutes:
+        tune, workers, since = self._tune, self._config.recipe.train.workers, time.monotonic() - self._counted
+        now = self._history.after({"kind": "spent", "seconds": since, "slot_seconds": since * self._slots})
+        if tune.minutes is not None and now.seconds > 60 * tune.minutes:
             return f"{tune.minutes:g} minutes are over"
-        if tune.money is not None and tune.price is not None:
-            hours = sum(trial.seconds for trial in self._history.trials) / 3600
-            if (spent := hours * self._config.recipe.train.workers * tune.price) > tune.money:
-                return f"{spent:.2f} of {tune.money:g} are spent"
+        if tune.money is not None and tune.price is not None and (money := now.money(workers, tune.price)) > tune.money:
+            return f"{money:.2f} of {tune.money:g} are spent"
         return None
 
     def _gain(self) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import config as configuration
-from rtrain.comparison.training import clock, trained
+from rtrain.comparison.training import trained
 from rtrain.compress import distill
 from rtrain.config import Config
 from rtrain.data.stores.store import open_store
@@ -133,20 +133,20 @@ def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
                 prepared, until=until, rung=order.rung is not None, workers=workers, reports=False, on_event=watch
             )
     except NonFinite as error:
-        return [{"kind": "diverged", "why": str(error).splitlines()[0], "seconds": spent(run)}]
+        return [{"kind": "diverged", "why": str(error).splitlines()[0], "seconds": seconds_of(run)}]
     except UserError as error:
-        return [{"kind": "failed", "error": str(error).splitlines()[0], "seconds": spent(run)}]
+        return [{"kind": "failed", "error": str(error).splitlines()[0], "seconds": seconds_of(run)}]
     except Exception as error:
         run.folder.mkdir(parents=True, exist_ok=True)
         kept = failures.keep_traceback(run, "error", error)
-        return [{"kind": "failed", "error": f"{first_line(error)} (traceback in {kept})", "seconds": spent(run)}]
+        return [{"kind": "failed", "error": f"{first_line(error)} (traceback in {kept})", "seconds": seconds_of(run)}]
     if watch.why and not run.finished:
-        return [{"kind": "diverged", "why": watch.why, "seconds": spent(run)}]
+        return [{"kind": "diverged", "why": watch.why, "seconds": seconds_of(run)}]
     found = [] if order.rung is None or until is None else [_reached(run, prepared, order.rung, until)]
     found += [_finished(run, prepared)] if run.finished else []
     if broken := [one for one in found if not math.isfinite(one["score"] + one.get("held", 0.0))]:
         why = f"its score at update {broken[0]['update']} is no number"
-        return [{"kind": "diverged", "why": why, "seconds": spent(run)}]
+        return [{"kind": "diverged", "why": why, "seconds": seconds_of(run)}]
     return found
 
 
@@ -198,11 +198,6 @@ def headline_of(config: Config) -> str:
 def seconds_of(run: Run) -> float:
     """Seconds of training, over all starts."""
     return round(max((seconds for _, seconds in trained(run.events())), default=0.0), 3)
-
-
-def spent(run: Run) -> float:
-    """Seconds of all starts, of those too that came to nothing."""
-    return round(max((seconds for _, seconds in clock(run.events())), default=0.0), 3)
 
 
 def to_target(run: Run, headline: str, target: float | None) -> float | None:

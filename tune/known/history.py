@@ -69,7 +69,7 @@ class Trial:
     diverged: str | None = None
     """How it was seen to diverge; None if it did not."""
     lost: float = 0.0
-    """Seconds of its starts until it failed or diverged."""
+    """Seconds of training until it failed or diverged."""
 
     @property
     def status(self) -> Status:
@@ -88,7 +88,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Seconds that it has taken its workers, as far as is known."""
+        """Seconds of training, as far as is known."""
         if self.finished is not None:
             return self.finished.seconds
         return max(self.lost, self.reached[-1].seconds if self.reached else 0.0)
@@ -127,11 +127,17 @@ class History:
     """What the end has come to; `text` is one sentence."""
     seconds: float = 0.0
     """Seconds that the search has taken, over all of its starts."""
+    slot_seconds: float = 0.0
+    """Seconds that its slots were there, over all of them and all starts: at work, starting, or idle."""
 
     @property
     def own(self) -> tuple[Trial, ...]:
         """Trials with settings of their own, without those that repeat one with another seed."""
         return tuple(trial for trial in self.trials if trial.of is None)
+
+    def money(self, workers: int, price: float) -> float:
+        """What a cluster bills for the slots, each of so many workers, at a price of a worker's hour."""
+        return self.slot_seconds / 3600 * workers * price
 
     def after(self, event: Mapping[str, Any]) -> "History":
         """The history with one more event of the journal. An event of another kind changes nothing."""
@@ -154,7 +160,9 @@ class History:
             case "reopened":
                 return replace(self, stopped=None, budget=None)
             case "spent":
-                return replace(self, seconds=self.seconds + event["seconds"])
+                # A journal of an earlier version does not tell how many slots there were: one at least.
+                slots = event.get("slot_seconds", event["seconds"])
+                return replace(self, seconds=self.seconds + event["seconds"], slot_seconds=self.slot_seconds + slots)
             case "chosen":
                 return replace(self, chosen=event["best"], verdict=event["verdict"])
         return self

@@ -7,7 +7,8 @@ failed    trial, error, seconds                                diverged  trial, 
 noise     rows                                                 the noise scale of trial 0's gradients, at its upper end
 stopped   why, budget                                          no further trial is asked for
 reopened  budget                                               more may be: by a larger budget, on a resume
-spent     seconds                                              how long the search took since the last such line
+spent     seconds, slot_seconds                                how long the search took since the last such line, and
+                                                               how long its slots were there, added up
 chosen    best, verdict                                        the search has ended
 """
 

@@ -195,9 +195,8 @@ def _cost(known: Known) -> Section:
         rows.append(("full runs that the rows would pay for", f"{(spent.searched + spent.end) / spent.full:.1f}"))
     if tune.price is not None:
         workers = known.config.recipe.train.workers
-        rows.append(
-            (f"money, at {tune.price:g} an hour of a worker", f"{spent.seconds * workers / 3600 * tune.price:.2f}")
-        )
+        money = known.history.money(workers, tune.price)
+        rows.append((f"money, at {tune.price:g} an hour of a worker", f"{money:.2f}"))
     blocks.append(Table("What it has cost", ("", ""), rows))
     return Section("cost", "What it has cost", "", blocks)
 
