@@ -75,7 +75,7 @@ def events(trials: int = 20, *, failed: tuple[int, ...] = (7,), end: bool = True
             yield finished(trials + place, score_of(*tried[number], FULL) - 0.002)
     if left:
         yield {"kind": "spent", "seconds": 1234.5, "slot_seconds": 2400.0}
-        yield {"kind": "chosen", "best": left[0], "verdict": {"text": f"trial {left[0]} is better than the recipe"}}
+        yield {"kind": "chosen", "best": left[0], "verdict": {"kind": "alone", "best": left[0]}}
 
 
 def history(*args: Any, **options: Any) -> History:

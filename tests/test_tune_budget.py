@@ -10,6 +10,7 @@ import pytest
 from rtrain import config
 from rtrain.config import Config
 from rtrain.run import Run
+from rtrain.runs import driver
 from tests.searches import make_search, settings
 from tune import search
 from tune.known.history import replay
@@ -20,10 +21,9 @@ from tune.trial import Task
 MINUTES = {"minutes": 30.0, "money": None, "price": None}
 
 
-def started(found: Run, chosen: Config) -> search._Search:
-    return search._Search(
-        chosen, Task(config.to_document(chosen), frozenset(), found.folder, found.folder.parent), None
-    )
+def started(found: Run, chosen: Config, on_event: driver.OnEvent | None = None) -> search._Search:
+    task = Task(config.to_document(chosen), frozenset(), found.folder, found.folder.parent)
+    return search._Search(chosen, task, on_event)
 
 
 @pytest.mark.parametrize(

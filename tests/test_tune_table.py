@@ -24,7 +24,7 @@ SMALL = [
     finished(1, 0.92),
     asked(3, {}, "seed", of=1, seed=7),
     finished(3, 0.9),
-    {"kind": "chosen", "best": 1, "verdict": {"text": "better"}},
+    {"kind": "chosen", "best": 1, "verdict": {"kind": "alone", "best": 1}},
 ]
 
 
@@ -36,7 +36,18 @@ def test_the_table() -> None:
         "    2  lr 0.001                 gp           -       -       -      -  failed",
         "rung: accuracy on the steering rows; held: on the held-back rows, the mean over seeds; lr: optim.lr; k: "
         "train.aggregation_frequency",
-        "1 of 4 trials failed or diverged: trial 2: ValueError: no more",
+        "1 of 4 trials failed or diverged:",
+        "trial 2: ValueError: no more",
+    ]
+
+
+def test_the_table_tells_the_error_of_every_trial_that_failed() -> None:
+    found = [*SMALL[:5], {"kind": "diverged", "trial": 1, "why": "its loss rose"}, SMALL[5]]
+    lines = table.text(replay(found), "accuracy", TUNE).splitlines()
+    assert lines[-3:] == [
+        "2 of 3 trials failed or diverged:",
+        "trial 1: its loss rose",
+        "trial 2: ValueError: no more",
     ]
 
 
@@ -80,7 +91,8 @@ def test_of_many_trials_the_best_and_trial_0_are_in_the_table() -> None:
             reached(0, 0, 0.91234),
             "trial 0: accuracy 0.9123 at rung 1 (1,280 rows, 13 s), the first to come there",
         ),
-        ({"kind": "frozen", "trial": 1, "rung": 0}, "trial 1: frozen at rung 1, with a checkpoint"),
+        ({"kind": "frozen", "rung": 0, "trials": [1]}, "frozen at rung 1, with a checkpoint each: trial 1"),
+        ({"kind": "frozen", "rung": 1, "trials": [1, 4]}, "frozen at rung 2, with a checkpoint each: trials 1, 4"),
         ({"kind": "thawed", "trial": 1}, "trial 1: thawed, and goes on"),
         ({"kind": "failed", "trial": 1, "error": "ValueError: no\nmore"}, "trial 1: failed: ValueError: no more"),
         ({"kind": "diverged", "trial": 1, "why": "its loss is nan"}, "trial 1: diverged: its loss is nan"),
@@ -90,7 +102,10 @@ def test_of_many_trials_the_best_and_trial_0_are_in_the_table() -> None:
         ),
         ({"kind": "stopped", "why": "20 trials"}, "no further trial is asked for: 20 trials"),
         ({"kind": "spent", "seconds": 3.0}, ""),
-        ({"kind": "chosen", "best": 3, "verdict": {"text": "it is better"}}, "chosen: trial 3; it is better"),
+        (
+            {"kind": "chosen", "best": 3, "verdict": {"kind": "alone", "best": 3}},
+            "chosen: trial 3; trial 3 has won; the recipe's own settings (trial 0) came to no score to compare with",
+        ),
         ({"kind": "of a later version"}, ""),
     ],
 )

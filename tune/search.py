@@ -134,18 +134,23 @@ class _Search:
         self._aim, self._seed = Aim.of(self._tune), config.recipe.train.seed
         self._costs = None if self._tune.cost == "training" else costs.Costs(task.search, self._tune.cost)
         self._counted, self._slots = time.monotonic(), 0
+        self._told: set[int] = set()
+        """Trials of which the user knows that they were left behind."""
 
     @property
     def _history(self) -> History:
         return self._record.history
 
     def run(self) -> Found:
-        if self._history.chosen is None:
-            try:
-                self._decide()
-            finally:
-                self._spend()
-        self._leave()
+        try:
+            if self._history.chosen is None:
+                try:
+                    self._decide()
+                finally:
+                    self._spend()
+            self._leave()
+        finally:  # of a search that is interrupted too
+            self._export()
         return Found(self._search, self._history)
 
     def _decide(self) -> None:
@@ -157,6 +162,7 @@ class _Search:
         count = slots.number(self._config, prepared.device.device)
         self._ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
         self._asker = Asker(self._config, self._trials())
+        self._told = set(self._left_behind())
         self._steering = len(held_back.steering(prepared.store, self._tune.held_back))
         source = records.inspect(prepared.config.recipe.data, self._task.tokens_root, begun=True)
         self._parts = judged.parts(prepared.config, source, prepared.store)
@@ -202,13 +208,29 @@ class _Search:
         asking = self._history.stopped is None
         found = halving.due(self._history, self._ladder, self._aim, asking)
         if not (asking and idle and found is not None and given.issuperset(found)):
+            self._tell_frozen()
             return found
         self._note_noise()
         if self._stop() or (number := self._propose()) is None:
             if self._history.stopped is None:
                 self._record.write("stopped", why="every point of the space was tried")
+            self._tell_frozen()
             return halving.due(self._history, self._ladder, self._aim, asking=False)
         return [*found, Go(number, 0)]
+
+    def _tell_frozen(self) -> None:
+        """Tell the user which trials were left behind at a rung, once all have come there."""
+        new = dict[int, list[int]]()
+        for number, rung in self._left_behind().items():
+            if number not in self._told:
+                new.setdefault(rung, []).append(number)
+        for rung, numbers in sorted(new.items()):
+            self._record.say({"kind": "search", "what": "frozen", "rung": rung, "trials": sorted(numbers)})
+            self._told.update(numbers)
+
+    def _left_behind(self) -> dict[int, int]:
+        """By trial: the rung at which it was; none as long as further trials may be asked for."""
+        return {} if self._history.stopped is None else halving.frozen_at(self._history, self._ladder, self._aim)
 
     def _ending(self, given: set[Go], idle: bool) -> list[Go] | None:
         """The two best and trial 0 go to their ends, and again with other seeds, until it is clear which is best."""
@@ -335,7 +357,11 @@ class _Search:
         if not winner.report.is_file():
             driver.report(winner, lambda event: say({**event, "trial": best}))
         driver.add(self._search, "page", page.write, say)
+
+    def _export(self) -> None:
+        """Write down what Optuna's own tools read, where it is installed."""
         if ask_tell.installed():
+            history, say = self._history, self._record.say
             driver.add(self._search, "study", lambda run: dashboard.export(run.folder, self._config, history), say)
 
 

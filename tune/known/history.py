@@ -124,7 +124,7 @@ class History:
     chosen: int | None = None
     """The winner's number, once the search has ended."""
     verdict: Mapping[str, Any] = field(default_factory=dict)
-    """What the end has come to; `text` is one sentence."""
+    """What the end has come to: the document of `finals.Verdict`."""
     seconds: float = 0.0
     """Seconds that the search has taken, over all of its starts."""
     slot_seconds: float = 0.0

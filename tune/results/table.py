@@ -6,7 +6,7 @@ from typing import Any
 from rtrain.config import Tune
 from rtrain.report.drawing.svg import duration, score_name
 from tune.known.history import SEED, History, Reached, Trial, numbered
-from tune.results import figures
+from tune.results import figures, verdict
 
 PROPOSERS = {
     "points": "from tune.points",
@@ -45,8 +45,8 @@ def text(history: History, headline: str, tune: Tune, most: int = 40) -> str:
         lines.append(f"and {len(history.own) - len(shown)} more trials; the page of the search has them all")
     lines.append(_legend(headline, short, history))
     if failed := [trial for trial in history.trials if not trial.sound]:
-        first = f"trial {failed[0].number}: {_cut(failed[0].error or failed[0].diverged or '')}"
-        lines.append(f"{len(failed)} of {len(history.trials)} trials failed or diverged: {first}")
+        lines.append(f"{len(failed)} of {len(history.trials)} trials failed or diverged:")
+        lines += [f"trial {trial.number}: {_cut(trial.error or trial.diverged or '')}" for trial in failed]
     return "\n".join(lines)
 
 
@@ -114,9 +114,11 @@ def said(event: Mapping[str, Any], history: History, headline: str, tune: Tune) 
         case "reached":
             return f"trial {number}: {_came(event, history, headline)}"
         case "frozen":
-            return f"trial {number}: frozen{_at(event)}, with a checkpoint"
+            word = "trial" if len(event["trials"]) == 1 else "trials"
+            left = ", ".join(map(str, event["trials"]))
+            return f"frozen at rung {event['rung'] + 1}, with a checkpoint each: {word} {left}"
         case "thawed":
-            return f"trial {number}: thawed{_at(event)}, and goes on"
+            return f"trial {number}: thawed, and goes on"
         case "failed":
             return f"trial {number}: failed: {_cut(event['error'])}"
         case "diverged":
@@ -133,8 +135,7 @@ def said(event: Mapping[str, Any], history: History, headline: str, tune: Tune) 
         case "reopened":
             return "further trials are asked for: the budget is another one now"
         case "chosen":
-            told = event["verdict"].get("text", "")
-            return f"chosen: trial {event['best']}" + (f"; {told}" if told else "")
+            return f"chosen: trial {event['best']}; {verdict.told(history, tune.target)}"
     return ""
 
 
@@ -143,10 +144,6 @@ def _asked(trial: Trial, short: Mapping[str, str]) -> str:
         return f"trial {trial.of} once more, with seed {trial.seed}"
     sets = figures.named(trial, short)
     return f"{sets}, {PROPOSERS[trial.by]}" if trial.by in PROPOSERS else sets
-
-
-def _at(event: Mapping[str, Any]) -> str:
-    return f" at rung {event['rung'] + 1}" if "rung" in event else ""
 
 
 def _came(event: Mapping[str, Any], history: History, headline: str) -> str:
