@@ -35,10 +35,12 @@ def test_rows_up_to_the_last_rung_are_the_search_s_and_the_others_its_end() -> N
         Trial(2, diverged="the loss rose"),
         Trial(3, reached=(reached(0, 200),), error="no disk"),
         Trial(4, of=0, seed=1, finished=finished),
+        Trial(5, of=1, seed=1, reached=(reached(0, 200),)),
     )
+    # Trial 5 was begun to see how much a seed makes.
     # Trial 2 diverged after 70 rows; trial 3 failed at 250, on its way to the next rung.
-    found = figures.rows_of_search(History(trials), {0: 1000, 1: 200, 2: 70, 3: 250, 4: 990})
-    assert found == (400 + 200 + 70 + 250, 600 + 990)
+    found = figures.rows_of_search(History(trials), {0: 1000, 1: 200, 2: 70, 3: 250, 4: 990, 5: 200})
+    assert found == (400 + 200 + 70 + 250 + 200, 600 + 990)
 
 
 def test_rows_of_a_log_are_those_of_all_starts(tmp_path: Path) -> None:

@@ -121,6 +121,17 @@ def test_a_trial_has_its_place_among_those_that_came_as_far() -> None:
     assert told == "trial 2: RMSE 1.5000 at rung 1 (1,280 rows, 13 s), place 2 of 3 so far"
 
 
+def test_a_trial_with_another_seed_has_no_place_among_the_others() -> None:
+    known = [asked(0, by="recipe"), asked(1), reached(0, 0, 0.5), reached(1, 0, 0.6)]
+    again = [*known, asked(2, {}, "seed", of=1, seed=1), reached(2, 0, 0.7)]
+    told = table.said({**again[-1], "what": "reached"}, replay(again), "accuracy", TUNE)
+    assert told == "trial 2: accuracy 0.7000 at rung 1 (1,280 rows, 13 s), with another seed than trial 1"
+    further = [*again, asked(3), reached(3, 0, 0.65)]
+    told = table.said({**further[-1], "what": "reached"}, replay(further), "accuracy", TUNE)
+    assert told.endswith("place 1 of 3 so far")
+    assert table.standing(replay(again), "accuracy", TUNE).startswith("first rung: 2")
+
+
 def test_how_far_a_search_is() -> None:
     follower, found = table.Follower("accuracy", TUNE), dict[str, None]()
     for event in events(20):

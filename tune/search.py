@@ -20,9 +20,9 @@ from rtrain.runs import driver, opening
 from tune import costs, slots
 from tune.asking import ask_tell, space
 from tune.asking.asker import Asker, noise_rows
-from tune.ending import finals, gated, held_back, judged
+from tune.ending import finals, gated, judged
 from tune.known import halving
-from tune.known.aim import Aim, at
+from tune.known.aim import Aim
 from tune.known.halving import Go, Ladder
 from tune.known.history import SEED, History, Trial, numbered
 from tune.record import Record
@@ -161,9 +161,8 @@ class _Search:
         prepared = self._task.prepared(0, {})
         count = slots.number(self._config, prepared.device.device)
         self._ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
-        self._asker = Asker(self._config, self._trials())
+        self._asker = Asker.of(self._config, self._ladder)
         self._told = set(self._left_behind())
-        self._steering = len(held_back.steering(prepared.store, self._tune.held_back))
         source = records.inspect(prepared.config.recipe.data, self._task.tokens_root, begun=True)
         self._parts = judged.parts(prepared.config, source, prepared.store)
         with self._record.following(), slots.opened(self._config, self._task, count) as open_slots:
@@ -171,12 +170,6 @@ class _Search:
             self._slots = count
             self._work(open_slots, self._halving)
             self._work(open_slots, self._ending)
-
-    def _trials(self) -> int:
-        """How many trials the budget pays for."""
-        budget = self._tune.rows or round(self._tune.full_runs * self._ladder.full)
-        affordable = self._ladder.affordable(budget)
-        return min(affordable, self._tune.trials or affordable)
 
     # --------------------------------------------------------------------------------------------------------- phases
 
@@ -201,7 +194,8 @@ class _Search:
 
     def _order(self, go: Go) -> Order:
         rows = self._ladder.full if go.rung is None else self._ladder.rungs[go.rung]
-        return Order(go.trial, numbered(self._history.trials, go.trial).settings, go.rung, rows)
+        trial = numbered(self._history.trials, go.trial)
+        return Order(go.trial, trial.settings, go.rung, rows, trial.of)
 
     def _halving(self, given: set[Go], idle: bool) -> list[Go] | None:
         """Trials go to their next rung, the first ones first; another one is asked for where a slot is idle."""
@@ -211,12 +205,26 @@ class _Search:
             self._tell_frozen()
             return found
         self._note_noise()
-        if self._stop() or (number := self._propose()) is None:
-            if self._history.stopped is None:
-                self._record.write("stopped", why="every point of the space was tried")
+        new = [] if self._stop() else self._next(found)
+        if self._history.stopped is not None:
             self._tell_frozen()
             return halving.due(self._history, self._ladder, self._aim, asking=False)
-        return [*found, Go(number, 0)]
+        return [*found, *new]
+
+    def _next(self, waiting: list[Go]) -> list[Go]:
+        """What is begun beside the trials that are on their way; nothing where these have to be there first, and where
+        no further trial is asked for, which is written down."""
+        look = self._asker.is_look(self._history)
+        if look and waiting:
+            return []
+        if look and (best := self._asker.repeat(self._history)) is not None:
+            return [Go(self._seeded(finals.Run(best.number, self._seed + 1), parts=1), 0)]
+        why = self._asker.enough(self._history) if look else None
+        proposal = None if why else self._asker.proposal(self._history)
+        if proposal is None:
+            self._record.write("stopped", why=why or "every point of the space was tried")
+            return []
+        return [Go(self._ask(*proposal), 0)]
 
     def _tell_frozen(self) -> None:
         """Tell the user which trials were left behind at a rung, once all have come there."""
@@ -252,20 +260,18 @@ class _Search:
         if isinstance(wanted, finals.Verdict):
             self._record.write("chosen", best=wanted.best, verdict=wanted.to_document())
             return None
-        return [Go(self._seeded(one), None) for one in wanted]
+        return [Go(self._seeded(one, self._parts), None) for one in wanted]
 
     # -------------------------------------------------------------------------------------------------------- deciding
 
     def _stop(self) -> bool:
-        """Whether no further trial is asked for; why is written down."""
+        """Whether trials, time or money are used up; what, is written down."""
         own, why, by = len(self._history.own), None, dict[str, Any]()
         if own >= self._asker.planned:
             asked = self._asker.planned == self._tune.trials
             why = f"tune.trials={self._asker.planned}" if asked else f"the budget pays for {self._asker.planned} trials"
         elif own > 1 and (over := self._over()):
             why, by = over, {"budget": self._budget}
-        else:
-            why = self._gain()
         if why is not None:
             self._record.write("stopped", why=why, **by)
         return why is not None
@@ -290,31 +296,11 @@ class _Search:
             return f"{money:.2f} of {tune.money:g} are spent"
         return None
 
-    def _gain(self) -> str | None:
-        """Why another trial is not worth its cost: it is expected to gain less than chance makes trials differ.
-
-        It is asked from half of the trials on. What is expected after a few trials is a guess, and the standard error
-        of one score is more than that of the difference of two on the same rows.
-        """
-        best = max((one.score for trial in self._history.own if (one := at(trial, 0))), default=None)
-        if len(self._history.own) < self._asker.planned / 2 or best is None:
-            return None
-        gain = self._asker.gain(self._history)
-        chance = max(finals.spread(self._history) or 0.0, finals.row_noise(best, self._steering) or 0.0)
-        if gain is None or gain >= chance:
-            return None
-        return f"another trial is expected to gain {gain:.2g}, and chance alone makes {chance:.2g}"
-
     def _note_noise(self) -> None:
         """Write down how far the space goes, once trial 0's log tells that: whoever goes on with the search asks for
         trials of the same space."""
         if self._history.noise is None and (rows := noise_rows(self._search.trial(0).events())) is not None:
             self._record.write("noise", rows=rows)
-
-    def _propose(self) -> int | None:
-        """The number of the next trial; None where every point of the space was tried."""
-        found = self._asker.proposal(self._history)
-        return None if found is None else self._ask(*found)
 
     def _ask(self, settings: Mapping[str, Any], by: str, **more: Any) -> int:
         number = len(self._history.trials)
@@ -324,20 +310,17 @@ class _Search:
         self._record.write("asked", trial=number, settings=dict(settings), by=by, **more)
         return number
 
-    def _seeded(self, one: finals.Run) -> int:
-        """The number of the trial that repeats another one with a seed; a new one where there is none yet."""
+    def _seeded(self, one: finals.Run, parts: int) -> int:
+        """The number of the trial that repeats another one with a seed; a new one where there is none yet. `parts` of
+        the rows validate, another one for each seed."""
         if one.seed is None:
             return one.of
-        known = [trial.number for trial in self._history.trials if (trial.of, trial.seed) == (one.of, one.seed)]
-        if known:
-            return known[0]
         base = numbered(self._history.trials, one.of)
-        return self._ask(
-            {**base.settings, **finals.overrides(one, seed=self._seed, parts=self._parts)},
-            SEED,
-            of=one.of,
-            seed=one.seed,
-        )
+        settings = {**base.settings, **finals.overrides(one, seed=self._seed, parts=parts)}
+        known = (trial for trial in self._history.trials if trial.of == one.of and trial.settings == settings)
+        if (found := next(known, None)) is not None:
+            return found.number
+        return self._ask(settings, SEED, of=one.of, seed=one.seed)
 
     # --------------------------------------------------------------------------------------------------------- the end
 

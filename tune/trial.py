@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import config as configuration
+from rtrain.batch import Ragged
 from rtrain.comparison.training import trained
 from rtrain.compress import distill
 from rtrain.config import Config
@@ -21,7 +22,7 @@ from rtrain.tasks import base
 from rtrain.training import best, rungs
 from rtrain.training.step import NonFinite
 from tune.asking import space
-from tune.ending import held_back, judged
+from tune.ending import chance, held_back, judged
 
 FIRST, LAST = 3, 3
 """Logged losses at the begin, and newest ones, by which a trial is seen to diverge."""
@@ -115,6 +116,8 @@ class Order:
     """The rung to which the trial is trained; None for its end."""
     rows: int
     """Rows of that rung, or of the whole run."""
+    of: int | None = None
+    """The trial that this one repeats with another seed, if any."""
 
 
 Outcome = dict[str, Any]
@@ -142,7 +145,7 @@ def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
         return [{"kind": "failed", "error": f"{first_line(error)} (traceback in {kept})", "seconds": seconds_of(run)}]
     if watch.why and not run.finished:
         return [{"kind": "diverged", "why": watch.why, "seconds": seconds_of(run)}]
-    found = [] if order.rung is None or until is None else [_reached(run, prepared, order.rung, until)]
+    found = [] if order.rung is None or until is None else [_reached(order, task, prepared, until)]
     found += [_finished(run, prepared)] if run.finished else []
     if broken := [one for one in found if not math.isfinite(one["score"] + one.get("held", 0.0))]:
         why = f"its score at update {broken[0]['update']} is no number"
@@ -156,23 +159,32 @@ def _is_at(run: Run, until: int | None) -> bool:
     return last is not None and last["kind"] == "paused" and last["update"] == until
 
 
-def _reached(run: Run, prepared: preparing.Prepared, rung: int, update: int) -> Outcome:
+def _reached(order: Order, task: Task, prepared: preparing.Prepared, update: int) -> Outcome:
     """What the answers at a rung come to on the rows that steer the search."""
-    config, store = prepared.config, open_store(prepared.store.folder)
-    task, answers = base.get(config.recipe.task), rungs.read(run, update)
-    assert answers is not None  # they are written before the rung's checkpoint
+    run, config, store = prepared.run, prepared.config, open_store(prepared.store.folder)
+    output = base.get(config.recipe.task).output
     positions = held_back.steering(store, config.deploy.tune.held_back)
-    steering = answers.take(positions)
-    scores = metric_for(task.output).scores(steering, store.targets("valid", positions), store.manifest.head)
-    score: float = scores[headline_of(config)]
+    targets, headline = store.targets("valid", positions), headline_of(config)
+
+    def answers(of: Run) -> Ragged | None:
+        known = rungs.read(of, update)
+        return None if known is None else known.take(positions)
+
+    steering, additive = answers(run), metric_for(output).additive
+    assert steering is not None  # they are written before the rung's checkpoint
+    luck = None
+    if order.of is not None and additive and (other := answers(Run(task.search).trial(order.of))) is not None:
+        both = (additive(one, targets, store.manifest.head) for one in (other, steering))
+        luck = chance.luck(*(chance.Held(headline, store.column("valid", "row_id")[positions], one) for one in both))
     return {
         "kind": "reached",
-        "rung": rung,
+        "rung": order.rung,
         "update": update,
         "rows": prepared.order.rows_until(update),
-        "score": score,
-        "loss": best.mean_loss(task, steering, store, positions),
+        "score": metric_for(output).scores(steering, targets, store.manifest.head)[headline],
+        "loss": best.mean_loss(base.get(config.recipe.task), steering, store, positions),
         "seconds": seconds_of(run),
+        "luck": luck,
     }
 
 

@@ -44,13 +44,14 @@ def rows_of_search(history: History, seen: Mapping[int, int]) -> tuple[int, int]
     """(rows of the search without its end, rows of the end).
 
     A trial takes part in the search until the last rung that it came to; one that never came to any takes part with
-    all of the rows that its log has `seen`, by its number. What is trained beyond is the end.
+    all of the rows that its log has `seen`, by its number, unless it was asked for by the end. What is trained beyond
+    is the end.
     """
     halving, end = 0, 0
     for trial in history.trials:
         last = trial.reached[-1].rows if trial.reached else 0
         if trial.of is not None:
-            end += seen.get(trial.number, 0)
+            halving, end = halving + last, end + max(0, seen.get(trial.number, 0) - last)
         elif trial.sound and trial.finished is not None:
             halving, end = halving + last, end + max(0, trial.finished.rows - last)
         else:

@@ -12,8 +12,10 @@ from rtrain.config import Config
 from rtrain.exchange import noise
 from tune.asking import ask_tell, space
 from tune.asking.points import Dimension
+from tune.known import spread
 from tune.known.aim import Aim, at
-from tune.known.history import History
+from tune.known.halving import Ladder, sizes
+from tune.known.history import History, Trial
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,47 @@ class Asker:
     config: Config
     planned: int
     """How many trials the budget pays for."""
+
+    @classmethod
+    def of(cls, config: Config, ladder: Ladder) -> "Asker":
+        tune = config.deploy.tune
+        budget = tune.rows or round(tune.full_runs * ladder.full)
+        most = tune.trials or ladder.affordable(budget)
+        # A trial is repeated at each look.
+        looks = len(cls(config, min(most, ladder.affordable(budget))).looks)
+        return cls(config, min(most, ladder.affordable(budget - looks * ladder.rungs[0])))
+
+    @property
+    def looks(self) -> tuple[int, ...]:
+        """The numbers of trials at which it is asked whether another one is worth its cost. After fewer, what is
+        expected is a guess; after others, what was spent on trials would be lost on further rungs (`halving.sizes`)."""
+        tune = self.config.deploy.tune
+        if tune.objective != "score" or tune.sampler in ("random", "grid"):
+            return ()
+        return tuple(one for one in sizes(self.planned) if one >= ask_tell.GAIN_VALUES)
+
+    def is_look(self, history: History) -> bool:
+        return sum(trial.sound for trial in history.own) in self.looks
+
+    def repeat(self, history: History) -> Trial | None:
+        """The trial that is to be trained to the first rung with another seed too, before its score is compared with
+        what another trial is expected to come to: the best so far, since the gain is over it, and what barely learns
+        hardly differs from seed to seed. None where it was repeated already.
+
+        A seed more costs one first rung, and hardly that: it is the next seed of the search's end, which takes it up
+        where it was left, if the trial comes so far.
+        """
+        best = Aim.of(self.config.deploy.tune).ranked([trial for trial in history.own if trial.sound], 0)[0]
+        return None if any(trial.of == best.number for trial in history.trials) else best
+
+    def enough(self, history: History) -> str | None:
+        """Why another trial is not worth its cost: it is expected to gain less at the first rung than chance makes
+        trials differ there. None where it is, and where either is not known."""
+        chance = spread.at_first_rung(history)
+        gain = None if chance is None else self.gain(history)
+        if chance is None or gain is None or gain >= chance:
+            return None
+        return f"another trial is expected to gain {gain:.2g}, and chance alone makes {chance:.2g}"
 
     @cached_property
     def _space(self) -> tuple[Dimension, ...]:
@@ -59,10 +102,7 @@ class Asker:
 
     def gain(self, history: History) -> float | None:
         """By how much one more trial is expected to be above the best one at the first rung; None where that is not
-        known, or not what is searched for."""
-        tune = self.config.deploy.tune
-        if tune.objective != "score" or tune.sampler in ("random", "grid"):
-            return None
+        known."""
         return ask_tell.expected_gain(self.dimensions(history), self.told(history), self.config.recipe.train.seed)
 
 

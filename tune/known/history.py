@@ -9,7 +9,7 @@ Status = Literal["asked", "frozen", "finished", "failed", "diverged"]
 RECIPE = "recipe"
 """What has proposed trial 0: the recipe as it stands."""
 SEED = "seed"
-"""What has proposed a trial that repeats another one's settings with another seed, at the search's end."""
+"""What has proposed a trial that repeats another one's settings with another seed."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,9 @@ class Reached:
     """Mean over the rows, where the task has one."""
     seconds: float = 0.0
     """Seconds of training until then."""
+    luck: float | None = None
+    """Of a trial that repeats another one: the standard deviation that the rows alone make of one of the two scores
+    (`chance.luck`)."""
 
 
 @dataclass(frozen=True)

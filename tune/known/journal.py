@@ -1,7 +1,7 @@
 """`trials.jsonl` of a search: its journal, one event a line. It is only added to, and the search is rebuilt from it.
 
 asked     trial, settings, by, of, seed                        a trial's settings are decided
-reached   trial, rung, update, rows, score, loss, seconds      it came to a rung
+reached   trial, rung, update, rows, score, loss, seconds, luck it came to a rung
 finished  trial, update, rows, score, held, ...                it came to its end
 failed    trial, error, seconds                                diverged  trial, why, seconds
 noise     rows                                                 the noise scale of trial 0's gradients, at its upper end

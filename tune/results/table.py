@@ -147,10 +147,12 @@ def _asked(trial: Trial, short: Mapping[str, str]) -> str:
 
 
 def _came(event: Mapping[str, Any], history: History, headline: str) -> str:
-    rung = event["rung"]
-    others = [one.score for trial in history.trials for one in trial.reached if one.rung == rung]
+    rung, trial = event["rung"], numbered(history.trials, event["trial"])
+    others = [one.score for trial in history.own for one in trial.reached if one.rung == rung]
     rank = 1 + sum(score > event["score"] for score in others)
     among = f"place {rank} of {len(others)} so far" if len(others) > 1 else "the first to come there"
+    if trial.of is not None:
+        among = f"with another seed than trial {trial.of}"
     score = f"{_name(headline)} {_figure(headline, event['score'])}"
     return f"{score} at rung {rung + 1} ({event['rows']:,} rows, {duration(event['seconds'])}), {among}"
 
@@ -170,14 +172,16 @@ def standing(history: History, headline: str, tune: Tune) -> str:
 
 
 def _phase(history: History, tune: Tune) -> str:
-    own, repeats = history.own, [trial for trial in history.trials if trial.of is not None]
+    own = history.own
     if history.chosen is not None:
         return "ended"
-    if repeats:
+    if ended := sum(trial.finished is not None for trial in own):
+        # One that is at a rung was trained there while trials were asked for.
+        repeats = [trial for trial in history.trials if trial.of is not None and trial.status != "frozen"]
+        if not repeats:
+            return f"the end: {ended} trained to their ends"
         newest = repeats[-1]
         return f"the end: seed {sum(one.of == newest.of for one in repeats)} of trial {newest.of}"
-    if ended := sum(trial.finished is not None for trial in own):
-        return f"the end: {ended} trained to their ends"
     waiting = sum(trial.status == "asked" for trial in own)
     deepest = max((one.rung for trial in own for one in trial.reached), default=0)
     there = sum(_has(trial.reached, deepest) for trial in own)
