@@ -23,7 +23,7 @@ MINUTES = {"minutes": 30.0, "money": None, "price": None}
 
 def started(found: Run, chosen: Config, on_event: driver.OnEvent | None = None) -> search._Search:
     task = Task(config.to_document(chosen), frozenset(), found.folder, found.folder.parent)
-    return search._Search(chosen, task, on_event)
+    return search._Search(chosen, task, 1, on_event)
 
 
 @pytest.mark.parametrize(

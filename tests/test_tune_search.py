@@ -237,9 +237,14 @@ def test_no_process_group_or_cpu_is_left(found: search.Found) -> None:
 def test_more_trials_at_once_than_fit_are_refused_with_the_nearest_number_that_does(ray_session: Path) -> None:
     """The session has four logical CPUs: two workers and the data tasks of one trial."""
     many = with_overrides(searched(ray_session / "many"), {"tune.concurrent": 3})
-    with pytest.raises(ConfigError, match=r"tune\.concurrent=3: 3 trials of 2 workers need 12 logical CPUs.*write 1"):
+    refused = r"tune\.concurrent=3: 3 trials of 2 workers need 12 logical CPUs.*write 1"
+    with pytest.raises(ConfigError, match=refused):
         slots.number(many, "cpu")
     assert slots.number(searched(ray_session / "many"), "cpu") == 1
+    before = sorted((ray_session / "many").iterdir())
+    with pytest.raises(ConfigError, match=refused):
+        search.run(many, ray_session / "many" / "search")
+    assert sorted((ray_session / "many").iterdir()) == before  # no folder was made, and no row was read
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rtrain import artifact, config as configuration
+from rtrain import artifact, config as configuration, env
+from rtrain.cluster import preflight
 from rtrain.config import Config
 from rtrain.data import records
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import model
 from rtrain.run import Run
-from rtrain.runs import driver, opening
+from rtrain.runs import driver, opening, preparing
 from tune import costs, slots
 from tune.asking import ask_tell, space
 from tune.asking.asker import Asker, noise_rows
@@ -74,7 +75,7 @@ class Found:
 def check(config: Config, students: bool = False) -> None:
     """Everything about a search, of `students` or of runs, that can be refused before anything starts, all at once.
     Raises `ConfigError`."""
-    data, problems = config.recipe.data, refused(config)
+    data, problems = config.recipe.data, [*refused(config), *preflight.overbooked(config, env.cores())]
     if config.deploy.tune.cost != "training" and not students:
         reason = "all trials have the same model; students differ (rtrain distill --search)"
         problems.append(Problem("tune.cost", config.deploy.tune.cost, reason, "leave it out"))
@@ -106,8 +107,17 @@ def run(
     would be another one, and `UserError` if no trial came to a score.
     """
     check(config, students=teacher is not None)
+    count = _room(config, folder, reuse)
     with held(config, folder, reuse, tokens_root, _refuse_another, teacher) as (settled, task):
-        return _Search(settled, task, on_event).run()
+        return _Search(settled, task, count, on_event).run()
+
+
+def _room(config: Config, folder: Path, reuse: opening.Reuse) -> int:
+    """How many slots there will be; none for a search that has ended. It is asked before a folder is made or a row is
+    read: whoever is refused can write the command anew. Raises what `slots.number` raises."""
+    if reuse == "resume" and Run(folder).winner is not None:
+        return 0
+    return slots.number(config, preparing.device_of(config, Run(folder).trial(0)).device)
 
 
 def _refuse_another(old: Config, new: Config) -> None:
@@ -127,13 +137,15 @@ Due = Callable[[set[Go], bool], list[Go] | None]
 class _Search:
     """One start of a search."""
 
-    def __init__(self, config: Config, task: Task, on_event: driver.OnEvent | None):
-        self._config, self._task, self._tune = config, task, config.deploy.tune
+    def __init__(self, config: Config, task: Task, count: int, on_event: driver.OnEvent | None):
+        """`count`: how many slots there will be."""
+        self._config, self._task, self._count, self._tune = config, task, count, config.deploy.tune
         self._search = Run(task.search)
         self._record = Record(self._search, on_event)
         self._aim, self._seed = Aim.of(self._tune), config.recipe.train.seed
         self._costs = None if self._tune.cost == "training" else costs.Costs(task.search, self._tune.cost)
         self._counted, self._slots = time.monotonic(), 0
+        """Until when seconds were counted, and how many slots are there."""
         self._told: set[int] = set()
         """Trials of which the user knows that they were left behind."""
 
@@ -159,15 +171,14 @@ class _Search:
         self._reopen()
         # The rows are read before the slots start: they would all read them.
         prepared = self._task.prepared(0, {})
-        count = slots.number(self._config, prepared.device.device)
         self._ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
         self._asker = Asker.of(self._config, self._ladder)
         self._told = set(self._left_behind())
         source = records.inspect(prepared.config.recipe.data, self._task.tokens_root, begun=True)
         self._parts = judged.parts(prepared.config, source, prepared.store)
-        with self._record.following(), slots.opened(self._config, self._task, count) as open_slots:
+        with self._record.following(), slots.opened(self._config, self._task, self._count) as open_slots:
             self._spend()
-            self._slots = count
+            self._slots = self._count
             self._work(open_slots, self._halving)
             self._work(open_slots, self._ending)
 

@@ -133,7 +133,7 @@ def prepare(
     preflight.disk(run.folder, needed=_disk_needed(weights, config.recipe.train.keep))
     if not created:
         _refuse_copied(config, run)
-    chosen_device = _device(config, run)
+    chosen_device = device_of(config, run)
     store, made = tokens.ensure(config.recipe, source, weights, root, taught)
     if created:
         refuse_other("--resume", run.folder, created.get("order", 1), store.rows("train"))
@@ -224,7 +224,7 @@ def _overlaps(recipe: Recipe, store: Store) -> list[dict[str, Any]]:
     return found
 
 
-def _device(config: Config, run: Run) -> device.Choice:
+def device_of(config: Config, run: Run) -> device.Choice:
     """What the run trains on: what the recipe says, else what the run has decided before, else what the cluster has or
     may start."""
     train = config.recipe.train
