@@ -1,5 +1,6 @@
 """What a trial is told by its log, and how it is trained beside others. Without Ray."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from rtrain import config
 from rtrain.run import Run
 from tests.histories import configured
-from tune import trial
+from tune import search, trial
 from tune.asking import space
 from tune.trial import Task
 
@@ -74,3 +75,45 @@ def test_a_point_or_a_range_of_rows_may_have_the_largest_updates(tmp_path: Path)
     assert space.evaluated_every(points) == 32 * 8 * points.recipe.train.workers
     searched = {"optim.lr": [1e-4, 2e-4], ROWS: {"low": 16, "high": 1024}}
     assert space.evaluated_every(configured(tmp_path, **timed, **{"tune.space": searched})) == 1024
+
+
+# --------------------------------------------------------------------------------------------------------- divergence
+
+UNTAUGHT = [4.3, 4.2, 4.3]
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([*UNTAUGHT, 9.0, 8.0, 30.0, 12.0, 7.0], True),
+        ([4.3, 80.0, 300.0, 250.0, 270.0, 40.0, 33.0, 35.0], True),  # thrown up by the first step
+        ([*UNTAUGHT, 9.0, 8.0, 4.1, 12.0, 7.0], False),  # it is not lost
+        ([*UNTAUGHT, 4.1, 30.0, 4.2, 4.0, 4.1], False),  # one bad update
+        ([*UNTAUGHT, 4.6, 4.5, 4.7, 4.8, 4.6], False),
+        ([*UNTAUGHT, 9.0, 9.0, 9.0, 9.0], False),  # too few to tell
+        ([0.010, 0.011, 0.010, 0.012, 0.016, 0.016, 0.02, 0.02], False),  # a model that has learnt its task wavers
+        ([0.010, 0.011, 0.010, 0.4, 0.5, 0.01, 0.3, 0.6], False),  # rows that are wrongly labelled
+        ([0.010, 0.011, 0.010, 0.7, 0.6, 0.8, 0.7, 0.7], True),  # it has forgotten it
+        ([], False),
+    ],
+)
+def test_when_a_trial_is_seen_to_diverge(losses: list[float], expected: bool) -> None:
+    assert trial.diverges(losses) is expected
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_wrong_labels_do_not_end_a_trial_that_has_learnt_its_task(rows: int) -> None:
+    """One row of fifty is wrong, at 8 nats: most updates of 64 rows are far above what they would be without."""
+    draw = random.Random(0)
+    losses = [0.01 + 8.0 * sum(draw.random() < 0.02 for _ in range(rows)) / rows for _ in range(2000)]
+    assert sum(loss > 0.1 for loss in losses) > 500
+    assert not any(trial.diverges(losses[:3] + losses[max(3, count - 5) : count]) for count in range(len(losses)))
+
+
+def test_trials_log_every_update_unless_the_user_says_otherwise(tmp_path: Path) -> None:
+    for named, expected in (({}, 1), ({"train.log_every": 7}, 7)):
+        chosen = configured(tmp_path, **named)
+        task = Task(config.to_document(chosen), frozenset(named), tmp_path, tmp_path)
+        made = task.of({})
+        assert made.recipe.train.log_every == expected
+        assert search._replayed(made, chosen).recipe.train.log_every == chosen.recipe.train.log_every

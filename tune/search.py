@@ -28,7 +28,7 @@ from tune.known.halving import Go, Ladder
 from tune.known.history import SEED, History, Trial, numbered
 from tune.record import Record
 from tune.results import dashboard, page
-from tune.trial import Order, Task, held, refused
+from tune.trial import LOG_EVERY, Order, Task, held, refused
 
 FINAL_RUNS = 4
 """Full runs whose rows the end may take, where `tune.final_rows` does not say."""
@@ -360,6 +360,7 @@ class _Search:
 
 
 def _replayed(config: Config, search: Config) -> Config:
-    """A trial's configuration for another run: what belongs to the search's place is the search's."""
-    storage = search.deploy.cluster.storage
-    return replace(configuration.with_overrides(config, {"cluster.storage": storage}), named=config.named)
+    """A trial's configuration for another run: what belongs to the search's place, or served the search, is the
+    search's."""
+    own = {"cluster.storage": search.deploy.cluster.storage, LOG_EVERY: search.recipe.train.log_every}
+    return replace(configuration.with_overrides(config, own), named=config.named)

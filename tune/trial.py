@@ -1,7 +1,6 @@
 """A trial of a search: an ordinary run in the search's folder, trained to a rung or to its end when it is told to."""
 
 import math
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,11 +23,13 @@ from rtrain.training.step import NonFinite
 from tune.asking import space
 from tune.ending import chance, held_back, judged
 
-FIRST, LAST = 3, 3
-"""Logged losses at the begin, and newest ones, by which a trial is seen to diverge."""
-RISE, LEAST_RISE = 1.5, 0.1
-"""The newest are so many times the first, and so much above them. Losses are nats, or squared deviations: those of a
-model that has learnt its task already are so small that they waver by more than half."""
+LOG_EVERY = "train.log_every"
+FIRST, LAST = 3, 5
+"""Losses at the begin, and newest ones, by which a trial is seen to diverge."""
+RISE, LEAST_RISE = 1.5, 0.5
+"""Each of the newest is so many times the least of the first, and so much above it. Losses are nats, or squared
+deviations: those of a model that has learnt its task already are so small that a wrong label makes them many times
+larger, and a model that has forgotten it is as far off as one that guesses, 0.69 for two labels alike."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Task:
         if every := space.evaluated_every(self.config):
             updates = max(1, round(every / config.recipe.rows_per_update))
             config = configuration.with_overrides(config, {"train.evaluate_every": updates})
+        if LOG_EVERY not in self.named:  # a trial that diverges is frozen by what its log says
+            config = configuration.with_overrides(config, {LOG_EVERY: 1})
         config = replace(config, named=config.named | self.named)
         if storage := config.deploy.cluster.storage:  # trials of several searches have the same names
             config = configuration.with_overrides(config, {"cluster.storage": f"{storage}/{self.search.name}"})
@@ -240,15 +243,16 @@ def first_line(error: BaseException) -> str:
 
 
 def diverges(losses: Sequence[float]) -> bool:
-    """Whether logged training losses say that a trial learns nothing any more: the newest are far above the first.
+    """Whether training losses say that a trial learns nothing any more: the newest are all far above the first.
 
-    A run that goes well falls; one whose learning rate is a little too high wavers about where it began. Medians, since
-    a loss is that of one update.
+    A run that goes well falls; one whose learning rate is a little too high wavers about where it began. A loss is that
+    of one update, of few rows maybe, and of these one may be a hard one or wrongly labelled: so no newest one may be
+    low. Of the first ones the least counts, as the first step may have thrown the others up already.
     """
     if len(losses) < FIRST + LAST:
         return False
-    began, now = statistics.median(losses[:FIRST]), statistics.median(losses[-LAST:])
-    return now > max(RISE * began, began + LEAST_RISE)
+    began = min(losses[:FIRST])
+    return min(losses[-LAST:]) > max(RISE * began, began + LEAST_RISE)
 
 
 class _Diverging:
@@ -263,6 +267,6 @@ class _Diverging:
             return
         self._losses.append(event["loss"])
         if diverges(self._losses):
-            began, now = statistics.median(self._losses[:FIRST]), statistics.median(self._losses[-LAST:])
-            self.why = f"the training loss rose from {began:.3g} to {now:.3g} by update {event['update']}"
+            began, now = min(self._losses[:FIRST]), min(self._losses[-LAST:])
+            self.why = f"the training loss rose from {began:.3g} to {now:.3g} and more by update {event['update']}"
             notice.give(self._run, notice.DIVERGED)
