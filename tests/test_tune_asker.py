@@ -1,13 +1,17 @@
 """What a search asks for next: by its configuration and its journal alone."""
 
 import json
+import re
 from pathlib import Path
+
+import pytest
 
 from rtrain import config
 from rtrain.config import Config
 from rtrain.exchange import noise
 from rtrain.run import Run
 from tests.histories import Event, asked, configured, make_search, reached, score_of
+from tests.test_imports import PACKAGES, ROOT
 from tests.test_tune_budget import started
 from tune.asking import space
 from tune.asking.asker import Asker, noise_rows
@@ -63,3 +67,11 @@ def test_a_log_with_too_few_measurements_tells_no_noise(tmp_path: Path) -> None:
     run = Run(tmp_path)
     measured(run, 5, 13)
     assert noise_rows(run.events()) is None
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_ray_s_searchers_schedulers_and_restore_are_nowhere_used(package: str) -> None:
+    """Its Optuna tells a stopped trial as ended with its last value, and its restore unpickles what is on the disk."""
+    for path in (ROOT / package).rglob("*.py"):
+        found = re.search(r"OptunaSearch|Tuner\.restore|\.can_restore|ray\.tune\.(search|schedulers)", path.read_text())
+        assert found is None, f"{path}: {found}"
