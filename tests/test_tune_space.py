@@ -109,7 +109,7 @@ def test_every_setting_is_searched_or_refused() -> None:
     accepted = {name for name in config.dotted_names() if not space._refused(base, name)}
     assert {name for name in accepted if not name.startswith("optim.")} == {
         *("data.max_tokens", "data.window", "data.stride", "data.max_windows", "data.pooling"),
-        *("model.attention_dropout", "model.pooling", "model.positions", "model.freeze"),
+        *("model.attention_dropout", "model.dropout", "model.pooling", "model.positions", "model.freeze"),
         *("train.aggregation_frequency", "train.rows_per_update", "train.label_smoothing"),
         *("train.gradient_compression", "train.precision"),
     }
@@ -384,6 +384,7 @@ SEARCHED = {
     "optim.schedule": ["linear", "cosine", "constant"],
     "optim.layer_decay": {"low": 0.5, "high": 1},
     "model.attention_dropout": [None, 0, 0.1],
+    "model.dropout": {"low": 0.0, "high": 0.3},
     "data.max_tokens": {"low": 8, "high": 512, "log": True},
 }
 
