@@ -15,6 +15,7 @@ from tests.test_imports import PACKAGES, ROOT
 from tests.test_tune_budget import started
 from tune.asking import space
 from tune.asking.asker import Asker, noise_rows
+from tune.asking.points import Dimension
 from tune.known.history import replay
 
 K = "train.aggregation_frequency"
@@ -67,6 +68,26 @@ def test_a_log_with_too_few_measurements_tells_no_noise(tmp_path: Path) -> None:
     run = Run(tmp_path)
     measured(run, 5, 13)
     assert noise_rows(run.events()) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept"), [(1, (1,)), (64, (1,)), (65, (1, 2)), (200, (1, 2, 4)), (512, (1, 2, 4, 8)), (9999, (1, 2, 4, 8))]
+)
+def test_frequencies_end_with_the_first_that_has_the_rows_of_the_noise_scale(
+    rows: int, kept: tuple[int, ...], tmp_path: Path
+) -> None:
+    """2 workers of 32 rows: 64, 128, 256 and 512 rows of an update."""
+    chosen = configured(tmp_path, **{"train.workers": 2, "train.micro_batch": 32})
+    rate, frequency = space.dimensions(chosen)
+    assert space.under(chosen, (rate, frequency), rows) == (rate, Dimension(frequency.name, choices=kept))
+
+
+def test_a_range_of_rows_ends_at_the_noise_scale(tmp_path: Path) -> None:
+    searched = {"train.rows_per_update": {"low": 16, "high": 256, "log": True}}
+    chosen = configured(tmp_path, **{"tune.space": searched})
+    (rows,) = space.dimensions(chosen)
+    ends = [space.under(chosen, (rows,), scale)[0].high for scale in (4, 100, 1000)]
+    assert ends == [16, 100, 256]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

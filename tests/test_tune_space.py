@@ -177,23 +177,6 @@ def test_combinations_that_cannot_be_are_found_although_each_value_can() -> None
     assert len(space.dimensions(made(tune__space=searched, tune__lr_scaling="none"))) == 2
 
 
-@pytest.mark.parametrize(
-    ("rows", "kept"), [(1, (1,)), (64, (1,)), (65, (1, 2)), (200, (1, 2, 4)), (512, (1, 2, 4, 8)), (9999, (1, 2, 4, 8))]
-)
-def test_frequencies_end_with_the_first_that_has_the_rows_of_the_noise_scale(rows: int, kept: tuple[int, ...]) -> None:
-    """2 workers of 32 rows: 64, 128, 256 and 512 rows of an update."""
-    config = made(train__workers=2, train__micro_batch=32)
-    rate, frequency = space.dimensions(config)
-    assert space.under(config, (rate, frequency), rows) == (rate, Dimension(frequency.name, choices=kept))
-
-
-def test_a_range_of_rows_ends_at_the_noise_scale() -> None:
-    config = made(tune__space={"train.rows_per_update": {"low": 16, "high": 256, "log": True}})
-    (rows,) = space.dimensions(config)
-    ends = [space.under(config, (rows,), noise)[0].high for noise in (4, 100, 1000)]
-    assert ends == [16, 100, 256]
-
-
 def test_what_the_recipe_s_task_cannot_use_is_refused() -> None:
     [problem] = problems({"train.label_smoothing": [0.0, 0.1]}, "essay")
     assert (problem.value, problem.reason) == (0.1, "regression does not choose one label out of several")
