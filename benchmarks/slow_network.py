@@ -5,7 +5,8 @@ namespaces.
     sudo .venv/bin/python -m benchmarks.slow_network --mbit 100 --rounds 5
 
 With the folder of a study of aggregation frequencies, the exchange of its gradients alone is measured, over sockets
-(the same link without a rate) and over the link; the study's table is printed again with the times over both.
+(the same link without a rate) and over the link; the times over both stay in its study.json and study.html, and the
+table is printed.
 
     sudo .venv/bin/python -m benchmarks.slow_network --mbit 1000 --study runs/aggregation-study
 
@@ -29,10 +30,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rtrain import documents
 from rtrain.doctor.forecast import calibrate, links, scaling
 from rtrain.doctor.forecast.calibrate import Exchanged
 from rtrain.doctor.forecast.scaling import Compute, Work
-from tune.results import study_table
+from rtrain.run import Run
+from tune.results import study_page, study_table
 
 SPACES = ("rtrain-0", "rtrain-1")
 LINKS = ("rtrain-v0", "rtrain-v1")
@@ -165,11 +168,12 @@ def both(mbit: int | None, arguments: Sequence[str]) -> Any:
         return json.loads(out.read_text())
 
 
-def of_study(folder: Path, mbit: int, rounds: int) -> dict[str, Any]:
-    """The table of a study with the times over sockets and over the link; seconds of an exchange beside it."""
-    document = json.loads((folder / "study.json").read_text(encoding="utf-8"))
+def of_study(study: Run, mbit: int, rounds: int) -> dict[str, Any]:
+    """The table of a study with the times over sockets and over the link, which its files keep; seconds of an exchange
+    beside it."""
+    document = documents.read(study.study_table)
     if {one["workers"] for one in document["results"] if one["error"] is None} != {2}:
-        raise SystemExit(f"{folder}: the link joins two workers, and the study had another number of them")
+        raise SystemExit(f"{study}: the link joins two workers, and the study had another number of them")
     size = max(one["exchange_bytes"] for one in document["results"])
     given = ["--bytes", str(size), "--rounds", str(rounds)]
     measured = {
@@ -177,6 +181,8 @@ def of_study(folder: Path, mbit: int, rounds: int) -> dict[str, Any]:
         for name, rate in (("sockets", None), (f"{mbit} Mbit/s", mbit))
     }
     found = study_table.of_document(document, measured)
+    study_table.keep(study, found.document)
+    study_page.write(study)
     return {"bytes": size, "exchange_s": measured, "table": found.text, "document": found.document}
 
 
@@ -233,7 +239,7 @@ def main() -> None:
         print(json.dumps(rows) if given.json else "\n".join(lines))
         return
     if given.study is not None:
-        found = of_study(given.study, given.mbit, given.rounds)
+        found = of_study(Run(given.study), given.mbit, given.rounds)
         print(json.dumps(found) if given.json else found["table"])
         return
     seconds = both(given.mbit, ["--rounds", str(given.rounds)])

@@ -167,3 +167,35 @@ def test_a_node_with_another_folder_there_is_named(tmp_path: Path) -> None:
     refused, left = done.stdout.splitlines()[-2:]
     assert re.search(rf"^--out: {tmp_path} is another folder on 1 of 2 nodes \(\S+ [0-9a-f]{{8}}\)", refused)
     assert left == "left behind: []"
+
+
+@pytest.mark.parametrize(
+    ("concurrent", "workers", "fix"), [(5, 2, "write 4"), (2, 8, "write 1"), (4, 2, None), (None, 64, None)]
+)
+def test_a_search_with_more_workers_than_a_private_machine_can_carry_is_refused(
+    concurrent: int | None, workers: int, fix: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two cores."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    asked = {"data.path": "rows.csv", "tune.concurrent": concurrent, "train.workers": workers}
+    found = preflight.overbooked(config.load("intent", asked), 2)
+    if fix is None or concurrent is None:
+        assert found == []
+        return
+    told = f"{concurrent} trials of {workers} workers are {concurrent * workers} processes at a time, on 2 cores"
+    assert [(one.field, one.reason, one.fix) for one in found] == [("tune.concurrent", told, f"{fix}, or leave it out")]
+    assert preflight.overbooked(config.load("intent", {**asked, "cluster.address": "10.0.0.1:6379"}), 2) == []
+
+
+def test_the_verb_refuses_it_before_ray_is_imported_or_a_row_is_read(tmp_path: Path) -> None:
+    words = ["tune", "intent", "--data", "no-such-file.csv", "--set", "tune.concurrent=5000", "--out", "search"]
+    program = (
+        f"import atexit, sys\nfrom rtrain.cli.app import main\n"
+        "atexit.register(lambda: print(sorted({'ray', 'torch', 'transformers'} & sys.modules.keys())))\n"
+        f"main({words!r})"
+    )
+    own = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=own)
+    assert (done.returncode, done.stdout) == (2, "[]\n")
+    assert "5000 trials of 2 workers are 10000 processes at a time" in done.stderr
+    assert list(tmp_path.iterdir()) == []

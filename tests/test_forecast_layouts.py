@@ -111,7 +111,7 @@ def verdict(cluster: dict[str, Any], settings: dict[str, Any], searches: bool) -
 def started(config: Config, searches: bool, run: Run) -> tuple[str, int] | str:
     """What a start on the cluster itself says, by the code that every start goes through; no node is up yet."""
     try:
-        chosen = preparing._device(config, run)
+        chosen = preparing.device_of(config, run)
         if problems := preparing.capacity(config, chosen.device):
             raise ConfigError(problems)
         if searches:

@@ -159,7 +159,6 @@ def serve(
         return
     from serve import starting
 
-    first = next(iter(folders))
     with (
         starting.endpoint(config, settings, folders, say) as endpoint,
         control.listening(endpoint.port, endpoint.change),

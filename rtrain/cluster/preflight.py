@@ -11,9 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rtrain.cluster import feasible, supply
-from rtrain.config import Recipe
+from rtrain.cluster import address as addresses, feasible, supply
+from rtrain.config import Config, Recipe
 from rtrain.errors import Problem, UserError
+
+MOST_A_CORE = 4
+"""Most workers of a search that share a core of a private Ray's machine; each needs some 1 GB."""
 
 
 def checkpoint_copies(keep: int) -> int:
@@ -37,6 +40,18 @@ def rows(recipe: Recipe, train_rows: int) -> list[Problem]:
             )
         ]
     return []
+
+
+def overbooked(config: Config, cores: int) -> list[Problem]:
+    """A problem if a search has more workers at a time than the machine's cores can carry, where Ray is a private one:
+    that has as many logical CPUs as it is told, and refuses nothing."""
+    workers, asked = config.recipe.train.workers, config.deploy.tune.concurrent or 1
+    if addresses.of(config) is not None or asked == 1 or asked * workers <= MOST_A_CORE * cores:
+        return []
+    reason = f"{asked} trials of {workers} workers are {asked * workers} processes at a time, on {cores} cores"
+    return [
+        Problem("tune.concurrent", asked, reason, f"write {max(1, MOST_A_CORE * cores // workers)}, or leave it out")
+    ]
 
 
 def capacity(recipe: Recipe, needs: supply.Needs, hosts: Sequence[supply.Host], may: supply.Startable) -> list[Problem]:

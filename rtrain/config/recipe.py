@@ -43,6 +43,9 @@ class Model(Section):
     attention_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Dropout of attention weights; null takes the model's own, which is 0.1 for most. With 0, long texts train faster
     on a CPU (1.7 times at 512 tokens), since a mask has the square of the text's tokens as its size."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Dropout of hidden values: of embeddings, of what each layer adds to them and, for BERT and its kin, before the
+    head. null takes the model's own, which is 0.1 for most."""
     pooling: Literal["auto", "own", "mean"] = "auto"
     """How a text's tokens become one vector: `own` is the way of the model's own head (the first token, for most),
     `mean` is the mean of the tokens. `auto` takes the mean for sentence encoders, which are trained for it: the
@@ -193,7 +196,7 @@ can be resumed."""
 ADDED_TO_DATA: dict[str, Any] = {"outside": None, "valid_part": 0}
 """The same for `data`."""
 ADDED_TO_MODEL: dict[str, Any] = {
-    **{"attention_dropout": None, "pooling": "own", "freeze": "none"},
+    **{"attention_dropout": None, "dropout": None, "pooling": "own", "freeze": "none"},
     **{"positions": None, "local_attention": None},
 }
 """The same for `model`; `auto` has been replaced by what it stands for before a run is frozen."""

@@ -120,7 +120,7 @@ def build(
     torch.manual_seed(seed)
     chosen = chosen or Model()
     mean = _pooling(chosen, task, folder) == "mean"
-    settings = {} if chosen.attention_dropout is None else _dropout(folder, chosen.attention_dropout)
+    settings = _dropouts(folder, chosen)
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: number for number, label in enumerate(labels)}}
     model, read = pooling.load(
         auto_class(task.auto_model), folder, new_head=True, **(names if labels else {}), **settings
@@ -141,7 +141,7 @@ def shaped(folder: Path, task: base.Task, outputs: int, chosen: Model | None = N
     from transformers.initialization import no_init_weights
 
     chosen = chosen or Model()
-    settings = {} if chosen.attention_dropout is None else _dropout(folder, chosen.attention_dropout)
+    settings = _dropouts(folder, chosen)
     known = transformers.AutoConfig.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False, num_labels=outputs, **settings
     )
@@ -203,19 +203,31 @@ def keep_inputs_alone(network: Any) -> None:
     network.activation_checkpointing_enable({"use_reentrant": False})
 
 
-DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
-"""Names by which configurations call the dropout of attention weights: of BERT and its kin, DistilBERT, ModernBERT."""
+DROPOUTS = {
+    "attention_dropout": ("attention weights", ("attention_probs_dropout_prob", "attention_dropout")),
+    "dropout": ("hidden values", ("hidden_dropout_prob", "dropout", "embedding_dropout", "mlp_dropout")),
+}
+"""By setting: what is dropped, and the names by which configurations call it: of BERT and its kin, DistilBERT,
+ModernBERT."""
 
 
-def _dropout(folder: Path, share: float) -> dict[str, Any]:
+def _dropouts(folder: Path, chosen: Model) -> dict[str, Any]:
+    """What the settings change in the configuration of a model folder."""
     import transformers
 
+    wanted = {name: share for name in DROPOUTS if (share := getattr(chosen, name)) is not None}
+    if not wanted:
+        return {}
     known = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    names = [name for name in DROPOUTS if hasattr(known, name)]
-    if not names:
-        reason = f"{type(known).__name__} has no dropout of attention weights ({' or '.join(DROPOUTS)})"
-        raise ConfigError([Problem("model.attention_dropout", share, reason, "set it to null")])
-    return dict.fromkeys(names, share)
+    found: dict[str, Any] = {}
+    for setting, share in wanted.items():
+        what, names = DROPOUTS[setting]
+        own = [name for name in names if hasattr(known, name)]
+        if not own:
+            reason = f"{type(known).__name__} has no dropout of {what} ({' or '.join(names)})"
+            raise ConfigError([Problem(f"model.{setting}", share, reason, "set it to null")])
+        found |= dict.fromkeys(own, share)
+    return found
 
 
 def check_architecture(

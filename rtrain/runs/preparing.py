@@ -135,7 +135,7 @@ def prepare(
     preflight.disk(run.folder, needed=_disk_needed(weights, config.recipe.train.keep))
     if not created:
         _refuse_copied(config, run)
-    chosen_device = _device(config, run)
+    chosen_device = device_of(config, run)
     if problems := _of_fewer(config.recipe, chosen_device, weights):
         raise ConfigError(problems)
     with supply.data_tasks_on(data_labels):
@@ -229,7 +229,7 @@ def _overlaps(recipe: Recipe, store: Store) -> list[dict[str, Any]]:
     return found
 
 
-def _device(config: Config, run: Run) -> device.Choice:
+def device_of(config: Config, run: Run) -> device.Choice:
     """What the run trains on: what the recipe says, else what the run has decided before, else what the cluster has or
     may start."""
     train = config.recipe.train

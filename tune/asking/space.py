@@ -224,6 +224,28 @@ def with_rows(
     return {**point, **{one.name: nearest(one) for one in searched}} if searched else None
 
 
+def evaluated_every(config: Config) -> int | None:
+    """Rows between two evaluations of a trial where the least time to a score is searched for: as many for each, since
+    a trial that is read more often is seen earlier to have come there. None where each is read after an epoch.
+
+    They are about those of the recipe, and a number of the largest updates, so that common frequencies divide them.
+    """
+    every = config.recipe.train.evaluate_every
+    if config.deploy.tune.objective != "time" or every is None:
+        return None
+    tried = [*config.deploy.tune.points, *({name: _most(one)} for name, one in config.deploy.tune.space.items())]
+    of_one = rows_of_one(config)
+    sizes = [of_one[name] * int(point[name]) for point in tried for name in of_one if point.get(name) is not None]
+    largest = max([config.recipe.rows_per_update, *sizes])
+    return largest * max(1, round(every * config.recipe.rows_per_update / largest))
+
+
+def _most(searched: Range | tuple[Any, ...]) -> Any:
+    if isinstance(searched, Range):
+        return searched.high
+    return max(searched) if all(map(is_number, searched)) else None
+
+
 # ------------------------------------------------------------------------------------------------- what a trial changes
 
 
