@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from rtrain.cluster.rehearsal import (
 from rtrain.cluster.rehearsal.book import Machine
 from rtrain.cluster.rehearsal.certificate import Certificate
 from rtrain.cluster.rehearsal.faults import Fault, due, follow
-from rtrain.cluster.rehearsal.measured import Rows, Served, Weights, dollars_between, most_at_a_time, nodes_of
+from rtrain.cluster.rehearsal.measured import Resized, Rows, Served, Weights, dollars_between, most_at_a_time, nodes_of
 from rtrain.cluster.rehearsal.ports import Listener
 from rtrain.errors import UserError
 from rtrain.run import Run
@@ -124,6 +124,7 @@ def made(**changes: Any) -> Certificate:
         "workers": [2, 2, 2],
         "device": "cpu",
         "served": SERVED,
+        "resized": None,
         "left_behind": [],
         "seconds": 360.0,
         "dollars_of_run": 0.021,
@@ -219,6 +220,51 @@ def test_other_numbers_of_workers_may_round_otherwise() -> None:
     assert "relative difference 3.0e-07" in found.text()
 
 
+RESIZED = Resized(
+    notice=Fault("notice", "worker-1", "worker", 0.0, 30, 30, 0, 2.0, 15.0, 50.0, 20.0),
+    workers=(2, 1, 2),
+    update=400,
+    agrees=True,
+    lost=0,
+    repeated=0,
+    same_order=True,
+    difference=3e-12,
+    started=3,
+    needed=3,
+    seconds=200.0,
+    left_behind=(),
+)
+
+
+def test_a_run_that_has_shrunk_and_grown_passes_and_is_told() -> None:
+    found = made(resized=RESIZED)
+    assert found.passed
+    assert "workers 2, 1, 2; training again 15.0 s after the notice; at update 400 0 rows lost" in found.text()
+    assert "--also resize" not in found.text()
+    assert "--also resize tries it" in made().text()
+    document = json.loads(json.dumps(found.to_document()))
+    assert (document["resized"]["difference"], document["resized"]["notice"]["recomputed"]) == (3e-12, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"workers": (2, 2)}, "its starts had [2, 2] workers"),
+        ({"workers": (2, 1)}, "its starts had [2, 1] workers"),
+        ({"difference": 2e-8}, "2.0e-08 off the steady one's"),
+        ({"difference": math.nan}, "nan off the steady one's"),
+        ({"same_order": False}, "other rows than the steady one"),
+        ({"agrees": False}, "other rows than the steady one"),
+        ({"repeated": 1}, "other rows than the steady one"),
+        ({"started": 4}, "4 worker nodes were started for the resized run, where 3 do"),
+        ({"notice": replace(RESIZED.notice, recomputed=2)}, "lost updates by it"),
+        ({"left_behind": ["process 7"]}, "left behind: process 7"),
+    ],
+)
+def test_whatever_is_wrong_with_a_resized_run_is_said(changes: dict[str, Any], why: str) -> None:
+    assert [one for one in made(resized=replace(RESIZED, **changes)).problems() if why in one]
+
+
 def test_what_is_not_rehearsed_is_said() -> None:
     gpu = replace(PLAN, kinds=(replace(PLAN.kinds[0], resources={"CPU": 8.0, "GPU": 1.0}),), watcher=None)
     said = "\n".join(made(plan=gpu, device="gpu").not_rehearsed())
@@ -275,3 +321,21 @@ def test_the_last_weights_of_two_runs_are_compared(tmp_path: Path) -> None:
     other = compared.weights(control, run("other", 0.5), False)
     assert (other.identical, other.same_workers) == (False, False)
     assert other.difference == pytest.approx((12 * 0.25 / (12 * 4 + 2)) ** 0.5)
+
+
+def test_weights_are_compared_by_how_far_they_have_moved(tmp_path: Path) -> None:
+    def run(name: str, **by_update: tuple[str, float]) -> Run:
+        for update, (ledger, value) in by_update.items():
+            folder = checkpoint.path_of(Run(tmp_path / name).checkpoints, int(update[1:]))
+            folder.mkdir(parents=True)
+            save_file({"a": np.full(4, value)}, folder / "model.safetensors")
+            state = checkpoint.State(update=3, ledger=ledger, best_update=None, best_score=None, run="r")
+            (folder / "state.json").write_text(json.dumps({"schema_version": 1, **asdict(state)}))
+            (folder / "MANIFEST.json").write_text("{}")
+        return Run(tmp_path / name)
+
+    steady = run("steady", u3=("aa", 1.0), u6=("bb", 3.0))
+    same, off = compared.at(run("resized", u4=("cc", 0.0), u6=("bb", 3.0 + 2e-10)), steady, 6)
+    assert same
+    assert off == pytest.approx(1e-10, rel=1e-5)
+    assert compared.at(run("other", u6=("cc", 3.0)), steady, 6) == (False, 0.0)

@@ -140,6 +140,9 @@ def rehearse(
     out: Annotated[str | None, typer.Option("--out", help="New folder for its runs and logs.")] = None,
     folder: Annotated[Path, typer.Option("--folder", help="Root of the checkout to take along.")] = Path("."),
     most_mb: Annotated[float, typer.Option("--most-mb", help="Most megabytes to take along.")] = 5.0,
+    also: Annotated[
+        list[str] | None, typer.Option("--also", help="resize: also a run that shrinks and grows, in float64.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Try a cluster's file on this machine: its nodes, its autoscaler and a real job, with a spot notice and the loss
@@ -151,12 +154,12 @@ def rehearse(
     from rtrain.report.live.progress import say
     from rtrain.runs import opening
 
-    plan, whole = rehearsing.check(words, linting.read_file(file))
+    plan, whole = rehearsing.check(words, linting.read_file(file), also or ())
     files = upload.of(folder.absolute(), int(most_mb * 1e6))
     place = opening.folder_for("rehearsal", out)
     if place.is_dir() and any(place.iterdir()):
         raise ConfigError([Problem("--out", shown(place), "is not empty", "name a new folder")])
-    certificate = rehearsing.Rehearsal(plan, whole, place, say).run(files)
+    certificate = rehearsing.Rehearsal(plan, whole, place, say, also or ()).run(files)
     document = certificate.to_document()
     (place / "certificate.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
     show(document, as_json, certificate.text(), f"kept: {shown(place / 'certificate.json')}")

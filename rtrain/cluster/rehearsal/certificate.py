@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rtrain.cluster.rehearsal.faults import Fault
-from rtrain.cluster.rehearsal.measured import Node, Rows, Served, Weights
+from rtrain.cluster.rehearsal.measured import Node, Resized, Rows, Served, Weights
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.cluster.rehearsal.ports import Listener
 
@@ -35,6 +35,8 @@ class Certificate:
     device: str
     """`gpu`: each worker took a GPU that was counted; else a CPU."""
     served: Served | None
+    resized: Resized | None
+    """None where it was not asked for."""
     left_behind: Sequence[str]
     seconds: float
     dollars_of_run: float | None = None
@@ -97,6 +99,7 @@ class Certificate:
             if self.weights is not None and not math.isfinite(self.weights.difference):
                 found.append("weights that are no finite numbers")
             found += ["the run was not served"] if self.served is None else self.served.problems()
+            found += [] if self.resized is None else self.resized.problems()
             if self.most_at_a_time > self.plan.most:
                 found.append(f"{self.most_at_a_time} worker nodes at a time, and the file allows {self.plan.most}")
             if self.wanted_nodes is not None and self.started > self.wanted_nodes:
@@ -130,6 +133,8 @@ class Certificate:
             ]
         if plan.watcher is None:
             found.append("a spot notice: the file starts no watcher, so that none would be heard")
+        if self.resized is None:
+            found.append("a run that goes on with fewer workers, and grows again: --also resize tries it")
         if self.weights is not None and not self.weights.same_workers:
             found.append(
                 "whether the weights are the undisturbed run's: a start had other workers, for which dropout drops "
@@ -165,6 +170,7 @@ class Certificate:
             "rows": None if self.rows is None else asdict(self.rows),
             "weights": None if self.weights is None else asdict(self.weights),
             "served": None if self.served is None else asdict(self.served),
+            "resized": None if self.resized is None else asdict(self.resized),
             "dollars": self.dollars,
             "dollars_of_run": self.dollars_of_run,
             "dollars_an_hour_at_most": self.dollars_an_hour_at_most,
@@ -197,8 +203,7 @@ class Certificate:
             same = "the undisturbed run's, bit for bit"
             other = f"relative difference {self.weights.difference:.1e} to the undisturbed run's"
             lines.append(f"weights: {same if self.weights.identical else other}")
-        if self.served is not None:
-            lines.append(self.served.text())
+        lines += [part.text() for part in (self.served, self.resized) if part is not None]
         lines += self._upload_lines()
         closed = [one for one in self.ports if not one.allowed]
         lines.append(f"listening sockets: {len(self.ports)}, of which {len(closed)} are on no list")

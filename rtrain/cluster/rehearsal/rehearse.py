@@ -7,17 +7,17 @@ weights, by the same rows. The result is served, and nothing may be left when th
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rtrain import config as configuration, ray_internals
 from rtrain.cluster import supply
 from rtrain.cluster.jobs import upload
-from rtrain.cluster.rehearsal import compared, measured, plan as plans, ports, serving, words as commands
+from rtrain.cluster.rehearsal import compared, measured, plan as plans, ports, resizing, serving, words as commands
 from rtrain.cluster.rehearsal.certificate import Certificate
 from rtrain.cluster.rehearsal.faults import Kind, Saboteur, after_join
 from rtrain.cluster.rehearsal.following import LOOK_EVERY_S, Broken, Follower, Say
-from rtrain.cluster.rehearsal.measured import Served
+from rtrain.cluster.rehearsal.measured import Resized, Served
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.cluster.rehearsal.up import Up, up
 from rtrain.errors import ConfigError, Problem
@@ -26,11 +26,14 @@ from rtrain.run import Run
 ENDED_WITHIN_S = 120.0
 """Seconds beyond the idle time in which nodes without work must have ended."""
 UNDISTURBED, DISTURBED = "undisturbed", "rehearsed"
+RESIZE = "resize"
+ALSO = (RESIZE,)
+"""What may be rehearsed beside: a run that goes on with fewer workers and grows again."""
 
 
-def check(words: Sequence[str], text: str) -> tuple[Plan, list[str]]:
-    """The plan of a cluster's file, and the words with the whole paths of what they name on this machine. Raises
-    `ConfigError` with everything that can be refused before anything is started."""
+def check(words: Sequence[str], text: str, also: Collection[str] = ()) -> tuple[Plan, list[str]]:
+    """The plan of a cluster's file, and the words with the whole paths of what they name on this machine. `also`: what
+    of `ALSO` is wanted. Raises `ConfigError` with everything that can be refused before anything is started."""
     problems = []
     if not words or words[0] != "train":
         reason = "is not rehearsed: a training is, whose rows and weights can be compared"
@@ -41,6 +44,9 @@ def check(words: Sequence[str], text: str) -> tuple[Plan, list[str]]:
         plan = plans.of(text)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
+    problems += [Problem("--also", one, "is unknown", f"write {ALSO[0]}") for one in also if one not in ALSO]
+    if not problems and RESIZE in also:
+        problems += resizing.problems(plan, commands.workers(whole))
     if problems:
         raise ConfigError(problems)
     return plan, whole
@@ -49,9 +55,9 @@ def check(words: Sequence[str], text: str) -> tuple[Plan, list[str]]:
 class Rehearsal:
     """One rehearsal: what is asked of the cluster, and what is seen of it meanwhile."""
 
-    def __init__(self, plan: Plan, words: Sequence[str], out: Path, say: Say):
+    def __init__(self, plan: Plan, words: Sequence[str], out: Path, say: Say, also: Collection[str] = ()):
         """`words` with whole paths, as `check` returns them."""
-        self.plan, self.out = plan, out
+        self.plan, self.out, self._also = plan, out, also
         self._words, self._say = words, say
         self._begin = time.time()
         self._listeners: set[ports.Listener] = set()
@@ -59,6 +65,7 @@ class Rehearsal:
         self._run_span = (0.0, 0.0)
         """When the disturbed run was asked for and had ended, in seconds since the rehearsal began."""
         self._served: Served | None = None
+        self._resized: Resized | None = None
         self._scale_down: float | None = None
         self._joined: dict[str, float] = {}
         self._saboteur: Saboteur | None = None
@@ -89,6 +96,12 @@ class Rehearsal:
             self._listeners = follower.listeners
             self._joined = ray_internals.joined(made.address, seconds=10.0)
             self._say("taking the cluster down")
+        if RESIZE in self._also and not errors:
+            try:
+                like = Run(self.out / UNDISTURBED)
+                self._resized = resizing.rehearsed(self.plan, self._words, like, self.out, files, self._say)
+            except Broken as error:
+                errors.append(str(error))
         return self._judge(made, self._saboteur, files, errors)
 
     # ------------------------------------------------------------------------------------------------------ the jobs
@@ -145,6 +158,7 @@ class Rehearsal:
             workers=[event["workers"] for event in starts],
             device=device,
             served=self._served,
+            resized=self._resized,
             left_behind=made.left,
             seconds=round(time.time() - self._begin, 1),
             dollars_of_run=measured.dollars_between(nodes, *self._run_span),

@@ -1,5 +1,6 @@
 """The cluster of a file on this machine: brought up, and taken down with nothing left behind."""
 
+import functools
 import os
 import secrets
 import shutil
@@ -62,7 +63,7 @@ def up(plan: Plan, logs: Path, say: Callable[[str], None]) -> Iterator[Up]:
     folder = Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp"))
     token = folder / "token"
     token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32))
+    token.write_text(_token())
     # Ray reads them when it is imported, and shows them in every call of this process to the cluster.
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
     import ray.util
@@ -92,6 +93,12 @@ def up(plan: Plan, logs: Path, say: Callable[[str], None]) -> Iterator[Up]:
             left.append(str(folder))
         if made is not None:
             made.left += left
+
+
+@functools.cache
+def _token() -> str:
+    """One for all clusters of a process: Ray keeps the first one that it has read."""
+    return secrets.token_hex(32)
 
 
 def _head_tags(plan: Plan) -> dict[str, str]:
