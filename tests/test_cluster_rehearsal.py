@@ -105,8 +105,10 @@ def test_an_endpoint_s_replicas_bring_up_nodes_and_leave_none(tmp_path: Path) ->
 @pytest.mark.timeout(1600)
 def test_a_run_that_grows_starts_the_nodes_that_it_needs_and_no_more(tmp_path: Path) -> None:
     found = on_machines("grow", tmp_path)
-    assert (found["workers"][-1], found["left"]) == (4, [])
+    assert (sorted(set(found["workers"])), found["workers"][-2:], found["left"]) == ([1, 4], [4, 1], []), found
     assert found["needed"] == found["started"] == found["at_a_time"] == found["in_the_end"] == 6, found
+    assert found["needed_by_one"] == found["left_of_one"] == 3
+    assert set(found["lost"]) == {0}
 
 
 @pytest.mark.ray

@@ -62,7 +62,15 @@ class Book:
         if not self._file(name, "ended").is_file():
             self._write(name, "ended", {"ended": time.time(), "why": why})
 
+    def sell_out(self) -> None:
+        """From now on nobody gets another machine, as in a cloud without spot capacity."""
+        self._write("cloud", "sold-out", {})
+
     # ------------------------------------------------------------------------------------------------- for its readers
+
+    @property
+    def sold_out(self) -> bool:
+        return self._file("cloud", "sold-out").is_file()
 
     def all(self) -> dict[str, Machine]:
         """Every machine that there is or was, by its name, in the order in which they were asked for."""
