@@ -25,7 +25,7 @@ from rtrain import env, ray_internals
 from rtrain.cluster import supply
 from rtrain.cluster.jobs import naming, upload
 from rtrain.cluster.rehearsal import faults, measured, plan as plans
-from rtrain.cluster.rehearsal.up import Up, free_ports, up
+from rtrain.cluster.rehearsal.machines.up import Up, free_ports, up
 from rtrain.run import Run
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_artifact, make_encoder

@@ -18,9 +18,9 @@ from rtrain.cluster.rehearsal import (
     following,
     plan as plans,
 )
-from rtrain.cluster.rehearsal.book import Machine
 from rtrain.cluster.rehearsal.certificate import Certificate
 from rtrain.cluster.rehearsal.faults import Fault, due, follow
+from rtrain.cluster.rehearsal.machines.book import Machine
 from rtrain.cluster.rehearsal.measured import Resized, Rows, Served, Weights, dollars_between, most_at_a_time, nodes_of
 from rtrain.cluster.rehearsal.ports import Listener
 from rtrain.errors import UserError

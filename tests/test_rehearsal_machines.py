@@ -15,15 +15,10 @@ import psutil
 import pytest
 from ray.autoscaler.node_launch_exception import NodeLaunchException
 
-from rtrain.cluster.rehearsal import (
-    machine,
-    plan as plans,
-    ports,
-    provider,
-    up,
-)
-from rtrain.cluster.rehearsal.book import Book, Machine
-from rtrain.cluster.rehearsal.cloud import Cloud, Start
+from rtrain.cluster.rehearsal import plan as plans, ports
+from rtrain.cluster.rehearsal.machines import machine, provider, up
+from rtrain.cluster.rehearsal.machines.book import Book, Machine
+from rtrain.cluster.rehearsal.machines.cloud import Cloud, Start
 from rtrain.cluster.rehearsal.ports import Listener
 
 ROOT = Path(__file__).resolve().parents[1]

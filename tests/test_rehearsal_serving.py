@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rtrain.cluster.rehearsal import plan as plans, serving
-from rtrain.cluster.rehearsal.up import free_ports
+from rtrain.cluster.rehearsal.machines.up import free_ports
 from rtrain.run import Run
 from tests.tiny import make_artifact
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import psutil
 
-from rtrain.cluster.rehearsal.book import Machine
-from rtrain.cluster.rehearsal.up import Up
+from rtrain.cluster.rehearsal.machines.book import Machine
+from rtrain.cluster.rehearsal.machines.up import Up
 
 Kind = Literal["notice", "kill"]
 Events = Sequence[Mapping[str, Any]]

@@ -7,7 +7,7 @@ from pathlib import Path
 from rtrain.cluster.jobs import naming
 from rtrain.cluster.rehearsal import ports
 from rtrain.cluster.rehearsal.faults import Events, Saboteur
-from rtrain.cluster.rehearsal.up import Up
+from rtrain.cluster.rehearsal.machines.up import Up
 from rtrain.errors import UserError
 from rtrain.run import Run
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rtrain.cluster.rehearsal.book import Machine
 from rtrain.cluster.rehearsal.faults import Fault
+from rtrain.cluster.rehearsal.machines.book import Machine
 from rtrain.cluster.rehearsal.plan import Plan
 
 SAME_WEIGHTS = 1e-8

@@ -12,7 +12,7 @@ from rtrain.cluster.lint import clouds, document as documents, shell
 from rtrain.cluster.lint.document import Document, Unreadable
 from rtrain.errors import ConfigError, Problem
 
-PROVIDER, FOLDER = "rtrain.cluster.rehearsal.provider.Rehearsed", "rehearsal_folder"
+PROVIDER, FOLDER = "rtrain.cluster.rehearsal.machines.provider.Rehearsed", "rehearsal_folder"
 """The autoscaler's cloud, and its setting with the folder of the book."""
 IDLE_S = 60.0
 """Seconds without work after which a rehearsed node is ended, where the file's own time is longer. Much shorter, and

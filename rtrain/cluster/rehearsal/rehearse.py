@@ -17,9 +17,9 @@ from rtrain.cluster.rehearsal import compared, measured, plan as plans, ports, r
 from rtrain.cluster.rehearsal.certificate import Certificate
 from rtrain.cluster.rehearsal.faults import Kind, Saboteur, after_join
 from rtrain.cluster.rehearsal.following import LOOK_EVERY_S, Broken, Follower, Say
+from rtrain.cluster.rehearsal.machines.up import Up, up
 from rtrain.cluster.rehearsal.measured import Resized, Served
 from rtrain.cluster.rehearsal.plan import Plan
-from rtrain.cluster.rehearsal.up import Up, up
 from rtrain.errors import ConfigError, Problem
 from rtrain.run import Run
 

@@ -17,9 +17,9 @@ from rtrain.cluster.jobs import upload
 from rtrain.cluster.rehearsal import compared, measured, words as commands
 from rtrain.cluster.rehearsal.faults import Events, Fault, Saboteur, after_join
 from rtrain.cluster.rehearsal.following import Follower, Say
+from rtrain.cluster.rehearsal.machines.up import up
 from rtrain.cluster.rehearsal.measured import Resized
 from rtrain.cluster.rehearsal.plan import Plan
-from rtrain.cluster.rehearsal.up import up
 from rtrain.errors import Problem
 from rtrain.network import model
 from rtrain.proof import ledger

@@ -19,9 +19,9 @@ from rtrain.cluster.jobs import naming, upload
 from rtrain.cluster.rehearsal import ports
 from rtrain.cluster.rehearsal.faults import REPLICA, machines_with
 from rtrain.cluster.rehearsal.following import LOOK_EVERY_S, Broken, Follower, Say
+from rtrain.cluster.rehearsal.machines.up import Up, free_ports
 from rtrain.cluster.rehearsal.measured import Served
 from rtrain.cluster.rehearsal.plan import Plan
-from rtrain.cluster.rehearsal.up import Up, free_ports
 from rtrain.data.stores.store import Store
 from rtrain.predict import Predictor
 from rtrain.run import Run

@@ -17,10 +17,10 @@ import psutil
 import yaml
 
 from rtrain.cluster.jobs.client import Jobs
-from rtrain.cluster.rehearsal import metadata
-from rtrain.cluster.rehearsal.book import Book, Machine
-from rtrain.cluster.rehearsal.cloud import Cloud
-from rtrain.cluster.rehearsal.nodes import Nodes
+from rtrain.cluster.rehearsal.machines import metadata
+from rtrain.cluster.rehearsal.machines.book import Book, Machine
+from rtrain.cluster.rehearsal.machines.cloud import Cloud
+from rtrain.cluster.rehearsal.machines.nodes import Nodes
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.errors import UserError
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rtrain import env
-from rtrain.cluster.rehearsal.book import Machine
-from rtrain.cluster.rehearsal.cloud import Start
+from rtrain.cluster.rehearsal.machines.book import Machine
+from rtrain.cluster.rehearsal.machines.cloud import Start
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.cluster.session import package_root
 

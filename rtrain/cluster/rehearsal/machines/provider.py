@@ -12,7 +12,7 @@ from ray.autoscaler.node_launch_exception import NodeLaunchException
 from ray.autoscaler.node_provider import NodeProvider
 from ray.autoscaler.tags import TAG_RAY_USER_NODE_TYPE
 
-from rtrain.cluster.rehearsal.book import Book
+from rtrain.cluster.rehearsal.machines.book import Book
 from rtrain.cluster.rehearsal.plan import FOLDER
 
 

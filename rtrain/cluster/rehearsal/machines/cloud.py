@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from rtrain.cluster.rehearsal import machine
-from rtrain.cluster.rehearsal.book import Book, Machine
+from rtrain.cluster.rehearsal.machines import machine
+from rtrain.cluster.rehearsal.machines.book import Book, Machine
 
 LOOK_EVERY_S = 0.2
 ENDED_WITHIN_S = 15.0
