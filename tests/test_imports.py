@@ -19,6 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "rtrain.signals",
         "rtrain.events",
         "rtrain.ray_internals",
+        "rtrain.ray_internals_launcher",
         "rtrain.torch_internals",
         "rtrain.drafts",
         "rtrain.batch",
@@ -53,6 +54,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 RAY_ALLOWED = (
     "rtrain.ray_internals",
+    "rtrain.ray_internals_launcher",
     *(
         "rtrain.data.tokens",
         "rtrain.data.augment.rewriting",

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from rtrain import ray_internals, torch_internals
+from rtrain import ray_internals, ray_internals_launcher, torch_internals
 
 ROOT = Path(__file__).resolve().parents[1]
 PRIVATE = re.compile(r"\b(ray|torch)(\.\w+)*\._\w+|\bray\.[\w.]*_internal\b|_set_params_and_buffers|__internal_head__")
@@ -23,7 +23,7 @@ def test_private_names_stand_in_their_modules() -> None:
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for folder in ("rtrain", "serve", "tune")
         for path in (ROOT / folder).rglob("*.py")
-        if path.name not in ("ray_internals.py", "torch_internals.py")
+        if path.name not in ("ray_internals.py", "ray_internals_launcher.py", "torch_internals.py")
         for line in path.read_text().splitlines()
         if PRIVATE.search(line)
     }
@@ -58,6 +58,18 @@ def test_workers_for_whom_a_run_asks_are_not_asked_for_by_ray_train() -> None:
     decision: Any = silent.make_decision_for_non_running_worker_group()
     assert decision.num_workers == 2
     assert "scaling_policy=create_scaling_policy(" in inspect.getsource(ray_internals.torch_trainer().fit)
+
+
+def test_the_launcher_s_steps_take_what_they_are_given() -> None:
+    """They are run by tests/test_cluster_aws.py."""
+    import ray.autoscaler._private.commands as launcher
+    import ray.autoscaler._private.providers as providers
+    from ray.autoscaler.tags import STATUS_UNINITIALIZED
+
+    assert STATUS_UNINITIALIZED == ray_internals_launcher.UNINITIALIZED
+    assert "no_config_cache" in inspect.signature(launcher._bootstrap_config).parameters
+    assert {"_provider", "_runner", "yes"} <= inspect.signature(launcher.get_or_create_head_node).parameters.keys()
+    assert "use_cache" in inspect.signature(providers._get_node_provider).parameters
 
 
 def test_without_a_connection_there_is_no_session() -> None:
