@@ -58,10 +58,12 @@ class Fault:
         )
 
 
-def due(events: Events, met: Sequence[Fault], wanted: Sequence[Kind], updates: int) -> Kind | None:
+def due(events: Events, met: Sequence[Fault], wanted: Sequence[Kind], updates: int, workers: int = 1) -> Kind | None:
     """The fault that is to come now; None for none. They come at equal distances, each once the run has got over the
-    last one. `updates`: those of the whole run."""
+    last one, and has at least so many workers. `updates`: those of the whole run."""
     if len(met) == len(wanted) or (met and not met[-1].is_over):
+        return None
+    if next((event["workers"] for event in reversed(events) if event["kind"] == "started"), 0) < workers:
         return None
     last = events[-1] if events else {}
     place = (len(met) + 1) * updates // (len(wanted) + 2)
@@ -102,8 +104,9 @@ def after_join(fault: Fault, joined: Collection[float]) -> float | None:
 class Saboteur:
     """Looks at a run's log again and again, and meets the run with each fault when it is due."""
 
-    def __init__(self, up: Up, wanted: Sequence[Kind], updates: int):
-        self._up, self._wanted, self._updates = up, wanted, updates
+    def __init__(self, up: Up, wanted: Sequence[Kind], updates: int, workers: int = 1):
+        """`workers`: the fewest that the run has when a fault comes."""
+        self._up, self._wanted, self._updates, self._workers = up, wanted, updates, workers
         self.met: list[Fault] = []
 
     def look(self, events: Events) -> Fault | None:
@@ -111,7 +114,7 @@ class Saboteur:
         self._take_away()
         if self.met and not self.met[-1].is_over:
             follow(self.met[-1], events)
-        kind = due(events, self.met, self._wanted, self._updates)
+        kind = due(events, self.met, self._wanted, self._updates, self._workers)
         node = training_node(self._up) if kind else None
         if kind is None or node is None:
             return None

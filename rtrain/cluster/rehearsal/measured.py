@@ -105,7 +105,7 @@ class Resized:
 
     notice: Fault
     workers: Sequence[int]
-    """How many each start had."""
+    """How many each start had. The first may have fewer than the run may have: nodes come one after another."""
     update: int
     """The last one that both runs have a checkpoint of."""
     agrees: bool
@@ -125,7 +125,8 @@ class Resized:
         found = []
         if not self.notice.passed:
             found.append("the run that was to go on smaller did not get over its notice, or lost updates by it")
-        if min(self.workers) >= self.workers[0] or self.workers[-1] != self.workers[0]:
+        most = max(self.workers)
+        if min(self.workers[self.workers.index(most) :]) == most or self.workers[-1] != most:
             found.append(f"the run was to go on smaller and to grow again; its starts had {list(self.workers)} workers")
         if self.lost or self.repeated or not (self.agrees and self.same_order):
             found.append("the run that was resized was trained on other rows than the steady one")

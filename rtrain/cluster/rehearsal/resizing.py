@@ -64,7 +64,7 @@ def rehearsed(plan: Plan, words: Sequence[str], like: Run, out: Path, files: upl
 
     with up(tight, out / "machines-resized", say) as made:
         follower = Follower(made, out / "machines-resized", say)
-        saboteur = Saboteur(made, ("notice",), 3 * SAVE_EVERY)
+        saboteur = Saboteur(made, ("notice",), 3 * SAVE_EVERY, workers)
 
         def has_grown(log: Events) -> bool:
             return bool(saboteur.met) and has_trained_on(saboteur.met[0], log, 2 * SAVE_EVERY)
