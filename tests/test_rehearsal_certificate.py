@@ -21,6 +21,7 @@ from rtrain.cluster.rehearsal import (
 from rtrain.cluster.rehearsal.certificate import Certificate
 from rtrain.cluster.rehearsal.faults import Fault, due, follow
 from rtrain.cluster.rehearsal.machines.book import Machine
+from rtrain.cluster.rehearsal.machines.commands import Commands
 from rtrain.cluster.rehearsal.measured import Resized, Rows, Served, Weights, dollars_between, most_at_a_time, nodes_of
 from rtrain.cluster.rehearsal.ports import Listener
 from rtrain.errors import UserError
@@ -39,11 +40,12 @@ def event(kind: str, time: float, **fields: Any) -> dict[str, Any]:
 
 def test_a_fault_comes_once_the_run_is_over_the_last_one() -> None:
     wanted: tuple[sabotage.Kind, ...] = ("notice", "kill")
-    log = [event("started", 0, update=0), event("progress", 1, update=24)]
+    log = [event("started", 0, update=0, workers=2), event("progress", 1, update=24)]
     assert due([], [], wanted, 100) is None
     assert due(log, [], wanted, 100) is None
     log.append(event("progress", 2, update=25))
-    assert due(log, [], wanted, 100) == "notice"
+    assert due(log, [], wanted, 100) == due(log, [], wanted, 100, 2) == "notice"
+    assert due(log, [], wanted, 100, 3) is None  # it is still to grow
     met = Fault("notice", "worker-1", "worker", 2.0)
     log.append(event("progress", 9, update=60))
     assert due(log, [met], wanted, 100) is None
@@ -181,6 +183,11 @@ def test_a_sound_rehearsal_passes_and_says_what_it_came_to() -> None:
         ({"scale_down_s": None}, "nodes without work were not ended"),
         ({"left_behind": ["process 7 (x)"]}, "left behind: process 7"),
         ({"errors": ["broken off"]}, "broken off"),
+        (
+            {"failed": {"worker-2": "ray stop (exit code 127)"}},
+            "worker-2: the command failed: ray stop (exit code 127)",
+        ),
+        ({"file_ports": {"raylet": {6380, 6381}}}, "raylet listens on the network, port 1 (worker-1), which the file"),
     ],
 )
 def test_whatever_is_wrong_fails_it_and_is_said(changes: dict[str, Any], why: str) -> None:
@@ -239,6 +246,7 @@ RESIZED = Resized(
 def test_a_run_that_has_shrunk_and_grown_passes_and_is_told() -> None:
     found = made(resized=RESIZED)
     assert found.passed
+    assert made(resized=replace(RESIZED, workers=(1, 2, 1, 2))).passed
     assert "workers 2, 1, 2; training again 15.0 s after the notice; at update 400 0 rows lost" in found.text()
     assert "--also resize" not in found.text()
     assert "--also resize tries it" in made().text()
@@ -251,6 +259,7 @@ def test_a_run_that_has_shrunk_and_grown_passes_and_is_told() -> None:
     [
         ({"workers": (2, 2)}, "its starts had [2, 2] workers"),
         ({"workers": (2, 1)}, "its starts had [2, 1] workers"),
+        ({"workers": (1, 2)}, "its starts had [1, 2] workers"),
         ({"difference": 2e-8}, "2.0e-08 off the steady one's"),
         ({"difference": math.nan}, "nan off the steady one's"),
         ({"same_order": False}, "other rows than the steady one"),
@@ -274,6 +283,13 @@ def test_what_is_not_rehearsed_is_said() -> None:
         "the file starts no watcher",
     ):
         assert expected in said
+    run = Commands(("ray stop",), ("sudo   apt-get\n update", "x" * 200), ("venv",))
+    own = made(commands={"head": run, "worker": run}, file_ports={"raylet": {1, 2}}).not_rehearsed()
+    assert own[:3:2] == [
+        "images, disks and rights: rtrain cluster lint reads them",
+        "a command that changes the system, or fetches something: sudo apt-get update",
+    ]
+    assert own[3].endswith(f"{'x' * 96} ...")
     assert "trained on CPUs, as it asks for" in "\n".join(made(plan=gpu).not_rehearsed())
     assert "GPU" not in "\n".join(made().not_rehearsed())
 
@@ -294,7 +310,7 @@ def test_a_head_that_is_late_is_asked_again_and_one_that_is_gone_is_not(
         return dict(answer)
 
     made: Any = SimpleNamespace(jobs=SimpleNamespace(all=all_jobs), head="head-1", book=SimpleNamespace())
-    made.metrics_port, made.book.up = 1, lambda: {"head-1": None}
+    made.site, made.book.up = SimpleNamespace(metrics_port=1), lambda: {"head-1": None}
     follower = following.Follower(made, tmp_path, lambda text: None)
     assert follower.status("job") == "RUNNING"
     answers.append({"another": SimpleNamespace(status="RUNNING")})

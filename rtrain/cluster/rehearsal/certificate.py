@@ -1,14 +1,18 @@
 """What a rehearsal has come to: measured on the cluster, judged here, and told. Pure."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rtrain.cluster.rehearsal.faults import Fault
+from rtrain.cluster.rehearsal.machines.commands import Commands
 from rtrain.cluster.rehearsal.measured import Node, Resized, Rows, Served, Weights
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.cluster.rehearsal.ports import Listener
+
+SHORT = 100
+"""Characters of a command that are told."""
 
 
 @dataclass
@@ -39,6 +43,12 @@ class Certificate:
     """None where it was not asked for."""
     left_behind: Sequence[str]
     seconds: float
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Commands of the file that have failed, by the machine."""
+    commands: Mapping[str, Commands] | None = None
+    """By node type, what of the file's commands its nodes ran and did not; None where they were not made by these."""
+    file_ports: Mapping[str, Collection[int]] = field(default_factory=dict)
+    """The ports that the file gives to each role, where the nodes have them."""
     dollars_of_run: float | None = None
     """What the nodes cost while the disturbed run went on, on demand; None where a price is not known."""
     idled: int = 0
@@ -85,6 +95,12 @@ class Certificate:
         """Why it does not pass; nothing where it does."""
         found = list(self.errors)
         found += [one.text for one in sorted(self.ports) if not one.allowed]
+        found += [
+            f"{one.text}, which the file does not name"
+            for one in sorted(self.ports)
+            if one.allowed and one.port not in self.file_ports.get(one.role, (one.port,))
+        ]
+        found += [f"{machine}: the command failed: {command}" for machine, command in self.failed.items()]
         if not self.errors:
             if len(self.faults) < self.wanted_faults:
                 found.append(
@@ -117,10 +133,13 @@ class Certificate:
     def not_rehearsed(self) -> list[str]:
         """Where the cluster of the file is another one than this was."""
         plan = self.plan
+        parts = "images, disks and rights" if self.commands else "set-up commands, images, disks, addresses and rights"
         found = [
-            "set-up commands, images, disks, addresses and rights: rtrain cluster lint reads them",
+            f"{parts}: rtrain cluster lint reads them",
             "the network between nodes: all of them were on this machine, whose processors and memory they shared",
         ]
+        left = dict.fromkeys(text for found in (self.commands or {}).values() for text in found.left_out)
+        found += [f"a command that changes the system, or fetches something: {_short(text)}" for text in left]
         if plan.rehearsed_idle_s < plan.idle_s:
             found.append(f"idle nodes end after {plan.idle_s:.0f} s there, here after {plan.rehearsed_idle_s:.0f}")
         if plan.counts_gpus and self.device == "cpu":
@@ -175,6 +194,7 @@ class Certificate:
             "dollars_of_run": self.dollars_of_run,
             "dollars_an_hour_at_most": self.dollars_an_hour_at_most,
             "left_behind": list(self.left_behind),
+            "commands": None if self.commands is None else {name: asdict(one) for name, one in self.commands.items()},
             "not_rehearsed": self.not_rehearsed(),
             "seconds": self.seconds,
         }
@@ -236,6 +256,11 @@ def _fault_text(fault: Fault, dollars: float | None = None) -> str:
         f"{what} ({fault.node}) at update {fault.at_update}: {saved}training again after "
         f"{fault.seconds_to_next_update:.1f} s{joined}, {fault.recomputed} updates computed again{price}"
     )
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHORT else f"{line[: SHORT - 4]} ..."
 
 
 def _seconds(value: float | None) -> str:

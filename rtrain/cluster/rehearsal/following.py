@@ -34,7 +34,7 @@ class Follower:
     def __init__(self, made: Up, logs: Path, say: Say):
         self._made, self._logs, self._say = made, logs, say
         self._looked = 0.0
-        self._known = {made.metrics_port: ports.METRICS}
+        self._known = {made.site.metrics_port: ports.METRICS}
         self.listeners: set[ports.Listener] = set()
         """Every socket that was seen."""
 

@@ -142,7 +142,7 @@ class Plan:
 
 def of(text: str) -> Plan:
     """The plan of a file. Raises `ConfigError` with everything for which it cannot be rehearsed."""
-    found = _read(text)
+    found = read(text)
     kinds, head = found.get("available_node_types"), found.get("head_node_type")
     if not isinstance(kinds, dict) or not kinds:
         reason = "it names no available_node_types, so that there is nothing to scale"
@@ -208,7 +208,8 @@ def _whole(value: object, name: str) -> int:
     return int(documents.number(value, name))
 
 
-def _read(text: str) -> Document:
+def read(text: str) -> Document:
+    """A file of the launcher's. Raises `ConfigError` for another one."""
     try:
         found = documents.read(text)
     except Unreadable as error:

@@ -17,6 +17,8 @@ from rtrain.cluster.rehearsal import compared, measured, plan as plans, ports, r
 from rtrain.cluster.rehearsal.certificate import Certificate
 from rtrain.cluster.rehearsal.faults import Kind, Saboteur, after_join
 from rtrain.cluster.rehearsal.following import LOOK_EVERY_S, Broken, Follower, Say
+from rtrain.cluster.rehearsal.machines import network
+from rtrain.cluster.rehearsal.machines.commands import File
 from rtrain.cluster.rehearsal.machines.up import Up, up
 from rtrain.cluster.rehearsal.measured import Resized, Served
 from rtrain.cluster.rehearsal.plan import Plan
@@ -31,9 +33,10 @@ ALSO = (RESIZE,)
 """What may be rehearsed beside: a run that goes on with fewer workers and grows again."""
 
 
-def check(words: Sequence[str], text: str, also: Collection[str] = ()) -> tuple[Plan, list[str]]:
+def check(words: Sequence[str], text: str, also: Collection[str] = (), own: bool = False) -> tuple[Plan, list[str]]:
     """The plan of a cluster's file, and the words with the whole paths of what they name on this machine. `also`: what
-    of `ALSO` is wanted. Raises `ConfigError` with everything that can be refused before anything is started."""
+    of `ALSO` is wanted; `own`: whether nodes are to be made by the file's own commands. Raises `ConfigError` with
+    everything that can be refused before anything is started."""
     problems = []
     if not words or words[0] != "train":
         reason = "is not rehearsed: a training is, whose rows and weights can be compared"
@@ -44,6 +47,8 @@ def check(words: Sequence[str], text: str, also: Collection[str] = ()) -> tuple[
         plan = plans.of(text)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
+    if own and (lacks := network.problem()):
+        problems.append(Problem("--commands", None, lacks, "or leave it out"))
     problems += [Problem("--also", one, "is unknown", f"write {ALSO[0]}") for one in also if one not in ALSO]
     if not problems and RESIZE in also:
         problems += resizing.problems(plan, commands.workers(whole))
@@ -55,9 +60,18 @@ def check(words: Sequence[str], text: str, also: Collection[str] = ()) -> tuple[
 class Rehearsal:
     """One rehearsal: what is asked of the cluster, and what is seen of it meanwhile."""
 
-    def __init__(self, plan: Plan, words: Sequence[str], out: Path, say: Say, also: Collection[str] = ()):
-        """`words` with whole paths, as `check` returns them."""
-        self.plan, self.out, self._also = plan, out, also
+    def __init__(
+        self,
+        plan: Plan,
+        words: Sequence[str],
+        out: Path,
+        say: Say,
+        also: Collection[str] = (),
+        own: tuple[File, Path] | None = None,
+    ):
+        """`words` with whole paths, as `check` returns them. `own`: the file by whose commands nodes are made, and the
+        folder that it is in."""
+        self.plan, self.out, self._also, self._own = plan, out, also, own
         self._words, self._say = words, say
         self._begin = time.time()
         self._listeners: set[ports.Listener] = set()
@@ -78,7 +92,7 @@ class Rehearsal:
     def run(self, files: upload.Upload) -> Certificate:
         """Raises `UserError` where the undisturbed run fails by itself: then there is nothing to rehearse."""
         errors = list[str]()
-        with up(self.plan, self.out / "machines", self._say) as made:
+        with up(self.plan, self.out / "machines", self._say, self._own) as made:
             follower = Follower(made, self.out / "machines", self._say)
             self._first_job = time.time()
             self._train(made, follower, UNDISTURBED, files)
@@ -160,6 +174,9 @@ class Rehearsal:
             served=self._served,
             resized=self._resized,
             left_behind=made.left,
+            failed={name: one.failed for name, one in made.machines.items() if one.failed},
+            commands=made.site.own.commands if made.site.own else None,
+            file_ports=self._own[0].ports() if self._own else {},
             seconds=round(time.time() - self._begin, 1),
             dollars_of_run=measured.dollars_between(nodes, *self._run_span),
             idled=sum(node.end == measured.ENDS["terminated"] and node.ended < began for node in workers_nodes),

@@ -35,6 +35,8 @@ class Machine:
     """Whether the autoscaler has asked for its end."""
     ended: float | None = None
     why: Why | None = None
+    failed: str | None = None
+    """The command of the file that has failed there, with its exit code."""
 
 
 class Book:
@@ -66,6 +68,9 @@ class Book:
         """From now on nobody gets another machine, as in a cloud without spot capacity."""
         self._write("cloud", "sold-out", {})
 
+    def failed(self, name: str, command: str, code: int) -> None:
+        self._write(name, "failed", {"failed": f"{command} (exit code {code})"})
+
     # ------------------------------------------------------------------------------------------------- for its readers
 
     @property
@@ -77,7 +82,7 @@ class Book:
         found = {}
         for path in self.folder.glob("*.asked"):
             document: dict[str, Any] = {}
-            for kind in ("asked", "started", "unwanted", "ended"):
+            for kind in ("asked", "started", "unwanted", "failed", "ended"):
                 if (part := path.with_suffix(f".{kind}")).is_file():
                     document |= json.loads(part.read_text())
             found[path.stem] = Machine(**document)
