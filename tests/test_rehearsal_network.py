@@ -2,9 +2,11 @@
 
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from rtrain.cluster.rehearsal.machines.network import Network, inside
 
 # Slow since they may be skipped: namespaces are root's alone.
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(network.problem() is not None, reason=network.problem() or "")]
+ROOT = Path(__file__).resolve().parents[1]
 ECHOED = b"a request of some words"
 
 
@@ -89,6 +92,19 @@ def test_a_machine_without_power_says_nothing(made: Network) -> None:
         one.sendall(b"hello")
         with pytest.raises(TimeoutError):  # no word that the connection is over
             one.recv(10)
+
+
+def test_what_a_killed_rehearsal_has_left_is_removed_by_the_next() -> None:
+    script = (
+        "import os, signal; from rtrain.cluster.rehearsal.machines.network import Network; made = Network();"
+        "made.__enter__(); made.join('head-1'); print(made.name, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    killed = Network()
+    killed.name = done.stdout.strip()
+    assert len(killed.left()) == 3
+    with Network():
+        assert killed.left() == []
 
 
 def test_nothing_stays_where_the_cluster_fails() -> None:

@@ -6,7 +6,7 @@ would be told to all that they were connected to. Linux, and root.
 
 import ctypes
 import os
-import secrets
+import re
 import shutil
 import socket
 import subprocess
@@ -20,6 +20,7 @@ from typing import NamedTuple, Self, TypeVar
 NAMESPACES = Path("/run/netns")
 METADATA = "169.254.169.254"
 """The address of a cloud's metadata service; each machine has it for itself."""
+PREFIX = "rt"
 SUBNETS = range(64, 256)
 """Third bytes of the addresses 10.203.x.y that may be taken."""
 FIRST, LAST = 2, 250
@@ -60,16 +61,17 @@ class Network:
     """While it is entered there is a bridge, and a namespace for each machine that has joined. Leaving removes all."""
 
     def __init__(self) -> None:
-        self.name = f"rt{secrets.token_hex(3)}"
+        self.name = f"{PREFIX}{os.getpid():x}"
         self._links: dict[str, _Link] = {}
         self._subnet = ""
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
+        sweep()
         _ip("link", "add", self.name, "type", "bridge")
         try:
             self._subnet = _free_subnet()
-            _ip("addr", "add", f"{self._subnet}.1/24", "dev", self.name)
+            _ip("addr", "add", f"{self.gateway}/24", "dev", self.name)
             _ip("link", "set", self.name, "up")
         except BaseException:
             _ip("link", "del", self.name)
@@ -83,6 +85,11 @@ class Network:
                     _ip(*words)
         with suppress(subprocess.CalledProcessError):
             _ip("link", "del", self.name)
+
+    @property
+    def gateway(self) -> str:
+        """This machine's own address there, for what is beside the cluster."""
+        return f"{self._subnet}.1"
 
     def join(self, machine: str) -> Place:
         """Where the machine is, which gets a namespace and an address of its own, like none that there was."""
@@ -102,7 +109,7 @@ class Network:
         _ip(*inner, "link", "set", "lo", "up")
         _ip(*inner, "link", "set", "eth0", "up")
         # By it programs find out which address is theirs; nothing is forwarded.
-        _ip(*inner, "route", "add", "default", "via", f"{self._subnet}.1")
+        _ip(*inner, "route", "add", "default", "via", self.gateway)
         return place
 
     def place(self, machine: str) -> Place:
@@ -120,9 +127,25 @@ class Network:
 
     def left(self) -> list[str]:
         """What is still there of it."""
-        spaces = [path.name for path in NAMESPACES.iterdir()] if NAMESPACES.is_dir() else []
-        links = [name for _, name in socket.if_nameindex()]
-        return [f"network {name}" for name in (*spaces, *links) if name.startswith(self.name)]
+        return [f"network {name}" for name in (*_spaces(), *_links()) if name.startswith(self.name)]
+
+
+def sweep() -> None:
+    """Remove what rehearsals have left that were killed: their names hold the ids of their processes."""
+    for names, kind in ((_links(), "link"), (_spaces(), "netns")):
+        for name in names:
+            owner = re.match(rf"{PREFIX}([0-9a-f]+)(?:$|[-v]\d+$)", name)
+            if owner and not Path(f"/proc/{int(owner[1], 16)}").exists():
+                with suppress(subprocess.CalledProcessError):  # the other end of a link that was removed
+                    _ip(kind, "del", name)
+
+
+def _spaces() -> list[str]:
+    return [path.name for path in NAMESPACES.iterdir()] if NAMESPACES.is_dir() else []
+
+
+def _links() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
 
 
 def _free_subnet() -> str:

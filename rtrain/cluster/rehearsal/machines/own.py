@@ -3,8 +3,8 @@
 import os
 import socket
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rtrain.cluster.rehearsal.machines import metadata, network, nodes, vm
 from rtrain.cluster.rehearsal.machines.book import Machine
 from rtrain.cluster.rehearsal.machines.cloud import Start
 from rtrain.cluster.rehearsal.machines.commands import DASHBOARD_PORT, GCS_PORT, Commands, File
-from rtrain.cluster.rehearsal.machines.network import Network, Place
+from rtrain.cluster.rehearsal.machines.network import Network, Place, Result
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.cluster.session import package_root
 
@@ -40,18 +40,25 @@ class Own:
         self._stack = ExitStack()
         self._head: str | None = None
         self.environ: Mapping[str, str] = {}
-        """What the head has in its environment beside, such as the address of a Redis."""
+        """What the head has in its environment beside."""
         self.commands: dict[str, Commands] = {}
         """By node type, what its nodes run and what they do not."""
 
     def __enter__(self) -> "Own":
         self._stack.enter_context(self.network)
         port = self.file.number("--dashboard-port", DASHBOARD_PORT)
-        self.api_port = self._stack.enter_context(network.forwarded(lambda: self._place().namespace, port))
+        self.api_port = self._stack.enter_context(self.forwarded(port))
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
+
+    def forwarded(self, port: int) -> AbstractContextManager[int]:
+        """A port of this machine's loopback that leads to that one of the head's, whichever machine that is."""
+        return network.forwarded(lambda: self._place().namespace, port)
+
+    def at_head(self, act: Callable[[], Result]) -> Result:
+        return network.inside(self._place().namespace, act)
 
     @property
     def address(self) -> str:

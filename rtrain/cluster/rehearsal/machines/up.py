@@ -21,6 +21,7 @@ from rtrain.cluster.rehearsal.machines import metadata
 from rtrain.cluster.rehearsal.machines.book import Book, Machine
 from rtrain.cluster.rehearsal.machines.cloud import Cloud, Start
 from rtrain.cluster.rehearsal.machines.commands import File
+from rtrain.cluster.rehearsal.machines.network import Network, Result
 from rtrain.cluster.rehearsal.machines.nodes import Nodes
 from rtrain.cluster.rehearsal.machines.own import Own
 from rtrain.cluster.rehearsal.plan import Plan
@@ -47,6 +48,10 @@ class Site:
     """The dashboard's own."""
     own: Own | None = None
     """Where each machine is made by the file's own commands."""
+
+    def at_head(self, act: Callable[[], Result]) -> Result:
+        """What `act` returns where the head's loopback is its own."""
+        return act() if self.own is None else self.own.at_head(act)
 
     def unplug(self, machine: str) -> None:
         if self.own is not None:
@@ -81,9 +86,18 @@ class Up:
 
 
 @contextmanager
-def up(plan: Plan, logs: Path, say: Say, own: tuple[File, Path] | None = None) -> Iterator[Up]:
+def up(
+    plan: Plan,
+    logs: Path,
+    say: Say,
+    own: tuple[File, Path] | None = None,
+    beside: Callable[[Network], Mapping[str, str]] = lambda network: {},
+    lean: bool = False,
+) -> Iterator[Up]:
     """The cluster of `plan`, for as long as the block runs. `logs` is a folder for what its machines print. With `own`,
-    a cluster's file and the folder that it is in, each machine is made by the file's own commands (`own.Own`)."""
+    a cluster's file and the folder that it is in, each machine is made by the file's own commands (`own.Own`); `beside`
+    returns what the head has in its environment beside, such as the address of a Redis in that network. `lean`: see
+    `nodes.Nodes`."""
     if sys.platform != "linux":
         raise UserError(
             "a cluster is rehearsed on Linux alone: elsewhere a machine's processes cannot be kept together"
@@ -98,7 +112,7 @@ def up(plan: Plan, logs: Path, say: Say, own: tuple[File, Path] | None = None) -
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
     book, told = Book(folder / "book"), metadata.Machines(metadata.Told)
     made: Up | None = None
-    site = _shared(plan, folder, token, told) if own is None else _apart(plan, folder, told, *own)
+    site = _shared(plan, folder, token, told, lean) if own is None else _apart(plan, folder, told, *own, beside)
     try:
         with site as found, Cloud(book, found.make, logs, found.unplug) as cloud:
             head = book.ask(plan.head.name, plan.head.resources, plan.head.labels, head_tags(plan))
@@ -119,7 +133,7 @@ def up(plan: Plan, logs: Path, say: Say, own: tuple[File, Path] | None = None) -
 
 
 @contextmanager
-def _shared(plan: Plan, folder: Path, token: Path, told: metadata.Machines) -> Iterator[Site]:
+def _shared(plan: Plan, folder: Path, token: Path, told: metadata.Machines, lean: bool) -> Iterator[Site]:
     """All machines have this one's address, and ports that are free here."""
     import ray.util
 
@@ -128,14 +142,22 @@ def _shared(plan: Plan, folder: Path, token: Path, told: metadata.Machines) -> I
     port, dashboard, *monitors = free_ports(4)
     address = f"{ray.util.get_node_ip_address()}:{port}"
     with metadata.serving(told) as services:
-        make = Nodes(plan, folder, token, autoscaler, address, dashboard, services, (monitors[0], monitors[1]))
+        make = Nodes(plan, folder, token, autoscaler, address, dashboard, services, (monitors[0], monitors[1]), lean)
         yield Site(make, lambda: address, dashboard, monitors[1])
 
 
 @contextmanager
-def _apart(plan: Plan, folder: Path, told: metadata.Machines, file: File, source: Path) -> Iterator[Site]:
+def _apart(
+    plan: Plan,
+    folder: Path,
+    told: metadata.Machines,
+    file: File,
+    source: Path,
+    beside: Callable[[Network], Mapping[str, str]],
+) -> Iterator[Site]:
     """Each machine has an address of its own, and the file's ports."""
     with Own(plan, file, source, folder, _token(), told) as make:
+        make.environ = beside(make.network)
         yield Site(make, lambda: make.address, make.api_port, DASHBOARD_METRIC_PORT, make)
 
 
