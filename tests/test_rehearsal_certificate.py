@@ -40,15 +40,16 @@ def event(kind: str, time: float, **fields: Any) -> dict[str, Any]:
 
 def test_a_fault_comes_once_the_run_is_over_the_last_one() -> None:
     wanted: tuple[sabotage.Kind, ...] = ("notice", "kill")
-    log = [event("started", 0, update=0, workers=2), event("progress", 1, update=24)]
+    log = [event("started", 0, update=0, workers=2), event("progress", 1, update=11)]
     assert due([], [], wanted, 100) is None
     assert due(log, [], wanted, 100) is None
-    log.append(event("progress", 2, update=25))
+    log.append(event("progress", 2, update=12))
     assert due(log, [], wanted, 100) == due(log, [], wanted, 100, 2) == "notice"
     assert due(log, [], wanted, 100, 3) is None  # it is still to grow
     met = Fault("notice", "worker-1", "worker", 2.0)
     log.append(event("progress", 9, update=60))
     assert due(log, [met], wanted, 100) is None
+    assert due(log[:-1], [], wanted[1:], 100) is None  # half of the run comes first
     met.seconds_to_next_update, met.whole = 5.0, 7.0
     assert due(log, [met], wanted, 100) == "kill"
     assert due([*log, event("yielded", 10, reason="resize", update=60)], [met], wanted, 100) is None

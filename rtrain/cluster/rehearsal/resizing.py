@@ -15,7 +15,7 @@ from rtrain import config as configuration, ray_internals
 from rtrain.checkpoints import checkpoint
 from rtrain.cluster.jobs import upload
 from rtrain.cluster.rehearsal import compared, measured, words as commands
-from rtrain.cluster.rehearsal.faults import Events, Fault, Saboteur, after_join
+from rtrain.cluster.rehearsal.faults import PLACES, Events, Fault, Saboteur, after_join
 from rtrain.cluster.rehearsal.following import Follower, Say
 from rtrain.cluster.rehearsal.machines.up import up
 from rtrain.cluster.rehearsal.measured import Resized
@@ -64,7 +64,7 @@ def rehearsed(plan: Plan, words: Sequence[str], like: Run, out: Path, files: upl
 
     with up(tight, out / "machines-resized", say) as made:
         follower = Follower(made, out / "machines-resized", say)
-        saboteur = Saboteur(made, ("notice",), 3 * SAVE_EVERY, workers)
+        saboteur = Saboteur(made, ("notice",), PLACES["notice"] * SAVE_EVERY, workers)
 
         def has_grown(log: Events) -> bool:
             return bool(saboteur.met) and has_trained_on(saboteur.met[0], log, 2 * SAVE_EVERY)
