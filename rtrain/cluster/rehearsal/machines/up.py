@@ -230,7 +230,7 @@ def _unused(names: set[str]) -> list[str]:
 
 def _keep_autoscaler_log(folder: Path, logs: Path) -> None:
     """It says why nodes were started and ended; the rest of Ray's own files goes."""
-    for path in folder.glob("*/session_2*/logs/*"):
+    for path in (*folder.glob("*/session_2*/logs/*"), *folder.glob("*/tmp/ray/session_2*/logs/*")):
         if path.name.startswith(("monitor.", "autoscaler")) and path.is_file():
             logs.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, logs / path.name)
