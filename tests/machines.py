@@ -4,7 +4,7 @@
     python -m tests.machines again FOLDER     on a new cluster: the same job, with nothing but the run's storage
     python -m tests.machines serve FOLDER     an endpoint of two replicas on nodes of one CPU, which is then stopped
     python -m tests.machines labels FOLDER    a search and an endpoint, each on nodes of its own, beside others
-    python -m tests.machines grow FOLDER      a run that grows from one worker to four on nodes of one CPU
+    python -m tests.machines grow FOLDER      a run that grows from one worker to four on nodes of one CPU, and shrinks
 
 Processes of their own: Ray keeps the token of the first cluster that a process has spoken to.
 """
@@ -15,19 +15,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import yaml
 
 from rtrain import env, ray_internals
 from rtrain.cluster import supply
 from rtrain.cluster.jobs import naming, upload
-from rtrain.cluster.rehearsal import measured, plan as plans
-from rtrain.cluster.rehearsal.up import Up, free_ports, up
+from rtrain.cluster.rehearsal import faults, measured, plan as plans
+from rtrain.cluster.rehearsal.machines.up import Up, free_ports, up
 from rtrain.run import Run
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_artifact, make_encoder
@@ -136,7 +134,8 @@ def serve(folder: Path) -> dict[str, Any]:
 
 
 def grow(folder: Path) -> dict[str, Any]:
-    """The nodes are idle for a moment whenever the run grows onto them, and longer than they may be in all."""
+    """The nodes are idle for a moment whenever the run grows onto them, and longer than they may be in all. Then the
+    cloud takes back all nodes with workers but one, and has no others: the run goes on with one worker."""
     write_rows(folder / "rows.csv", labelled_rows(403))
     make_encoder(folder / "encoder")
     run, small = Run(folder / "runs" / "grown"), plan(1, most=12, idle_s=30)
@@ -151,6 +150,15 @@ def grow(folder: Path) -> dict[str, Any]:
         until("its updates", lambda: run.events("progress")[-1]["time"] > at)
         until("a while", lambda: time.time() > at + WATCHED_S)
         count = len(made.book.up()) - 1
+        made.book.sell_out()
+        at = time.time()
+        for name in sorted(faults.machines_with(made, faults.WORKER))[1:]:
+            made.told[name].ends = at + faults.NOTICE_S["aws"]
+        until("one worker", lambda: [one for one in run.events("started") if one["workers"] == 1 and one["time"] > at])
+        smaller = round(time.time() - at, 1)
+        until("its updates", lambda: run.events("progress")[-1]["time"] > run.events("started")[-1]["time"])
+        until("nodes to leave", lambda: len(made.book.up()) - 1 <= 3)
+        left = len(made.book.up()) - 1
         made.jobs.stop(job)
         until("its end", lambda: made.jobs.all()[job].status in naming.ENDED)
         until("nodes to end", lambda: len(made.book.up()) == 1)
@@ -159,6 +167,13 @@ def grow(folder: Path) -> dict[str, Any]:
         "workers": [one["workers"] for one in run.events("started")],
         "seconds": seconds,
         "needed": small.needed(4, supply.data_cpus(None, 4), "cpu"),
+        "smaller_s": smaller,
+        "lost": [
+            max(one["update"] for one in run.events("progress") if one["time"] < start["time"]) - start["update"]
+            for start in run.events("started")[1:]
+        ],
+        "needed_by_one": small.needed(1, supply.data_cpus(None, 4), "cpu"),
+        "left_of_one": left,
         "started": len(machines),
         "at_a_time": measured.most_at_a_time(
             measured.nodes_of({one.name: one for one in machines}, {}, small, [], begin)
@@ -201,11 +216,8 @@ def labels(folder: Path) -> dict[str, Any]:
 
 def _note(made: Up, what: str, where: dict[str, set[str]]) -> None:
     """On which types of machine processes of that name run now."""
-    for one in made.book.up().values():
-        with suppress(psutil.Error):
-            children = psutil.Process(one.pid).children(recursive=True) if one.pid else []
-            if any(" ".join(process.cmdline()).startswith(what) for process in children):
-                where.setdefault(what, set()).add(one.type)
+    for one in faults.machines_with(made, what).values():
+        where.setdefault(what, set()).add(one.type)
 
 
 def asked_until_stopped(made: Up, job: str, url: str) -> dict[str, int]:

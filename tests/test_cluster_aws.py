@@ -1,115 +1,125 @@
-"""cluster.yaml by Ray's own provider for AWS, on moto's EC2: what the launcher and the autoscaler would really ask for.
+"""cluster.yaml by `ray up` and Ray's own provider for AWS, on moto's EC2: what they would really ask for.
 
-The file's own subnets, groups, image and profiles are planted first, as its user makes them. moto starts one instance,
-however many are asked for at a time, checks no rights, and gives images and prices that are its own.
+The file's own subnets, groups, image and profiles are planted first, as its user makes them.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import yaml
-from moto import mock_aws
 
 from rtrain.cluster.rehearsal import plan as plans
+from rtrain.cluster.rehearsal.aws import instances, launch as launches
+from rtrain.cluster.rehearsal.aws.instances import Instance
+from rtrain.cluster.rehearsal.aws.launch import Launched
+from rtrain.errors import ConfigError
 
+# `ray up`'s thread ends at its first SSH by SystemExit, which Python takes for no error, and pytest for one.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
-REGION = yaml.safe_load(TEXT)["provider"]["region"]
-KEY = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": REGION}
 
 
-@dataclass(frozen=True)
-class Account:
-    ec2: Any
-    config: dict[str, Any]
-    """The file, filled in with what is there, as `ray up` hands it to its provider."""
-    group: str
-    subnet: str
-    groups_before: int
+def launched(folder: Path, document: dict[str, Any]) -> Launched:
+    plan = plans.of(yaml.safe_dump(document))
+    return launches.launch(plan, document, ROOT / "cluster.yaml", folder / "ray-up.log")
 
 
 @pytest.fixture(scope="module")
-def account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Account]:
-    from ray.autoscaler._private.aws.config import bootstrap_aws
-    from ray.autoscaler._private.util import prepare_config
-
-    with pytest.MonkeyPatch.context() as patch, mock_aws():
-        for name, value in KEY.items():
-            patch.setenv(name, value)
-        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))  # Ray makes a key pair in ~/.ssh
-        ec2, iam = boto3.client("ec2", REGION), boto3.client("iam", REGION)
-        vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
-        zone = yaml.safe_load(TEXT)["provider"]["availability_zone"]
-        made = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.1.0/24", AvailabilityZone=zone)
-        subnet = made["Subnet"]["SubnetId"]
-        group = ec2.create_security_group(GroupName="nodes", Description="nodes", VpcId=vpc)["GroupId"]
-        ec2.authorize_security_group_ingress(
-            GroupId=group, IpPermissions=[{"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}]
-        )
-        for name in ("rtrain-head", "rtrain-worker"):
-            iam.create_instance_profile(InstanceProfileName=name)
-        image = ec2.describe_images()["Images"][0]["ImageId"]
-        text = TEXT
-        for left, planted in (
-            *(("ami-FILL-IN", image), ("subnet-FILL-IN", subnet), ("sg-FILL-IN", group)),
-            *(("FILL-IN-head", "rtrain-head"), ("FILL-IN-worker", "rtrain-worker"), ("fs-FILL-IN", "fs-1")),
-        ):
-            assert left in text
-            text = text.replace(left, planted)
-        groups = len(ec2.describe_security_groups()["SecurityGroups"])
-        yield Account(ec2, bootstrap_aws(prepare_config(yaml.safe_load(text))), group, subnet, groups)
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    folder = tmp_path_factory.mktemp("launch")
+    names = ("HOME", "AWS_ACCESS_KEY_ID", "AWS_DEFAULT_REGION", "AWS_PROFILE")
+    before = {name: os.environ.get(name) for name in names}
+    found = launched(folder, yaml.safe_load(TEXT))
+    assert {name: os.environ.get(name) for name in names} == before  # its own are nobody's
+    assert "Launched a new head node" in (folder / "ray-up.log").read_text()
+    return found
 
 
-def started(account: Account, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The instance that the provider makes of a node type, and its disk, as EC2 describes them; it is ended again."""
-    from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
-    from ray.autoscaler.tags import TAG_RAY_NODE_KIND, TAG_RAY_USER_NODE_TYPE
-
-    provider = AWSNodeProvider(account.config["provider"], account.config["cluster_name"])
-    tags = {TAG_RAY_NODE_KIND: "head" if kind == "head" else "worker", TAG_RAY_USER_NODE_TYPE: kind}
-    made = list(provider.create_node(dict(account.config["available_node_types"][kind]["node_config"]), tags, 1))
-    [found] = account.ec2.describe_instances(InstanceIds=made)["Reservations"]
-    attached = [{"Name": "attachment.instance-id", "Values": made}]
-    [volume] = account.ec2.describe_volumes(Filters=attached)["Volumes"]
-    assert set(provider.non_terminated_nodes({})) == set(made)
-    provider.terminate_nodes(made)
-    assert provider.non_terminated_nodes({}) == []
-    return found["Instances"][0], volume
+def test_the_project_s_own_file_is_launched_as_it_says(ours: Launched) -> None:
+    assert ours.problems() == []
+    assert [(one.kind, one.started, one.most) for one in ours.instances] == [("head", 1, 1), ("worker", 4, 4)]
+    assert ours.first_ssh is not None
+    assert "ProxyCommand=aws ssm start-session --region us-west-2 --target %h" in ours.first_ssh
+    assert ours.left == 0
+    # No group of Ray's own, which would admit SSH from anywhere.
+    assert ours.stays == ["key pair ray-autoscaler_us-west-2, and its private key in ~/.ssh"]
 
 
-def test_ray_takes_what_the_file_names_and_makes_no_network_of_its_own(account: Account) -> None:
-    assert len(account.ec2.describe_security_groups()["SecurityGroups"]) == account.groups_before
-    for kind in account.config["available_node_types"].values():
-        assert kind["node_config"]["SubnetIds"] == [account.subnet]
-        assert kind["node_config"]["SecurityGroupIds"] == [account.group]
-    profiles = boto3.client("iam", REGION).list_instance_profiles()["InstanceProfiles"]
-    assert sorted(one["InstanceProfileName"] for one in profiles) == ["rtrain-head", "rtrain-worker"]
-
-
-def test_the_nodes_group_lets_nobody_in_but_the_nodes(account: Account) -> None:
-    [group] = account.ec2.describe_security_groups(GroupIds=[account.group])["SecurityGroups"]
-    sources = [
-        (rule["IpRanges"], [one["GroupId"] for one in rule["UserIdGroupPairs"]]) for rule in group["IpPermissions"]
-    ]
-    assert sources == [([], [account.group])]
-
-
-@pytest.mark.parametrize(("kind", "life"), [("head", None), ("worker", "spot")])
-def test_an_instance_is_what_the_file_says(account: Account, kind: str, life: str | None) -> None:
+@pytest.mark.parametrize(("kind", "market"), [("head", "on demand"), ("worker", "spot")])
+def test_an_instance_is_what_the_file_says(ours: Launched, kind: str, market: str) -> None:
     plan = plans.of(TEXT)
-    one, volume = started(account, kind)
-    tags = {tag["Key"]: tag["Value"] for tag in one["Tags"]}
-    assert one["InstanceType"] == plan.by_name[kind].instance
-    assert one["SubnetId"] == account.subnet
-    assert [group["GroupId"] for group in one["SecurityGroups"]] == [account.group]
-    assert one["IamInstanceProfile"]["Arn"].endswith(f"/rtrain-{kind}")
-    assert (tags["ray-cluster-name"], tags["ray-user-node-type"]) == ("rtrain", kind)
-    assert one["MetadataOptions"]["HttpTokens"] == "required"
-    assert one["MetadataOptions"]["HttpPutResponseHopLimit"] == 1
-    assert one.get("InstanceLifecycle") == life
-    assert (volume["Encrypted"], volume["Size"], volume["VolumeType"]) == (True, 60, "gp3")
-    assert one["BlockDeviceMappings"][0]["Ebs"]["DeleteOnTermination"] is True
+    [facts] = [one.facts for one in ours.instances if one.kind == kind]
+    assert facts == {
+        "InstanceType": plan.by_name[kind].instance,
+        "SubnetId": "subnet-FILL-IN",
+        "SecurityGroupIds": ["sg-FILL-IN"],
+        "profile": f"FILL-IN-{kind}",
+        "market": market,
+        "cluster": "rtrain",
+        **{
+            "metadata HttpTokens": "required",
+            "metadata HttpPutResponseHopLimit": 1,
+            "metadata HttpEndpoint": "enabled",
+        },
+        **{"disk VolumeSize": 60, "disk VolumeType": "gp3", "disk Encrypted": True, "disk DeleteOnTermination": True},
+    }
+
+
+@pytest.mark.slow
+def test_a_file_without_groups_gets_one_of_ray_s_that_lets_anybody_in(tmp_path: Path) -> None:
+    document = yaml.safe_load(TEXT)
+    for kind in document["available_node_types"].values():
+        del kind["node_config"]["SecurityGroupIds"]
+    found = launched(tmp_path, document)
+    assert [one for one in found.problems() if one.startswith("anybody may reach port 22")]
+    assert any(one.startswith("security group ray-autoscaler-rtrain") for one in found.stays)
+
+
+# ----------------------------------------------------------------------------------------------------- the certificate
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"started": 3}, "worker: 3 instances were started where 4 were asked for"),
+        ({"wanted": {"market": "spot"}}, "worker: market is 'on demand', and the file says 'spot'"),
+        ({"wanted": {"metadata HttpTokens": "required"}}, "worker: metadata HttpTokens is None, and the file says"),
+    ],
+)
+def test_an_instance_unlike_the_file_is_a_problem(changes: dict[str, Any], why: str) -> None:
+    one = Instance("worker", 4, 4, {"market": "on demand"}, {"market": "on demand"}, ("Placement",))
+    sound = Launched([one], "ssh x", [], [], 0, 3.0)
+    assert sound.passed
+    assert "handed on and not compared: Placement" in sound.text()
+    found = Launched([replace(one, **changes)], "ssh x", [], [], 0, 3.0)
+    assert [problem for problem in found.problems() if why in problem]
+    assert found.text().splitlines()[-1] == "FAILED (3 s)"
+    assert json.loads(json.dumps(found.to_document()))["passed"] is False
+
+
+def test_whatever_else_is_wrong_with_a_launch_is_said() -> None:
+    assert Launched([], None, [], [], 0, 1.0).problems() == ["ray up did not come as far as its first SSH"]
+    assert Launched([], None, [], [], 0, 1.0, ["ray up has failed: x"]).problems() == ["ray up has failed: x"]
+    found = Launched([], "ssh x", ["port 22 of the group g"], [], 2, 1.0).problems()
+    assert found == ["anybody may reach port 22 of the group g", "left behind: 2 instances"]
+
+
+def test_what_an_instance_must_have_is_read_from_its_configuration() -> None:
+    node = {"InstanceType": "t3.large", "IamInstanceProfile": {"Arn": "arn:aws:iam::1:instance-profile/nodes"}}
+    assert instances.wanted_of(node, "mine") == {
+        **{"InstanceType": "t3.large", "profile": "nodes", "market": "on demand", "cluster": "mine"}
+    }
+
+
+def test_what_has_no_machines_or_is_no_aws_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        launches.check("azure", ["train"], ["resize"], True)
+    assert [problem.field for problem in refused.value.problems] == ["--cloud", "verb", "--also", "--commands"]
+    launches.check("moto", [], [], False)
+    with pytest.raises(ConfigError, match="the file's provider is gcp"):
+        launched(tmp_path, {**yaml.safe_load(TEXT), "provider": {"type": "gcp"}})

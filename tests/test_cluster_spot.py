@@ -15,7 +15,7 @@ import pytest
 
 from rtrain import ray_internals
 from rtrain.cluster import spot
-from rtrain.cluster.rehearsal.metadata import Machines, Told, serving
+from rtrain.cluster.rehearsal.machines.metadata import Machines, Told, serving
 from rtrain.cluster.spot import Aws, Azure, Gcp, Notice, Service
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -222,7 +222,7 @@ import json, os, subprocess, sys, time
 os.environ["RAY_AUTH_MODE"] = "disabled"
 import ray
 from ray.cluster_utils import Cluster
-from rtrain.cluster.rehearsal.metadata import Machines, Told, serving
+from rtrain.cluster.rehearsal.machines.metadata import Machines, Told, serving
 from rtrain.cluster import supply
 os.environ["RAY_CLOUD_INSTANCE_ID"] = "head"
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})

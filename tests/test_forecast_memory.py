@@ -173,6 +173,12 @@ def test_frozen_weights_have_no_gradient(encoder: Path) -> None:
     assert found.table == 0
 
 
+def test_float64_takes_twice_the_memory(encoder: Path) -> None:
+    narrow, wide = traced(encoder, [20, 30]), traced(encoder, [20, 30], precision="fp64")
+    assert (wide.of_trained, wide.gradients) == (2 * narrow.of_trained, 2 * narrow.gradients)
+    assert wide.activations == pytest.approx(2 * narrow.activations, rel=0.1)
+
+
 def test_a_trace_takes_no_memory_of_its_own(encoder: Path) -> None:
     """Two thousand times the tokens: gigabytes, had they numbers."""
     found = traced(encoder, [64] * 60_000)

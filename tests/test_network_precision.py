@@ -99,6 +99,29 @@ def test_bf16_is_refused_on_a_gpu_that_emulates_it() -> None:
     assert precision.problems("bf16", precision.of_gpu((8, 0))) == []
 
 
+def test_float64_is_for_processors_alone() -> None:
+    assert precision.problems("fp64", processor()) == []
+    assert precision.resolve("fp64", processor("bf16")) == "fp64"
+    [problem] = precision.problems("fp64", precision.of_gpu((9, 0)))
+    assert "write train.device=cpu beside it" in str(problem)
+
+
+def test_weights_are_as_wide_as_the_format_and_an_artefact_s_are_not() -> None:
+    network = torch.nn.Linear(3, 2)
+    precision.widen(network, "bf16")
+    assert network.weight.dtype == torch.float32
+    before = network.weight.detach().clone()
+    precision.widen(network, "fp64")
+    assert (network.weight.dtype, network.bias.dtype) == (torch.float64, torch.float64)
+    weights = precision.narrowed({**network.state_dict(), "counts": torch.ones(2, dtype=torch.int64)})
+    assert {name: one.dtype for name, one in weights.items()} == {
+        **{"weight": torch.float32, "bias": torch.float32, "counts": torch.int64}
+    }
+    assert weights["weight"].equal(before)
+    precision.narrow(network)
+    assert network.weight.dtype == torch.float32
+
+
 def test_a_processor_is_not_asked_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "of_processor", processor)
     for gpu in (False, True):

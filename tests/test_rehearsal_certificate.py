@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +18,11 @@ from rtrain.cluster.rehearsal import (
     following,
     plan as plans,
 )
-from rtrain.cluster.rehearsal.book import Machine
 from rtrain.cluster.rehearsal.certificate import Certificate
 from rtrain.cluster.rehearsal.faults import Fault, due, follow
-from rtrain.cluster.rehearsal.measured import Rows, Served, Weights, dollars_between, most_at_a_time, nodes_of
+from rtrain.cluster.rehearsal.machines.book import Machine
+from rtrain.cluster.rehearsal.machines.commands import Commands
+from rtrain.cluster.rehearsal.measured import Resized, Rows, Served, Weights, dollars_between, most_at_a_time, nodes_of
 from rtrain.cluster.rehearsal.ports import Listener
 from rtrain.errors import UserError
 from rtrain.run import Run
@@ -39,14 +40,16 @@ def event(kind: str, time: float, **fields: Any) -> dict[str, Any]:
 
 def test_a_fault_comes_once_the_run_is_over_the_last_one() -> None:
     wanted: tuple[sabotage.Kind, ...] = ("notice", "kill")
-    log = [event("started", 0, update=0), event("progress", 1, update=24)]
+    log = [event("started", 0, update=0, workers=2), event("progress", 1, update=11)]
     assert due([], [], wanted, 100) is None
     assert due(log, [], wanted, 100) is None
-    log.append(event("progress", 2, update=25))
-    assert due(log, [], wanted, 100) == "notice"
+    log.append(event("progress", 2, update=12))
+    assert due(log, [], wanted, 100) == due(log, [], wanted, 100, 2) == "notice"
+    assert due(log, [], wanted, 100, 3) is None  # it is still to grow
     met = Fault("notice", "worker-1", "worker", 2.0)
     log.append(event("progress", 9, update=60))
     assert due(log, [met], wanted, 100) is None
+    assert due(log[:-1], [], wanted[1:], 100) is None  # half of the run comes first
     met.seconds_to_next_update, met.whole = 5.0, 7.0
     assert due(log, [met], wanted, 100) == "kill"
     assert due([*log, event("yielded", 10, reason="resize", update=60)], [met], wanted, 100) is None
@@ -124,6 +127,7 @@ def made(**changes: Any) -> Certificate:
         "workers": [2, 2, 2],
         "device": "cpu",
         "served": SERVED,
+        "resized": None,
         "left_behind": [],
         "seconds": 360.0,
         "dollars_of_run": 0.021,
@@ -180,6 +184,11 @@ def test_a_sound_rehearsal_passes_and_says_what_it_came_to() -> None:
         ({"scale_down_s": None}, "nodes without work were not ended"),
         ({"left_behind": ["process 7 (x)"]}, "left behind: process 7"),
         ({"errors": ["broken off"]}, "broken off"),
+        (
+            {"failed": {"worker-2": "ray stop (exit code 127)"}},
+            "worker-2: the command failed: ray stop (exit code 127)",
+        ),
+        ({"file_ports": {"raylet": {6380, 6381}}}, "raylet listens on the network, port 1 (worker-1), which the file"),
     ],
 )
 def test_whatever_is_wrong_fails_it_and_is_said(changes: dict[str, Any], why: str) -> None:
@@ -219,6 +228,53 @@ def test_other_numbers_of_workers_may_round_otherwise() -> None:
     assert "relative difference 3.0e-07" in found.text()
 
 
+RESIZED = Resized(
+    notice=Fault("notice", "worker-1", "worker", 0.0, 30, 30, 0, 2.0, 15.0, 50.0, 20.0),
+    workers=(2, 1, 2),
+    update=400,
+    agrees=True,
+    lost=0,
+    repeated=0,
+    same_order=True,
+    difference=3e-12,
+    started=3,
+    needed=3,
+    seconds=200.0,
+    left_behind=(),
+)
+
+
+def test_a_run_that_has_shrunk_and_grown_passes_and_is_told() -> None:
+    found = made(resized=RESIZED)
+    assert found.passed
+    assert made(resized=replace(RESIZED, workers=(1, 2, 1, 2))).passed
+    assert "workers 2, 1, 2; training again 15.0 s after the notice; at update 400 0 rows lost" in found.text()
+    assert "--also resize" not in found.text()
+    assert "--also resize tries it" in made().text()
+    document = json.loads(json.dumps(found.to_document()))
+    assert (document["resized"]["difference"], document["resized"]["notice"]["recomputed"]) == (3e-12, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"workers": (2, 2)}, "its starts had [2, 2] workers"),
+        ({"workers": (2, 1)}, "its starts had [2, 1] workers"),
+        ({"workers": (1, 2)}, "its starts had [1, 2] workers"),
+        ({"difference": 2e-8}, "2.0e-08 off the steady one's"),
+        ({"difference": math.nan}, "nan off the steady one's"),
+        ({"same_order": False}, "other rows than the steady one"),
+        ({"agrees": False}, "other rows than the steady one"),
+        ({"repeated": 1}, "other rows than the steady one"),
+        ({"started": 4}, "4 worker nodes were started for the resized run, where 3 do"),
+        ({"notice": replace(RESIZED.notice, recomputed=2)}, "lost updates by it"),
+        ({"left_behind": ["process 7"]}, "left behind: process 7"),
+    ],
+)
+def test_whatever_is_wrong_with_a_resized_run_is_said(changes: dict[str, Any], why: str) -> None:
+    assert [one for one in made(resized=replace(RESIZED, **changes)).problems() if why in one]
+
+
 def test_what_is_not_rehearsed_is_said() -> None:
     gpu = replace(PLAN, kinds=(replace(PLAN.kinds[0], resources={"CPU": 8.0, "GPU": 1.0}),), watcher=None)
     said = "\n".join(made(plan=gpu, device="gpu").not_rehearsed())
@@ -228,6 +284,13 @@ def test_what_is_not_rehearsed_is_said() -> None:
         "the file starts no watcher",
     ):
         assert expected in said
+    run = Commands(("ray stop",), ("sudo   apt-get\n update", "x" * 200), ("venv",))
+    own = made(commands={"head": run, "worker": run}, file_ports={"raylet": {1, 2}}).not_rehearsed()
+    assert own[:3:2] == [
+        "images, disks and rights: rtrain cluster lint reads them",
+        "a command that changes the system, or fetches something: sudo apt-get update",
+    ]
+    assert own[3].endswith(f"{'x' * 96} ...")
     assert "trained on CPUs, as it asks for" in "\n".join(made(plan=gpu).not_rehearsed())
     assert "GPU" not in "\n".join(made().not_rehearsed())
 
@@ -248,7 +311,7 @@ def test_a_head_that_is_late_is_asked_again_and_one_that_is_gone_is_not(
         return dict(answer)
 
     made: Any = SimpleNamespace(jobs=SimpleNamespace(all=all_jobs), head="head-1", book=SimpleNamespace())
-    made.metrics_port, made.book.up = 1, lambda: {"head-1": None}
+    made.site, made.book.up = SimpleNamespace(metrics_port=1), lambda: {"head-1": None}
     follower = following.Follower(made, tmp_path, lambda text: None)
     assert follower.status("job") == "RUNNING"
     answers.append({"another": SimpleNamespace(status="RUNNING")})
@@ -275,3 +338,21 @@ def test_the_last_weights_of_two_runs_are_compared(tmp_path: Path) -> None:
     other = compared.weights(control, run("other", 0.5), False)
     assert (other.identical, other.same_workers) == (False, False)
     assert other.difference == pytest.approx((12 * 0.25 / (12 * 4 + 2)) ** 0.5)
+
+
+def test_weights_are_compared_by_how_far_they_have_moved(tmp_path: Path) -> None:
+    def run(name: str, **by_update: tuple[str, float]) -> Run:
+        for update, (ledger, value) in by_update.items():
+            folder = checkpoint.path_of(Run(tmp_path / name).checkpoints, int(update[1:]))
+            folder.mkdir(parents=True)
+            save_file({"a": np.full(4, value)}, folder / "model.safetensors")
+            state = checkpoint.State(update=3, ledger=ledger, best_update=None, best_score=None, run="r")
+            (folder / "state.json").write_text(json.dumps({"schema_version": 1, **asdict(state)}))
+            (folder / "MANIFEST.json").write_text("{}")
+        return Run(tmp_path / name)
+
+    steady = run("steady", u3=("aa", 1.0), u6=("bb", 3.0))
+    same, off = compared.at(run("resized", u4=("cc", 0.0), u6=("bb", 3.0 + 2e-10)), steady, 6)
+    assert same
+    assert off == pytest.approx(1e-10, rel=1e-5)
+    assert compared.at(run("other", u6=("cc", 3.0)), steady, 6) == (False, 0.0)

@@ -13,16 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
+from ray.autoscaler.node_launch_exception import NodeLaunchException
 
-from rtrain.cluster.rehearsal import (
-    machine,
-    plan as plans,
-    ports,
-    provider,
-    up,
-)
-from rtrain.cluster.rehearsal.book import Book, Machine
-from rtrain.cluster.rehearsal.cloud import Cloud, Start
+from rtrain.cluster.rehearsal import plan as plans, ports
+from rtrain.cluster.rehearsal.machines import machine, provider, up
+from rtrain.cluster.rehearsal.machines.book import Book, Machine
+from rtrain.cluster.rehearsal.machines.cloud import Cloud, Start
 from rtrain.cluster.rehearsal.ports import Listener
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,6 +65,10 @@ def test_what_is_asked_for_is_there_until_it_has_ended(book: Book) -> None:
     assert cloud.is_terminated(first)
     assert book.all()[first].why == "terminated"
     assert asked_by(book) == ["worker-3"]  # no name comes back
+    book.sell_out()
+    with pytest.raises(NodeLaunchException, match="there is no worker to be had now"):
+        asked_by(book)
+    assert list(book.all()) == [first, second, "worker-3"]
 
 
 def test_ray_s_provider_has_the_calls_that_are_made_here() -> None:

@@ -10,13 +10,9 @@ import yaml
 
 from rtrain import env
 from rtrain.cluster import supply
-from rtrain.cluster.rehearsal import (
-    nodes as starts,
-    plan as plans,
-    provider,
-    rehearse,
-)
-from rtrain.cluster.rehearsal.book import Machine
+from rtrain.cluster.rehearsal import plan as plans, rehearse
+from rtrain.cluster.rehearsal.machines import nodes as starts, provider
+from rtrain.cluster.rehearsal.machines.book import Machine
 from rtrain.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]

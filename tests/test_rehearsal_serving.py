@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import yaml
 
 from rtrain.cluster.rehearsal import plan as plans, serving
-from rtrain.cluster.rehearsal.up import free_ports
+from rtrain.cluster.rehearsal.machines.up import free_ports
 from rtrain.run import Run
 from tests.tiny import make_artifact
 
@@ -114,9 +115,9 @@ def test_a_request_is_answered_refused_or_cut() -> None:
 def test_what_is_not_answered_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "AGAIN_S", 0.01)
     with endpoint(None, (503, {}), (200, ["yes"])) as port:
-        assert serving._answered(port, "a") == ("yes", 2)
+        assert serving._answered(partial(serving.ask, port), "a") == ("yes", 2)
     monkeypatch.setattr(serving, "WITHIN_S", 0.02)
     with endpoint((503, {})) as port:
-        answer, again = serving._answered(port, "a")
+        answer, again = serving._answered(partial(serving.ask, port), "a")
     assert answer is None
     assert again >= 1

@@ -21,7 +21,7 @@ from rtrain.data.order import Order, chain, rows_digest
 from rtrain.data.stores.store import PLACES, Store
 from rtrain.exchange.alive import Watch
 from rtrain.exchange.replicated import Replicated
-from rtrain.network import dropout, model
+from rtrain.network import dropout, model, precision as formats
 from rtrain.run import Run
 from rtrain.strategies import choose
 from rtrain.tasks import base
@@ -116,6 +116,7 @@ def start(
     order = Order(store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, 3)
     assert (order.updates, order.rows % order.rows_per_update > 0) == (UPDATES, True)
     network = model.build(ground / "encoder", TASK, store.manifest.labels, recipe.train.seed, Model(freeze=freeze))
+    formats.widen(network, precision)
     job = loop.Job(
         recipe=recipe,
         run=Run(run),
@@ -294,6 +295,23 @@ def test_events_come_in_order(ground: Path, tmp_path: Path, monkeypatch: pytest.
         {"accuracy": 0.75, "macro_f1": 0.0} | valid,
         {"accuracy": 0.25, "macro_f1": 0.0} | test,
     ]
+
+
+def test_float64_goes_into_the_checkpoints_and_out_of_them(ground: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "straight", tmp_path / "killed"
+    straight = start(ground, runs[0], precision="fp64", save_every=1)
+    start(ground, runs[1], precision="fp64", save_every=1, kill=2)
+    resumed = start(ground, runs[1], precision="fp64", save_every=1)
+    assert straight.recorder.of("started")[0]["precision"] == "fp64"
+    assert {value.dtype for value in resumed.network.parameters()} == {torch.float64}
+    assert fingerprint(runs[0], UPDATES) == fingerprint(runs[1], UPDATES)
+    single = start(ground, tmp_path / "single", save_every=1)
+    assert single.outcome is not None
+    off = max(
+        float((one - other).detach().abs().max())
+        for one, other in zip(straight.network.parameters(), single.network.parameters(), strict=True)
+    )
+    assert 0 < off < 0.05  # Adam magnifies what float32 rounds away; the learning rate is 5e-3
 
 
 def test_a_start_that_ends_early_tells_at_once_that_its_checkpoint_is_on_the_disk(

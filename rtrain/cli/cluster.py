@@ -135,11 +135,22 @@ def kubernetes(
 
 
 def rehearse(
-    words: Annotated[list[str], typer.Argument(help="Behind --: train and its options, with data of this machine.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(help="Behind --: train and its options, with data of this machine.")
+    ] = None,
     file: Annotated[Path, typer.Option("--file", help="The cluster's file.")] = Path("cluster.yaml"),
     out: Annotated[str | None, typer.Option("--out", help="New folder for its runs and logs.")] = None,
     folder: Annotated[Path, typer.Option("--folder", help="Root of the checkout to take along.")] = Path("."),
     most_mb: Annotated[float, typer.Option("--most-mb", help="Most megabytes to take along.")] = 5.0,
+    also: Annotated[
+        list[str] | None, typer.Option("--also", help="resize: also a run that shrinks and grows, in float64.")
+    ] = None,
+    cloud: Annotated[
+        str | None, typer.Option("--cloud", help="moto: in place of a job, ray up itself on a stand-in for AWS.")
+    ] = None,
+    commands: Annotated[
+        bool, typer.Option("--commands", help="Make each node by the file's own commands, in namespaces (root).")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Try a cluster's file on this machine: its nodes, its autoscaler and a real job, with a spot notice and the loss
@@ -147,16 +158,25 @@ def rehearse(
     left behind."""
     from rtrain.cluster.jobs import upload
     from rtrain.cluster.lint import lint as linting
-    from rtrain.cluster.rehearsal import rehearse as rehearsing
+    from rtrain.cluster.rehearsal import plan as plans, rehearse as rehearsing
+    from rtrain.cluster.rehearsal.aws import launch as launches
+    from rtrain.cluster.rehearsal.machines import commands as own_commands
     from rtrain.report.live.progress import say
     from rtrain.runs import opening
 
-    plan, whole = rehearsing.check(words, linting.read_file(file))
-    files = upload.of(folder.absolute(), int(most_mb * 1e6))
+    text = linting.read_file(file)
     place = opening.folder_for("rehearsal", out)
     if place.is_dir() and any(place.iterdir()):
         raise ConfigError([Problem("--out", shown(place), "is not empty", "name a new folder")])
-    certificate = rehearsing.Rehearsal(plan, whole, place, say).run(files)
+    certificate: Any
+    if cloud is not None:
+        launches.check(cloud, words or (), also or (), commands)
+        certificate = launches.launch(plans.of(text), plans.read(text).value, file.absolute(), place / "ray-up.log")
+    else:
+        plan, whole = rehearsing.check(words or (), text, also or (), commands)
+        own = (own_commands.of(plans.read(text)), file.absolute().parent) if commands else None
+        files = upload.of(folder.absolute(), int(most_mb * 1e6))
+        certificate = rehearsing.Rehearsal(plan, whole, place, say, also or (), own).run(files)
     document = certificate.to_document()
     (place / "certificate.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
     show(document, as_json, certificate.text(), f"kept: {shown(place / 'certificate.json')}")

@@ -1,5 +1,6 @@
 """Which number format a run computes in: decided once by rank 0, kept in the run, read by rank 0 of every resume."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,10 +11,13 @@ from rtrain.run import Run
 if TYPE_CHECKING:
     import torch
 
+WIDE = "fp64"
+"""The format that weights and moments have too."""
+
 CPUINFO = Path("/proc/cpuinfo")
 FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
 """Flags by which a processor says that it computes a format; the last of each is Arm's name."""
-FORMATS = ("fp32", *FLAGS)
+FORMATS = ("fp32", *FLAGS, WIDE)
 """The formats that a run may compute in."""
 AMPERE = (8, 0)
 """The compute capability of the first GPUs that compute bf16."""
@@ -62,6 +66,9 @@ def resolve(wanted: str, native: Native) -> str:
 
 
 def problems(wanted: str, native: Native) -> list[Problem]:
+    if wanted == WIDE and native.device == "cuda":
+        reason = "is for comparisons on CPUs: most GPUs compute it at a small fraction of their speed"
+        return [Problem("train.precision", wanted, reason, "write train.device=cpu beside it, or another format")]
     if wanted not in FLAGS or wanted in native.formats:
         return []
     if native.device == "cuda":
@@ -86,3 +93,27 @@ def refused_here(wanted: str) -> list[Problem]:
 def decide(run: Run, wanted: str, native: Native) -> str:
     """The run's precision: what was decided before, else what fits this device, which is then kept."""
     return str(run.decide("precision", resolve(wanted, native)))
+
+
+def widen(network: "torch.nn.Module", chosen: str) -> None:
+    """Have a network's weights, and so its passes and the optimizer's moments, in the format that a run computes in,
+    where that is a wider one than fp32."""
+    if chosen == WIDE:
+        for one in (*network.parameters(), *network.buffers()):
+            if one.is_floating_point():
+                one.data = one.data.double()  # network.double() swaps whole tensors, which fake ones do not bear
+
+
+def narrow(network: "torch.nn.Module") -> None:
+    """Have weights that are wider in fp32, as an artefact's configuration says that they are."""
+    import torch
+
+    if any(one.dtype == torch.float64 for one in network.parameters()):
+        network.float()
+
+
+def narrowed(weights: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """Weights as an artefact has them: in fp32."""
+    import torch
+
+    return {name: one.float() if one.dtype == torch.float64 else one for name, one in weights.items()}

@@ -31,6 +31,7 @@ from rtrain.network import (
     packed,
     pooling,
     positions,
+    precision as formats,
     rounding,
     sentence,
     trimming,
@@ -104,6 +105,7 @@ class _Worker:
         store, task = open_store(start.store), base.get(recipe.task)
         self.network = self._network(store, task)
         precision = decisions.precision(self.watch, self.network.device, self._run, recipe.train.precision)
+        formats.widen(self.network, precision)
         within = self._inner(task, precision)
         loss = losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing, within)
         self._fits = self._fitting(store, task, loss, precision)
@@ -167,6 +169,7 @@ class _Worker:
         teacher = ranks.together(self.watch, read)
         model.place(teacher, self.network.device)
         teacher.requires_grad_(False).eval()
+        formats.widen(teacher, precision)
         ids = None if trimmed is None else trimming.old_ids(trimmed.kept)
         return inner.Inner(self.network, teacher, distill, model.pad_id(folder), precision, ids)
 
@@ -242,7 +245,7 @@ class _Worker:
             )
 
         with self.watch.busy():
-            weights = dict(self.exchange.whole(self.network.state_dict()))
+            weights = formats.narrowed(dict(self.exchange.whole(self.network.state_dict())))
 
         @self.watch.busy()
         def write() -> None:
@@ -250,6 +253,7 @@ class _Worker:
                 chosen, scored = _calibrated(job, outcome, answers)
                 _keep_answers(chosen, self._source, answers, self.watch.alive)
                 self.watch.alive()
+                formats.narrow(self.network)
                 export(self.network, self._source, chosen, scored, answers.get("valid"), weights=weights)
 
         ranks.together(self.watch, write)  # no rank leaves, and so ends the run, before the artefact is written

@@ -1,14 +1,18 @@
 """What a rehearsal has come to: measured on the cluster, judged here, and told. Pure."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rtrain.cluster.rehearsal.faults import Fault
-from rtrain.cluster.rehearsal.measured import Node, Rows, Served, Weights
+from rtrain.cluster.rehearsal.machines.commands import Commands
+from rtrain.cluster.rehearsal.measured import Node, Resized, Rows, Served, Weights
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.cluster.rehearsal.ports import Listener
+
+SHORT = 100
+"""Characters of a command that are told."""
 
 
 @dataclass
@@ -35,8 +39,16 @@ class Certificate:
     device: str
     """`gpu`: each worker took a GPU that was counted; else a CPU."""
     served: Served | None
+    resized: Resized | None
+    """None where it was not asked for."""
     left_behind: Sequence[str]
     seconds: float
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Commands of the file that have failed, by the machine."""
+    commands: Mapping[str, Commands] | None = None
+    """By node type, what of the file's commands its nodes ran and did not; None where they were not made by these."""
+    file_ports: Mapping[str, Collection[int]] = field(default_factory=dict)
+    """The ports that the file gives to each role, where the nodes have them."""
     dollars_of_run: float | None = None
     """What the nodes cost while the disturbed run went on, on demand; None where a price is not known."""
     idled: int = 0
@@ -83,6 +95,12 @@ class Certificate:
         """Why it does not pass; nothing where it does."""
         found = list(self.errors)
         found += [one.text for one in sorted(self.ports) if not one.allowed]
+        found += [
+            f"{one.text}, which the file does not name"
+            for one in sorted(self.ports)
+            if one.allowed and one.port not in self.file_ports.get(one.role, (one.port,))
+        ]
+        found += [f"{machine}: the command failed: {command}" for machine, command in self.failed.items()]
         if not self.errors:
             if len(self.faults) < self.wanted_faults:
                 found.append(
@@ -97,6 +115,7 @@ class Certificate:
             if self.weights is not None and not math.isfinite(self.weights.difference):
                 found.append("weights that are no finite numbers")
             found += ["the run was not served"] if self.served is None else self.served.problems()
+            found += [] if self.resized is None else self.resized.problems()
             if self.most_at_a_time > self.plan.most:
                 found.append(f"{self.most_at_a_time} worker nodes at a time, and the file allows {self.plan.most}")
             if self.wanted_nodes is not None and self.started > self.wanted_nodes:
@@ -114,10 +133,13 @@ class Certificate:
     def not_rehearsed(self) -> list[str]:
         """Where the cluster of the file is another one than this was."""
         plan = self.plan
+        parts = "images, disks and rights" if self.commands else "set-up commands, images, disks, addresses and rights"
         found = [
-            "set-up commands, images, disks, addresses and rights: rtrain cluster lint reads them",
+            f"{parts}: rtrain cluster lint reads them",
             "the network between nodes: all of them were on this machine, whose processors and memory they shared",
         ]
+        left = dict.fromkeys(text for found in (self.commands or {}).values() for text in found.left_out)
+        found += [f"a command that changes the system, or fetches something: {_short(text)}" for text in left]
         if plan.rehearsed_idle_s < plan.idle_s:
             found.append(f"idle nodes end after {plan.idle_s:.0f} s there, here after {plan.rehearsed_idle_s:.0f}")
         if plan.counts_gpus and self.device == "cpu":
@@ -130,6 +152,8 @@ class Certificate:
             ]
         if plan.watcher is None:
             found.append("a spot notice: the file starts no watcher, so that none would be heard")
+        if self.resized is None:
+            found.append("a run that goes on with fewer workers, and grows again: --also resize tries it")
         if self.weights is not None and not self.weights.same_workers:
             found.append(
                 "whether the weights are the undisturbed run's: a start had other workers, for which dropout drops "
@@ -165,10 +189,12 @@ class Certificate:
             "rows": None if self.rows is None else asdict(self.rows),
             "weights": None if self.weights is None else asdict(self.weights),
             "served": None if self.served is None else asdict(self.served),
+            "resized": None if self.resized is None else asdict(self.resized),
             "dollars": self.dollars,
             "dollars_of_run": self.dollars_of_run,
             "dollars_an_hour_at_most": self.dollars_an_hour_at_most,
             "left_behind": list(self.left_behind),
+            "commands": None if self.commands is None else {name: asdict(one) for name, one in self.commands.items()},
             "not_rehearsed": self.not_rehearsed(),
             "seconds": self.seconds,
         }
@@ -197,8 +223,7 @@ class Certificate:
             same = "the undisturbed run's, bit for bit"
             other = f"relative difference {self.weights.difference:.1e} to the undisturbed run's"
             lines.append(f"weights: {same if self.weights.identical else other}")
-        if self.served is not None:
-            lines.append(self.served.text())
+        lines += [part.text() for part in (self.served, self.resized) if part is not None]
         lines += self._upload_lines()
         closed = [one for one in self.ports if not one.allowed]
         lines.append(f"listening sockets: {len(self.ports)}, of which {len(closed)} are on no list")
@@ -231,6 +256,11 @@ def _fault_text(fault: Fault, dollars: float | None = None) -> str:
         f"{what} ({fault.node}) at update {fault.at_update}: {saved}training again after "
         f"{fault.seconds_to_next_update:.1f} s{joined}, {fault.recomputed} updates computed again{price}"
     )
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHORT else f"{line[: SHORT - 4]} ..."
 
 
 def _seconds(value: float | None) -> str:

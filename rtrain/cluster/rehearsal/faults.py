@@ -11,11 +11,14 @@ from typing import Any, Literal
 
 import psutil
 
-from rtrain.cluster.rehearsal.book import Machine
-from rtrain.cluster.rehearsal.up import Up
+from rtrain.cluster.rehearsal.machines.book import Machine
+from rtrain.cluster.rehearsal.machines.up import Up
 
 Kind = Literal["notice", "kill"]
 Events = Sequence[Mapping[str, Any]]
+PLACES: Mapping[Kind, int] = {"notice": 8, "kill": 2}
+"""A fault comes once an eighth, or a half, of the updates are made. A notice is looked for every 5 s, in which a small
+run may come to its end."""
 NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
 """Seconds between a cloud's notice and the end of the machine."""
 WORKER, REPLICA = "ray::RayTrainWorker", "ray::ServeReplica"
@@ -58,14 +61,16 @@ class Fault:
         )
 
 
-def due(events: Events, met: Sequence[Fault], wanted: Sequence[Kind], updates: int) -> Kind | None:
-    """The fault that is to come now; None for none. They come at equal distances, each once the run has got over the
-    last one. `updates`: those of the whole run."""
+def due(events: Events, met: Sequence[Fault], wanted: Sequence[Kind], updates: int, workers: int = 1) -> Kind | None:
+    """The fault that is to come now; None for none. Each comes at its place, once the run has got over the last one and
+    has at least so many workers. `updates`: those of the whole run."""
     if len(met) == len(wanted) or (met and not met[-1].is_over):
         return None
+    if next((event["workers"] for event in reversed(events) if event["kind"] == "started"), 0) < workers:
+        return None
     last = events[-1] if events else {}
-    place = (len(met) + 1) * updates // (len(wanted) + 2)
-    return wanted[len(met)] if last.get("kind") == "progress" and last["update"] >= place else None
+    kind = wanted[len(met)]
+    return kind if last.get("kind") == "progress" and last["update"] >= updates // PLACES[kind] else None
 
 
 def follow(fault: Fault, events: Events) -> None:
@@ -102,8 +107,9 @@ def after_join(fault: Fault, joined: Collection[float]) -> float | None:
 class Saboteur:
     """Looks at a run's log again and again, and meets the run with each fault when it is due."""
 
-    def __init__(self, up: Up, wanted: Sequence[Kind], updates: int):
-        self._up, self._wanted, self._updates = up, wanted, updates
+    def __init__(self, up: Up, wanted: Sequence[Kind], updates: int, workers: int = 1):
+        """`workers`: the fewest that the run has when a fault comes."""
+        self._up, self._wanted, self._updates, self._workers = up, wanted, updates, workers
         self.met: list[Fault] = []
 
     def look(self, events: Events) -> Fault | None:
@@ -111,7 +117,7 @@ class Saboteur:
         self._take_away()
         if self.met and not self.met[-1].is_over:
             follow(self.met[-1], events)
-        kind = due(events, self.met, self._wanted, self._updates)
+        kind = due(events, self.met, self._wanted, self._updates, self._workers)
         node = training_node(self._up) if kind else None
         if kind is None or node is None:
             return None

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rtrain.cluster.jobs import naming
 from rtrain.cluster.rehearsal import ports
-from rtrain.cluster.rehearsal.faults import Saboteur
-from rtrain.cluster.rehearsal.up import Up
+from rtrain.cluster.rehearsal.faults import Events, Saboteur
+from rtrain.cluster.rehearsal.machines.up import Up
 from rtrain.errors import UserError
 from rtrain.run import Run
 
@@ -20,6 +20,10 @@ QUIET_S = 600.0
 TOLD_EVERY_S = 30.0
 
 
+def never(log: Events) -> bool:
+    return False
+
+
 class Broken(UserError):
     """The rehearsal cannot go on; what it has seen is judged."""
 
@@ -30,7 +34,7 @@ class Follower:
     def __init__(self, made: Up, logs: Path, say: Say):
         self._made, self._logs, self._say = made, logs, say
         self._looked = 0.0
-        self._known = {made.metrics_port: ports.METRICS}
+        self._known = {made.site.metrics_port: ports.METRICS}
         self.listeners: set[ports.Listener] = set()
         """Every socket that was seen."""
 
@@ -38,9 +42,12 @@ class Follower:
         """Whoever listens on that port from now on has that role."""
         self._known[port] = role
 
-    def training(self, job: str, run: Run, name: str, saboteur: Saboteur | None = None) -> None:
-        """Return once a run's job has done its work. Raises `Broken` where it has not, or is quiet for too long."""
-        quiet, seen, shown = time.monotonic(), 0, 0.0
+    def training(
+        self, job: str, run: Run, name: str, saboteur: Saboteur | None = None, until: Callable[[Events], bool] = never
+    ) -> None:
+        """Return once a run's job has done its work, or has been stopped as its log is enough (`until`). Raises
+        `Broken` where it has failed, or is quiet for too long."""
+        quiet, seen, shown, enough = time.monotonic(), 0, 0.0, False
         while True:
             status = self.status(job)
             log = run.events() if run.log.is_file() else []
@@ -49,6 +56,8 @@ class Follower:
                 self._say(f"{fault.kind} at update {log[-1]['update']}: {fault.node} ({fault.type})")
             if status in naming.ENDED:
                 break
+            if not enough and until(log):
+                enough = self._made.jobs.stop(job)
             if len(log) > seen:
                 quiet, seen = time.monotonic(), len(log)
                 if log[-1]["kind"] != "progress":
@@ -60,7 +69,7 @@ class Follower:
                 shown = time.monotonic()
                 self._say(f"{name} run: {status.lower()}, {len(self._made.book.up()) - 1} worker nodes")
             time.sleep(LOOK_EVERY_S)
-        if status != "SUCCEEDED":
+        if status != "SUCCEEDED" and not enough:
             raise self.failed(job, f"the {name} run", status)
 
     def failed(self, job: str, what: str, status: str) -> Broken:

@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rtrain.cluster.rehearsal.book import Machine
 from rtrain.cluster.rehearsal.faults import Fault
+from rtrain.cluster.rehearsal.machines.book import Machine
 from rtrain.cluster.rehearsal.plan import Plan
 
+SAME_WEIGHTS = 1e-8
+"""Most that the weights of two layouts may differ in float64, where sums are added in another order."""
 ENDS = {"terminated": "idle", "left": "by itself", "killed": "killed", "down": "taken down"}
 
 
@@ -93,6 +95,52 @@ class Served:
             f"served by {self.replicas} replicas on {self.nodes} nodes after {self.seconds:.0f} s: {self.answers} "
             f"answers to {self.asked} requests, {self.equal} as rtrain predict gives them, the longest after "
             f"{self.longest_s:.1f} s{lost}; stopped within {self.stopped_s:.0f} s, {self.cut} requests cut"
+        )
+
+
+@dataclass(frozen=True)
+class Resized:
+    """What became of a run that lost a node at the cluster's cap, and got it back, beside one that did not: in float64
+    and without dropout."""
+
+    notice: Fault
+    workers: Sequence[int]
+    """How many each start had. The first may have fewer than the run may have: nodes come one after another."""
+    update: int
+    """The last one that both runs have a checkpoint of."""
+    agrees: bool
+    """Whether everything that the run wrote down is in the ledger that is computed anew."""
+    lost: int
+    repeated: int
+    same_order: bool
+    difference: float
+    """Norm of the difference of both runs' weights, over how far the steady run's weights moved in its second half."""
+    started: int
+    needed: int
+    """Worker nodes that were started, and that had to be."""
+    seconds: float
+    left_behind: Sequence[str]
+
+    def problems(self) -> list[str]:
+        found = []
+        if not self.notice.passed:
+            found.append("the run that was to go on smaller did not get over its notice, or lost updates by it")
+        most = max(self.workers)
+        if min(self.workers[self.workers.index(most) :]) == most or self.workers[-1] != most:
+            found.append(f"the run was to go on smaller and to grow again; its starts had {list(self.workers)} workers")
+        if self.lost or self.repeated or not (self.agrees and self.same_order):
+            found.append("the run that was resized was trained on other rows than the steady one")
+        if not self.difference <= SAME_WEIGHTS:
+            found.append(f"the weights of the run that was resized are {self.difference:.1e} off the steady one's")
+        if self.started > self.needed:
+            found.append(f"{self.started} worker nodes were started for the resized run, where {self.needed} do")
+        return [*found, *(f"left behind: {one}" for one in self.left_behind)]
+
+    def text(self) -> str:
+        return (
+            f"resized in float64: workers {', '.join(map(str, self.workers))}; training again "
+            f"{self.notice.seconds_to_next_update:.1f} s after the notice; at update {self.update} {self.lost} rows "
+            f"lost, {self.repeated} repeated, weights {self.difference:.1e} off a steady run's ({self.seconds:.0f} s)"
         )
 
 

@@ -1,8 +1,9 @@
 """What a rehearsal takes from a cluster's file: its node types, its limits, how it starts Ray, its prices. Pure."""
 
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rtrain.cluster import supply
@@ -11,11 +12,12 @@ from rtrain.cluster.lint import clouds, document as documents, shell
 from rtrain.cluster.lint.document import Document, Unreadable
 from rtrain.errors import ConfigError, Problem
 
-PROVIDER, FOLDER = "rtrain.cluster.rehearsal.provider.Rehearsed", "rehearsal_folder"
+PROVIDER, FOLDER = "rtrain.cluster.rehearsal.machines.provider.Rehearsed", "rehearsal_folder"
 """The autoscaler's cloud, and its setting with the folder of the book."""
 IDLE_S = 60.0
 """Seconds without work after which a rehearsed node is ended, where the file's own time is longer. Much shorter, and
 nodes that an elastic run has asked for are ended again before it has grown onto them."""
+TIGHT_CPUS = 2
 FILE = "--file"
 REPLACED = (
     *("--address", "--autoscaling-config", "--block", "--disable-usage-stats", "--head"),
@@ -108,6 +110,16 @@ class Plan:
             **{f"{name}_commands": [] for name in COMMANDS},
         }
 
+    def tight(self, workers: int, data_cpus: int) -> "Plan | None":
+        """The same cluster of nodes of two CPUs, so few that a run on CPUs needs all of them beside its data tasks, and
+        goes on smaller without one. None where it has no nodes of CPUs."""
+        kind = next((kind for kind in self.kinds if kind.resources.get("CPU", 0) >= 1 and kind.most), None)
+        if kind is None:
+            return None
+        nodes = math.ceil((workers + data_cpus) / TIGHT_CPUS)
+        small = replace(kind, resources={"CPU": float(TIGHT_CPUS)}, least=0, most=nodes)
+        return replace(self, kinds=(small,), most=nodes)
+
     def needed(self, workers: int, data_cpus: int, device: str, labels: supply.Labels = supply.ANY) -> int | None:
         """The fewest worker nodes that have room for a run beside its data tasks, of one type or of several, with those
         labels. None where no number of them has."""
@@ -130,7 +142,7 @@ class Plan:
 
 def of(text: str) -> Plan:
     """The plan of a file. Raises `ConfigError` with everything for which it cannot be rehearsed."""
-    found = _read(text)
+    found = read(text)
     kinds, head = found.get("available_node_types"), found.get("head_node_type")
     if not isinstance(kinds, dict) or not kinds:
         reason = "it names no available_node_types, so that there is nothing to scale"
@@ -196,7 +208,8 @@ def _whole(value: object, name: str) -> int:
     return int(documents.number(value, name))
 
 
-def _read(text: str) -> Document:
+def read(text: str) -> Document:
+    """A file of the launcher's. Raises `ConfigError` for another one."""
     try:
         found = documents.read(text)
     except Unreadable as error:

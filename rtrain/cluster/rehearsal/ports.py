@@ -1,14 +1,19 @@
 """The sockets on which a rehearsed cluster listens, against a list of those that it may listen on."""
 
-from collections.abc import Iterable, Mapping
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
 import psutil
 
+_LISTENS = "0A"
+"""A socket's state in Linux's tables, TCP_LISTEN."""
 Scope = Literal["loopback", "network"]
 
 ROLES = (
@@ -84,10 +89,31 @@ def listening(machines: Iterable[tuple[str, int]], known: Mapping[int, str] = NO
     for name, pid in machines:
         with suppress(psutil.Error):
             for process in psutil.Process(pid).children(recursive=True):
-                with suppress(psutil.Error):
+                with suppress(psutil.Error, OSError):
                     role = role_of(" ".join(process.cmdline()))
-                    for one in process.net_connections("tcp"):
-                        if one.status == psutil.CONN_LISTEN:
-                            port = one.laddr.port
-                            found.add(Listener(name, known.get(port, role), scope_of(one.laddr.ip), port))
+                    for address, port in _open(process.pid):
+                        found.add(Listener(name, known.get(port, role), scope_of(address), port))
     return found
+
+
+def _open(pid: int) -> Iterator[tuple[str, int]]:
+    """Addresses and ports on which a process listens, in the network that it is in, which may be another than this
+    one's: psutil reads this one's alone."""
+    sockets = {link for path in Path(f"/proc/{pid}/fd").iterdir() if (link := _link(path)).startswith("socket:[")}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == _LISTENS and f"socket:[{words[9]}]" in sockets:
+                address, _, port = words[1].partition(":")
+                # Words of four bytes, each as this processor has them.
+                packed = b"".join(
+                    int(address[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(address), 8)
+                )
+                yield str(ip_address(packed)), int(port, 16)
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:  # it was closed meanwhile
+        return ""

@@ -7,30 +7,36 @@ weights, by the same rows. The result is served, and nothing may be left when th
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rtrain import config as configuration, ray_internals
 from rtrain.cluster import supply
 from rtrain.cluster.jobs import upload
-from rtrain.cluster.rehearsal import compared, measured, plan as plans, ports, serving, words as commands
+from rtrain.cluster.rehearsal import compared, measured, plan as plans, ports, resizing, serving, words as commands
 from rtrain.cluster.rehearsal.certificate import Certificate
 from rtrain.cluster.rehearsal.faults import Kind, Saboteur, after_join
 from rtrain.cluster.rehearsal.following import LOOK_EVERY_S, Broken, Follower, Say
-from rtrain.cluster.rehearsal.measured import Served
+from rtrain.cluster.rehearsal.machines import network
+from rtrain.cluster.rehearsal.machines.commands import File
+from rtrain.cluster.rehearsal.machines.up import Up, up
+from rtrain.cluster.rehearsal.measured import Resized, Served
 from rtrain.cluster.rehearsal.plan import Plan
-from rtrain.cluster.rehearsal.up import Up, up
 from rtrain.errors import ConfigError, Problem
 from rtrain.run import Run
 
 ENDED_WITHIN_S = 120.0
 """Seconds beyond the idle time in which nodes without work must have ended."""
 UNDISTURBED, DISTURBED = "undisturbed", "rehearsed"
+RESIZE = "resize"
+ALSO = (RESIZE,)
+"""What may be rehearsed beside: a run that goes on with fewer workers and grows again."""
 
 
-def check(words: Sequence[str], text: str) -> tuple[Plan, list[str]]:
-    """The plan of a cluster's file, and the words with the whole paths of what they name on this machine. Raises
-    `ConfigError` with everything that can be refused before anything is started."""
+def check(words: Sequence[str], text: str, also: Collection[str] = (), own: bool = False) -> tuple[Plan, list[str]]:
+    """The plan of a cluster's file, and the words with the whole paths of what they name on this machine. `also`: what
+    of `ALSO` is wanted; `own`: whether nodes are to be made by the file's own commands. Raises `ConfigError` with
+    everything that can be refused before anything is started."""
     problems = []
     if not words or words[0] != "train":
         reason = "is not rehearsed: a training is, whose rows and weights can be compared"
@@ -41,6 +47,11 @@ def check(words: Sequence[str], text: str) -> tuple[Plan, list[str]]:
         plan = plans.of(text)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
+    if own and (lacks := network.problem()):
+        problems.append(Problem("--commands", None, lacks, "or leave it out"))
+    problems += [Problem("--also", one, "is unknown", f"write {ALSO[0]}") for one in also if one not in ALSO]
+    if not problems and RESIZE in also:
+        problems += resizing.problems(plan, commands.workers(whole))
     if problems:
         raise ConfigError(problems)
     return plan, whole
@@ -49,9 +60,18 @@ def check(words: Sequence[str], text: str) -> tuple[Plan, list[str]]:
 class Rehearsal:
     """One rehearsal: what is asked of the cluster, and what is seen of it meanwhile."""
 
-    def __init__(self, plan: Plan, words: Sequence[str], out: Path, say: Say):
-        """`words` with whole paths, as `check` returns them."""
-        self.plan, self.out = plan, out
+    def __init__(
+        self,
+        plan: Plan,
+        words: Sequence[str],
+        out: Path,
+        say: Say,
+        also: Collection[str] = (),
+        own: tuple[File, Path] | None = None,
+    ):
+        """`words` with whole paths, as `check` returns them. `own`: the file by whose commands nodes are made, and the
+        folder that it is in."""
+        self.plan, self.out, self._also, self._own = plan, out, also, own
         self._words, self._say = words, say
         self._begin = time.time()
         self._listeners: set[ports.Listener] = set()
@@ -59,6 +79,7 @@ class Rehearsal:
         self._run_span = (0.0, 0.0)
         """When the disturbed run was asked for and had ended, in seconds since the rehearsal began."""
         self._served: Served | None = None
+        self._resized: Resized | None = None
         self._scale_down: float | None = None
         self._joined: dict[str, float] = {}
         self._saboteur: Saboteur | None = None
@@ -71,7 +92,7 @@ class Rehearsal:
     def run(self, files: upload.Upload) -> Certificate:
         """Raises `UserError` where the undisturbed run fails by itself: then there is nothing to rehearse."""
         errors = list[str]()
-        with up(self.plan, self.out / "machines", self._say) as made:
+        with up(self.plan, self.out / "machines", self._say, self._own) as made:
             follower = Follower(made, self.out / "machines", self._say)
             self._first_job = time.time()
             self._train(made, follower, UNDISTURBED, files)
@@ -89,6 +110,12 @@ class Rehearsal:
             self._listeners = follower.listeners
             self._joined = ray_internals.joined(made.address, seconds=10.0)
             self._say("taking the cluster down")
+        if RESIZE in self._also and not errors:
+            try:
+                like = Run(self.out / UNDISTURBED)
+                self._resized = resizing.rehearsed(self.plan, self._words, like, self.out, files, self._say)
+            except Broken as error:
+                errors.append(str(error))
         return self._judge(made, self._saboteur, files, errors)
 
     # ------------------------------------------------------------------------------------------------------ the jobs
@@ -145,7 +172,11 @@ class Rehearsal:
             workers=[event["workers"] for event in starts],
             device=device,
             served=self._served,
+            resized=self._resized,
             left_behind=made.left,
+            failed={name: one.failed for name, one in made.machines.items() if one.failed},
+            commands=made.site.own.commands if made.site.own else None,
+            file_ports=self._own[0].ports() if self._own else {},
             seconds=round(time.time() - self._begin, 1),
             dollars_of_run=measured.dollars_between(nodes, *self._run_span),
             idled=sum(node.end == measured.ENDS["terminated"] and node.ended < began for node in workers_nodes),

@@ -7,7 +7,7 @@ must be answered.
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.client import HTTPConnection, HTTPException
 from itertools import cycle, islice
 from typing import Any, Literal
@@ -19,9 +19,9 @@ from rtrain.cluster.jobs import naming, upload
 from rtrain.cluster.rehearsal import ports
 from rtrain.cluster.rehearsal.faults import REPLICA, machines_with
 from rtrain.cluster.rehearsal.following import LOOK_EVERY_S, Broken, Follower, Say
+from rtrain.cluster.rehearsal.machines.up import Up, free_ports
 from rtrain.cluster.rehearsal.measured import Served
 from rtrain.cluster.rehearsal.plan import Plan
-from rtrain.cluster.rehearsal.up import Up, free_ports
 from rtrain.data.stores.store import Store
 from rtrain.predict import Predictor
 from rtrain.run import Run
@@ -68,6 +68,10 @@ def rehearsed(made: Up, words: Sequence[str], run: Run, files: upload.Upload, fo
     replicas, threads = replicas_of(made.plan)
     follower.expect(port, ports.ENDPOINT)
     inputs, expected = answers_of(run)
+
+    def here(value: Input) -> tuple[Outcome, Any]:
+        return made.site.at_head(lambda: ask(port, value))
+
     begin = time.monotonic()
     job = made.jobs.submit(
         words_of(words, str(run.artifact), port, replicas, threads), files, lambda text: say(f"endpoint: {text}")
@@ -83,12 +87,12 @@ def rehearsed(made: Up, words: Sequence[str], run: Run, files: upload.Upload, fo
             say(f"endpoint: {lost} is cut off")
             made.cloud.cut(lost)
         asked = time.monotonic()
-        answer, again = _answered(port, one)
+        answer, again = _answered(here, one)
         refused, longest = refused + again, max(longest, time.monotonic() - asked)
         if answer is not None:
             right.append(same(answer, expected[number]))
         follower.look()
-    stopped_s, cut = _stopped(made, job, port, inputs[0], follower)
+    stopped_s, cut = _stopped(made, job, lambda: here(inputs[0]), follower)
     say("endpoint: stopped")
     return Served(
         seconds=round(seconds, 1),
@@ -152,12 +156,12 @@ def ask(port: int, value: Input, timeout_s: float = ANSWER_S) -> tuple[Outcome, 
     return ("refused" if reply.status == 503 else "cut"), document
 
 
-def _answered(port: int, value: Input) -> tuple[Any, int]:
+def _answered(asked: Callable[[Input], tuple[Outcome, Any]], value: Input) -> tuple[Any, int]:
     """The answer to a request that is asked again where it gets none; and how often it was. None where there is none in
     time."""
     again, give_up = 0, time.monotonic() + WITHIN_S
     while True:
-        outcome, answer = ask(port, value)
+        outcome, answer = asked(value)
         if outcome == "answered":
             return answer, again
         if time.monotonic() > give_up:
@@ -174,7 +178,7 @@ def _await_ready(made: Up, job: str, follower: Follower) -> None:
         time.sleep(LOOK_EVERY_S)
 
 
-def _stopped(made: Up, job: str, port: int, value: Input, follower: Follower) -> tuple[float, int]:
+def _stopped(made: Up, job: str, request: Callable[[], tuple[Outcome, Any]], follower: Follower) -> tuple[float, int]:
     """Stop the job while requests come in, one after another; the seconds until it has ended, and how many of them were
     cut."""
     counts: dict[Outcome, int] = {"answered": 0, "refused": 0, "cut": 0}
@@ -182,7 +186,7 @@ def _stopped(made: Up, job: str, port: int, value: Input, follower: Follower) ->
 
     def client() -> None:
         while counts["refused"] == 0 and counts["cut"] == 0:
-            counts[ask(port, value)[0]] += 1
+            counts[request()[0]] += 1
             begun.set()
 
     thread = threading.Thread(target=client, name="rtrain-client", daemon=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from rtrain import config
 from rtrain.cluster.jobs import naming
 from rtrain.errors import Problem
 
@@ -72,6 +73,13 @@ def changed(words: Sequence[str], model: str, *settings: str) -> list[str]:
     """The words with another model, and with these settings behind all others."""
     kept = [word for word in parsed(words) if word.name not in ("--model", "model.name")]
     return [*joined([*kept, Word("--model", model)]), *(part for one in settings for part in (SET, one))]
+
+
+def workers(words: Sequence[str]) -> int:
+    """How many workers the command trains with, by its words or its recipe."""
+    said = [word.value or "" for word in parsed(words) if word.name in ("--workers", "train.workers")]
+    asked = dict(config.parse_assignment(f"train.workers={value}") for value in said)
+    return config.load(naming.given(words) or config.recipe_names()[0], asked).recipe.train.workers
 
 
 def of_this_machine(words: Sequence[str]) -> tuple[list[str], list[Problem]]:

@@ -18,7 +18,7 @@ from rtrain.config import Model
 from rtrain.errors import UserError
 from rtrain.exchange import whole
 from rtrain.exchange.touched_rows import TouchedRows, table_of
-from rtrain.network import cuts, model
+from rtrain.network import cuts, model, precision as formats
 from rtrain.strategies import shares
 from rtrain.strategies.staged import Staged
 from rtrain.tasks.base import Task
@@ -92,6 +92,7 @@ def of_pass(
 
     with torch_internals.fake_tensors():
         network: Any = model.shaped(folder, task, outputs, chosen).train()
+        formats.widen(network, precision)
         if recomputed:
             model.keep_inputs_alone(network)
         found, moments = table_of(network), len(shares.MOMENTS)

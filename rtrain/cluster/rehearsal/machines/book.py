@@ -35,6 +35,8 @@ class Machine:
     """Whether the autoscaler has asked for its end."""
     ended: float | None = None
     why: Why | None = None
+    failed: str | None = None
+    """The command of the file that has failed there, with its exit code."""
 
 
 class Book:
@@ -62,14 +64,25 @@ class Book:
         if not self._file(name, "ended").is_file():
             self._write(name, "ended", {"ended": time.time(), "why": why})
 
+    def sell_out(self) -> None:
+        """From now on nobody gets another machine, as in a cloud without spot capacity."""
+        self._write("cloud", "sold-out", {})
+
+    def failed(self, name: str, command: str, code: int) -> None:
+        self._write(name, "failed", {"failed": f"{command} (exit code {code})"})
+
     # ------------------------------------------------------------------------------------------------- for its readers
+
+    @property
+    def sold_out(self) -> bool:
+        return self._file("cloud", "sold-out").is_file()
 
     def all(self) -> dict[str, Machine]:
         """Every machine that there is or was, by its name, in the order in which they were asked for."""
         found = {}
         for path in self.folder.glob("*.asked"):
             document: dict[str, Any] = {}
-            for kind in ("asked", "started", "unwanted", "ended"):
+            for kind in ("asked", "started", "unwanted", "failed", "ended"):
                 if (part := path.with_suffix(f".{kind}")).is_file():
                     document |= json.loads(part.read_text())
             found[path.stem] = Machine(**document)

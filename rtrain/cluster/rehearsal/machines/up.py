@@ -1,5 +1,6 @@
 """The cluster of a file on this machine: brought up, and taken down with nothing left behind."""
 
+import functools
 import os
 import secrets
 import shutil
@@ -16,16 +17,48 @@ import psutil
 import yaml
 
 from rtrain.cluster.jobs.client import Jobs
-from rtrain.cluster.rehearsal import metadata
-from rtrain.cluster.rehearsal.book import Book, Machine
-from rtrain.cluster.rehearsal.cloud import Cloud
-from rtrain.cluster.rehearsal.nodes import Nodes
+from rtrain.cluster.rehearsal.machines import metadata
+from rtrain.cluster.rehearsal.machines.book import Book, Machine
+from rtrain.cluster.rehearsal.machines.cloud import Cloud, Start
+from rtrain.cluster.rehearsal.machines.commands import File
+from rtrain.cluster.rehearsal.machines.network import Network, Result
+from rtrain.cluster.rehearsal.machines.nodes import Nodes
+from rtrain.cluster.rehearsal.machines.own import Own
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.errors import UserError
 
+Say = Callable[[str], None]
 UP_WITHIN_S = 300.0
 GONE_WITHIN_S = 15.0
 SHARED_MEMORY = Path("/dev/shm")
+DASHBOARD_METRIC_PORT = 44227
+"""Ray's own (2.60)."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the machines of a cluster are."""
+
+    make: Callable[[Machine], Start]
+    address: Callable[[], str]
+    """HOST:PORT of the head's control service."""
+    api_port: int
+    """Leads to the job API, on this machine's loopback."""
+    metrics_port: int
+    """The dashboard's own."""
+    own: Own | None = None
+    """Where each machine is made by the file's own commands."""
+
+    def at_head(self, act: Callable[[], Result]) -> Result:
+        """What `act` returns where the head's loopback is its own."""
+        return act() if self.own is None else self.own.at_head(act)
+
+    def unplug(self, machine: str) -> None:
+        if self.own is not None:
+            self.own.network.unplug(machine)
+
+    def left(self) -> list[str]:
+        return [] if self.own is None else self.own.network.left()
 
 
 @dataclass
@@ -37,22 +70,34 @@ class Up:
     cloud: Cloud
     told: metadata.Machines
     """What the metadata services say to each machine."""
-    address: str
-    """HOST:PORT of the head's control service."""
+    site: Site
     jobs: Jobs
     head: str
     """Name of the head's machine."""
-    metrics_port: int
-    """The dashboard's own."""
     machines: Mapping[str, Machine] = field(default_factory=dict)
     """Every machine that there was, once all of them have ended."""
     left: list[str] = field(default_factory=list)
     """What was left behind, once it has been taken down."""
 
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the head's control service."""
+        return self.site.address()
+
 
 @contextmanager
-def up(plan: Plan, logs: Path, say: Callable[[str], None]) -> Iterator[Up]:
-    """The cluster of `plan`, for as long as the block runs. `logs` is a folder for what its machines print."""
+def up(
+    plan: Plan,
+    logs: Path,
+    say: Say,
+    own: tuple[File, Path] | None = None,
+    beside: Callable[[Network], Mapping[str, str]] = lambda network: {},
+    lean: bool = False,
+) -> Iterator[Up]:
+    """The cluster of `plan`, for as long as the block runs. `logs` is a folder for what its machines print. With `own`,
+    a cluster's file and the folder that it is in, each machine is made by the file's own commands (`own.Own`); `beside`
+    returns what the head has in its environment beside, such as the address of a Redis in that network. `lean`: see
+    `nodes.Nodes`."""
     if sys.platform != "linux":
         raise UserError(
             "a cluster is rehearsed on Linux alone: elsewhere a machine's processes cannot be kept together"
@@ -62,25 +107,18 @@ def up(plan: Plan, logs: Path, say: Callable[[str], None]) -> Iterator[Up]:
     folder = Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp"))
     token = folder / "token"
     token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32))
+    token.write_text(_token())
     # Ray reads them when it is imported, and shows them in every call of this process to the cluster.
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
-    import ray.util
-
-    autoscaler = folder / "autoscaler.yaml"
-    book, machines = Book(folder / "book"), metadata.Machines(metadata.Told)
-    autoscaler.write_text(yaml.safe_dump(plan.autoscaler_file(str(book.folder))))
-    port, dashboard, *monitors = free_ports(4)
-    address = f"{ray.util.get_node_ip_address()}:{port}"
+    book, told = Book(folder / "book"), metadata.Machines(metadata.Told)
     made: Up | None = None
+    site = _shared(plan, folder, token, told, lean) if own is None else _apart(plan, folder, told, *own, beside)
     try:
-        with metadata.serving(machines) as services:
-            nodes = Nodes(plan, folder, token, autoscaler, address, dashboard, services, (monitors[0], monitors[1]))
-            with Cloud(book, nodes, logs) as cloud:
-                head = book.ask(plan.head.name, plan.head.resources, plan.head.labels, _head_tags(plan))
-                jobs = _await(cloud, book, head, f"http://127.0.0.1:{dashboard}", say)
-                made = Up(plan, book, cloud, machines, address, jobs, head, monitors[1])
-                yield made
+        with site as found, Cloud(book, found.make, logs, found.unplug) as cloud:
+            head = book.ask(plan.head.name, plan.head.resources, plan.head.labels, head_tags(plan))
+            jobs = await_head(cloud, book, head, f"http://127.0.0.1:{found.api_port}", say)
+            made = Up(plan, book, cloud, told, found, jobs, head)
+            yield made
         made.machines = book.all()
         made.left += [f"{name} had to be killed" for name in cloud.killed_late]
     finally:
@@ -91,16 +129,51 @@ def up(plan: Plan, logs: Path, say: Callable[[str], None]) -> Iterator[Up]:
         if folder.exists():
             left.append(str(folder))
         if made is not None:
-            made.left += left
+            made.left += [*left, *made.site.left()]
 
 
-def _head_tags(plan: Plan) -> dict[str, str]:
+@contextmanager
+def _shared(plan: Plan, folder: Path, token: Path, told: metadata.Machines, lean: bool) -> Iterator[Site]:
+    """All machines have this one's address, and ports that are free here."""
+    import ray.util
+
+    autoscaler = folder / "autoscaler.yaml"
+    autoscaler.write_text(yaml.safe_dump(plan.autoscaler_file(str(folder / "book"))))
+    port, dashboard, *monitors = free_ports(4)
+    address = f"{ray.util.get_node_ip_address()}:{port}"
+    with metadata.serving(told) as services:
+        make = Nodes(plan, folder, token, autoscaler, address, dashboard, services, (monitors[0], monitors[1]), lean)
+        yield Site(make, lambda: address, dashboard, monitors[1])
+
+
+@contextmanager
+def _apart(
+    plan: Plan,
+    folder: Path,
+    told: metadata.Machines,
+    file: File,
+    source: Path,
+    beside: Callable[[Network], Mapping[str, str]],
+) -> Iterator[Site]:
+    """Each machine has an address of its own, and the file's ports."""
+    with Own(plan, file, source, folder, _token(), told) as make:
+        make.environ = beside(make.network)
+        yield Site(make, lambda: make.address, make.api_port, DASHBOARD_METRIC_PORT, make)
+
+
+@functools.cache
+def _token() -> str:
+    """One for all clusters of a process: Ray keeps the first one that it has read."""
+    return secrets.token_hex(32)
+
+
+def head_tags(plan: Plan) -> dict[str, str]:
     from ray.autoscaler.tags import NODE_KIND_HEAD, TAG_RAY_NODE_KIND, TAG_RAY_USER_NODE_TYPE
 
     return {TAG_RAY_NODE_KIND: NODE_KIND_HEAD, TAG_RAY_USER_NODE_TYPE: plan.head.name}
 
 
-def _await(cloud: Cloud, book: Book, head: str, api: str, say: Callable[[str], None]) -> Jobs:
+def await_head(cloud: Cloud, book: Book, head: str, api: str, say: Say) -> Jobs:
     """The job API, once it answers."""
     say("starting the head")
     give_up = time.monotonic() + UP_WITHIN_S
@@ -157,7 +230,7 @@ def _unused(names: set[str]) -> list[str]:
 
 def _keep_autoscaler_log(folder: Path, logs: Path) -> None:
     """It says why nodes were started and ended; the rest of Ray's own files goes."""
-    for path in folder.glob("*/session_2*/logs/*"):
+    for path in (*folder.glob("*/session_2*/logs/*"), *folder.glob("*/tmp/ray/session_2*/logs/*")):
         if path.name.startswith(("monitor.", "autoscaler")) and path.is_file():
             logs.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, logs / path.name)

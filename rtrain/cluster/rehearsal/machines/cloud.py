@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from rtrain.cluster.rehearsal import machine
-from rtrain.cluster.rehearsal.book import Book, Machine
+from rtrain.cluster.rehearsal.machines import machine
+from rtrain.cluster.rehearsal.machines.book import Book, Machine
 
 LOOK_EVERY_S = 0.2
 ENDED_WITHIN_S = 15.0
@@ -29,11 +29,18 @@ class Start(NamedTuple):
 class Cloud:
     """While it is entered, machines that the book asks for are started, and those that it does not want are ended.
 
-    Leaving it ends them all. `make` says what a machine is started with; `logs` is a folder for what they print.
+    Leaving it ends them all. `make` says what a machine is started with; `logs` is a folder for what they print;
+    `unplug` is called with the name of one whose power is cut, before it is.
     """
 
-    def __init__(self, book: Book, make: Callable[[Machine], Start], logs: Path):
-        self._book, self._make, self._logs = book, make, logs
+    def __init__(
+        self,
+        book: Book,
+        make: Callable[[Machine], Start],
+        logs: Path,
+        unplug: Callable[[str], None] = lambda name: None,
+    ):
+        self._book, self._make, self._logs, self._unplug = book, make, logs, unplug
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._told: set[str] = set()
         self._done = threading.Event()
@@ -63,6 +70,7 @@ class Cloud:
 
     def cut(self, name: str) -> None:
         """A loss of power: the machine is gone, and nothing of it is told."""
+        self._unplug(name)
         self._running[name].send_signal(machine.POWER_CUT)
 
     def log_of(self, name: str) -> str:

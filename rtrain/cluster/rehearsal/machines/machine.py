@@ -1,6 +1,6 @@
 """A machine of a rehearsed cluster: a process that everything on the machine descends from, and ends with.
 
-    python -m rtrain.cluster.rehearsal.machine FOLDER NAME OWNER -- COMMAND [-- COMMAND ...]
+    python -m rtrain.cluster.rehearsal.machines.machine FOLDER NAME OWNER -- COMMAND [-- COMMAND ...]
 
 The first command is the machine's Ray: where that ends, the machine ends. The others run beside it. `OWNER` is the
 process whose cluster it is: a rehearsal that is killed leaves no machine behind. Processes whose parents have ended
@@ -23,7 +23,7 @@ from types import FrameType
 
 import psutil
 
-from rtrain.cluster.rehearsal.book import Book, Why
+from rtrain.cluster.rehearsal.machines.book import Book, Why
 
 POWER_CUT = signal.SIGUSR1
 GOODBYE_S = 5.0

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ray.autoscaler.node_launch_exception import NodeLaunchException
 from ray.autoscaler.node_provider import NodeProvider
 from ray.autoscaler.tags import TAG_RAY_USER_NODE_TYPE
 
-from rtrain.cluster.rehearsal.book import Book
+from rtrain.cluster.rehearsal.machines.book import Book
 from rtrain.cluster.rehearsal.plan import FOLDER
 
 
@@ -55,6 +56,8 @@ class Rehearsed(NodeProvider):
         labels: dict[str, str],
     ) -> dict[str, Any]:
         kind = tags[TAG_RAY_USER_NODE_TYPE]
+        if self._book.sold_out:
+            raise NodeLaunchException("no capacity", f"there is no {kind} to be had now", None)
         return {self._book.ask(kind, resources, labels, tags): {} for _ in range(count)}
 
     def set_node_tags(self, node_id: str, tags: dict[str, str]) -> None:

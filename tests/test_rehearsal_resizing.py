@@ -1,0 +1,61 @@
+"""A run that goes on smaller and grows again: on which cluster, by which model, and until when."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import transformers
+
+from rtrain.cluster.rehearsal import plan as plans, rehearse, resizing
+from rtrain.cluster.rehearsal.faults import Fault
+from rtrain.errors import ConfigError
+from tests.tiny import make_encoder
+
+TEXT = (Path(__file__).resolve().parents[1] / "cluster.yaml").read_text(encoding="utf-8")
+PLAN = plans.of(TEXT)
+
+
+@pytest.mark.parametrize(("workers", "nodes"), [(2, 2), (3, 2), (4, 3), (8, 5)])
+def test_the_cluster_is_as_small_as_the_run_and_a_run_without_a_node_is_smaller(workers: int, nodes: int) -> None:
+    tight = PLAN.tight(workers, resizing.DATA_CPUS)
+    assert tight is not None
+    assert (tight.most, tight.kinds[0].most, tight.kinds[0].resources) == (nodes, nodes, {"CPU": 2.0})
+    assert tight.needed(workers, resizing.DATA_CPUS, "cpu") == nodes
+    fewer = replace(tight, kinds=(replace(tight.kinds[0], most=nodes - 1),), most=nodes - 1)
+    assert fewer.needed(1, resizing.DATA_CPUS, "cpu") is not None
+    assert fewer.needed(workers, resizing.DATA_CPUS, "cpu") is None
+
+
+def test_what_cannot_shrink_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").touch()
+    words = ["train", "intent", "--data", str(tmp_path / "rows.csv")]
+    assert rehearse.check([*words, "--workers", "2"], TEXT, ("resize",))
+    assert rehearse.check(words, TEXT, ("resize",))  # two by default
+    with pytest.raises(ConfigError, match="a run of one worker cannot go on with fewer"):
+        rehearse.check([*words, "--set", "train.workers=1"], TEXT, ("resize",))
+    with pytest.raises(ConfigError, match="--also=grow: is unknown; write resize"):
+        rehearse.check(words, TEXT, ("grow",))
+    unwatched = "\n".join(line for line in TEXT.splitlines() if "rtrain.cluster.spot" not in line)
+    with pytest.raises(ConfigError, match="starts no watcher for spot notices"):
+        rehearse.check(words, unwatched, ("resize",))
+
+
+def test_a_model_without_dropout_has_the_same_weights(tmp_path: Path) -> None:
+    source = make_encoder(tmp_path / "encoder")
+    made = resizing.without_dropout(source, tmp_path / "out" / "model")
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, made))
+    changed = {name for name, value in before.items() if after[name] != value}
+    assert changed == {"hidden_dropout_prob", "attention_probs_dropout_prob"}
+    assert {after[name] for name in changed} == {0.0}
+    models = [transformers.AutoModel.from_pretrained(folder, trust_remote_code=False) for folder in (source, made)]
+    first, second = (model.state_dict() for model in models)
+    assert all(first[name].equal(second[name]) for name in first)
+
+
+def test_a_run_has_grown_once_it_has_trained_on_with_all_its_workers() -> None:
+    log = [{"kind": "progress", "time": float(n), "update": n} for n in range(10)]
+    notice = Fault("notice", "worker-1", "worker", 2.0)
+    assert not resizing.has_trained_on(notice, log, 3)
+    notice.whole = 5.0
+    assert [resizing.has_trained_on(notice, log[:end], 3) for end in (8, 9)] == [False, True]
