@@ -24,7 +24,7 @@ DRAIN_S = 20
 NODES: list[Any] = []
 
 
-def settings(folder: Path, address: str, least: int) -> config.Config:
+def settings(folder: Path, address: str, least: int, crashes: int) -> config.Config:
     overrides = {
         "data.path": str(write_rows(folder / "rows.csv", labelled_rows(403))),
         "model.name": str(make_encoder(folder / "encoder")),
@@ -37,6 +37,7 @@ def settings(folder: Path, address: str, least: int) -> config.Config:
         "train.evaluate_every": 1000,
         "train.log_every": 1,
         "cluster.address": address,
+        "cluster.max_crashes": crashes,
     }
     return config.load("intent", overrides)
 
@@ -59,11 +60,12 @@ def _drive(cluster: Any, folder: Path, short: bool) -> dict[str, Any]:
     from rtrain.proof import ledger
     from rtrain.runs import driver, preparing
 
-    changes = [("joins", _join), ("drained", _drain), ("joins again", _join), ("vanishes", _vanish)]
+    changes = [("joins", _join), ("drained", _drain), ("joins again", _join_spot), ("vanishes", _vanish)]
     if short:
         _join(cluster)
         changes = [("vanishes", _vanish)]
-    chosen = settings(folder, cluster.address, least=2 if short else 1)
+    # A spot node that vanishes is none of the crashes that a run may have; another one is.
+    chosen = settings(folder, cluster.address, least=2 if short else 1, crashes=1 if short else 0)
     log: list[dict[str, Any]] = []
     with session(chosen, folder):
         prepared = preparing.prepare(chosen, folder / "run")
@@ -111,8 +113,12 @@ def _wait(
         time.sleep(0.05)
 
 
-def _join(cluster: Any) -> None:
-    NODES.append(cluster.add_node(num_cpus=3))
+def _join(cluster: Any, labels: dict[str, str] | None = None) -> None:
+    NODES.append(cluster.add_node(num_cpus=3, labels=labels))
+
+
+def _join_spot(cluster: Any) -> None:
+    _join(cluster, {"ray.io/market-type": "spot"})
 
 
 def _vanish(cluster: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 import ray.autoscaler
 import yaml
 
-from rtrain.cluster import instances
+from rtrain.cluster import instances, supply
 from rtrain.cluster.instances import INSTANCES
 from rtrain.cluster.lint import lint
 from rtrain.cluster.lint.around import Around
@@ -48,10 +48,10 @@ def test_every_variant_passes_the_check_ray_s_schema_and_the_shell(cloud: str, g
     assert (
         f"Replace every FILL-IN below ({variants.NUMBERS[text.partition('cluster_name:')[2].count('FILL-IN')]})" in text
     )
-    if gpu and cloud != "onprem":
+    if cloud != "onprem":
         worker = document["available_node_types"]["worker"]
-        assert worker["resources"]["GPU"] >= 1
-        assert worker["labels"] == {"ray.io/accelerator-type": gpu}
+        assert worker["labels"] == ({"ray.io/accelerator-type": gpu} if gpu else {}) | supply.SPOT
+        assert bool(gpu) == (worker["resources"].get("GPU", 0) >= 1)
     assert ("download.pytorch.org/whl/cpu" in text) == (gpu is None)
 
 

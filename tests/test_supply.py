@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,6 +96,35 @@ def test_labels_that_no_node_has_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     kinds = {"gpu": {"resources": {"GPU": 1}, "labels": {"for": "training"}}}
     monkeypatch.setenv(supply.AUTOSCALER_FILE, json.dumps({"max_workers": 1, "available_node_types": kinds}))
     assert supply.absent("cluster.labels", {"for": "training"}) == []
+
+
+def test_a_node_is_lost_where_ray_says_so_or_where_nobody_takes_its_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    with socket.create_server(("127.0.0.1", 0)) as there, socket.create_server(("127.0.0.1", 0)) as closed:
+        gone = closed.getsockname()[1]
+        closed.close()
+        nodes = [
+            {"NodeID": name, "Alive": alive, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+            | {"Resources": {"CPU": 8.0}, "Labels": {"for": name}}
+            for name, alive, port in (
+                ("here", True, gone),
+                ("there", True, there.getsockname()[1]),
+                ("dead", False, there.getsockname()[1]),
+                ("silent", True, gone),
+            )
+        ]
+        monkeypatch.setattr(ray, "nodes", lambda: nodes)
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+        monkeypatch.setattr(supply, "LOST_LOOK_S", 0.01)
+        assert supply.lost({"here", "there"}, 0.05) == {}
+        assert set(supply.lost({"here", "there", "dead", "silent"}, 0.05)) == {"dead", "silent"}
+        assert supply.lost({"dead"}, 0.05) == {"dead": supply.Host({"CPU": 8.0}, {"for": "dead"})}
+        assert supply.lost({"here", "of another cluster"}, 60) == {}
+        threading.Timer(0.05, lambda: nodes[1].update(Alive=False)).start()
+        assert set(supply.lost({"here", "there"}, 60)) == {"there"}
 
 
 def test_the_head_leaves_its_jobs_the_autoscaler_s_file(monkeypatch: pytest.MonkeyPatch) -> None:

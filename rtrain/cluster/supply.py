@@ -9,7 +9,9 @@ import bisect
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -40,6 +42,10 @@ DATA_CPUS = 2
 Without them a data stream waits for ever, and nothing says so."""
 WORKERS_PER_DATA_CPU = 8
 """Workers for which Ray Data gets one more CPU."""
+SPOT: Labels = MappingProxyType({"ray.io/market-type": "spot"})
+"""The label of nodes that a cloud may take away, as Ray names it."""
+LOST_LOOK_S, CONNECT_S = 1.0, 1.5
+"""Seconds from one look for lost nodes to the next, and in which a node takes a connection."""
 
 
 # ------------------------------------------------------------------------------------------------------------- counting
@@ -266,6 +272,32 @@ def data_tasks_on(labels: Labels) -> Iterator[None]:
         yield
     finally:
         options.label_selector = before
+
+
+def lost(nodes: Collection[str], patience_s: float) -> dict[str, Host]:
+    """Those of the nodes, by id, that are gone. Where none is, it looks again until so many seconds have passed: Ray
+    itself learns of it some time later, by health checks.
+
+    A node whose raylet takes no connection is gone as well, whatever Ray thinks. The node of this process is not.
+    """
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    end = time.monotonic() + patience_s
+    while True:
+        known = {node["NodeID"]: node for node in ray.nodes() if node["NodeID"] in nodes and node["NodeID"] != here}
+        gone = {name: node for name, node in known.items() if not (node["Alive"] and _takes_connections(node))}
+        if gone or not known or time.monotonic() > end:
+            return {name: Host(node["Resources"], node["Labels"]) for name, node in gone.items()}
+        time.sleep(LOST_LOOK_S)
+
+
+def _takes_connections(node: Mapping[str, Any]) -> bool:
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def leaving() -> set[str]:

@@ -4,7 +4,7 @@ import hashlib
 import math
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_me
 from rtrain.runs.start import ALL, Shortcuts, Start
 
 OnEvent = Callable[[dict[str, Any]], None]
+LOST_S = 10.0
+"""Seconds in which a node that is gone shows, where workers died and said nothing."""
 COUNT_EVERY_S = 5.0
 """Seconds after which it is counted anew what the autoscaler may start."""
 SETTLE_S = 5.0
@@ -161,14 +163,16 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
             labels=cluster.labels,
             asked=asking.demand is not None,
         )
+        watch = notice.Watch(run, workers, kind, wanted, say, asking, labels=cluster.labels)
         try:
-            with notice.Watch(run, workers, kind, wanted, say, asking, labels=cluster.labels):
+            with watch:
                 plan.workers.train(start, layout)
         except Exception as error:
+            held = watch.nodes | placement.workers_by_node(run).keys()  # before their places are given back
             plan.workers.lost(run)
             placed = not failures.is_unplaced(error)
             if placed:
-                _recover(run, error, recovery)
+                _recover(run, error, recovery, held)
             else:  # nothing was lost, and the cluster has had time to see which nodes are gone
                 say(notice.waiting(workers, kind, labels=cluster.labels))
             ceiling = most_after(placed, workers, least, most)
@@ -252,8 +256,9 @@ def _workers(run: Run, wanted: notice.Wanted, kind: str, say: OnEvent, asking: _
         time.sleep(notice.LOOK_EVERY_S)
 
 
-def _recover(run: Run, error: Exception, recovery: Recovery) -> None:
-    """Return if the run should start again; otherwise raise the error that the user should read."""
+def _recover(run: Run, error: Exception, recovery: Recovery, held: Collection[str] = ()) -> None:
+    """Return if the run should start again; otherwise raise the error that the user should read. `held`: the nodes that
+    had its workers."""
     if summary.status(run.events()) == "stopped":  # a search ends the workers of a trial that it stops
         summary.write(run)
         raise failures.explain(run, error) from error
@@ -264,10 +269,15 @@ def _recover(run: Run, error: Exception, recovery: Recovery) -> None:
     again = user_error if isinstance(user_error, TryAgain) else None  # a mount that is away for a moment, say
     refused = user_error is not None and again is None
     kind: Kind = "refused" if refused else "preemption" if preempted else "memory" if short else "crash"
+    told, spot = failures.first_line(causes), False
+    if kind == "crash" and held and (lost := supply.lost(held, LOST_S if failures.maybe_of_a_node(causes) else 0)):
+        kind, spot = "lost", all(supply.has(host.labels, supply.SPOT) for host in lost.values())
+        nodes = ", ".join(sorted(name[:8] for name in lost))
+        told = f"{'spot ' if spot else ''}node{'' if len(lost) == 1 else 's'} {nodes} gone without notice; {told}"
     update = _newest(run)
-    if recovery.retry(kind, update):
+    if recovery.retry(kind, update, spot):
         stalled = [str(path) for path in run.tracebacks()]
-        run.append("crashed", cause=kind, resumes_from=update, error=failures.first_line(causes), stalled=stalled)
+        run.append("crashed", cause=kind, resumes_from=update, error=told, stalled=stalled)
         return
     if again is not None:
         raise again from error

@@ -101,6 +101,8 @@ class Watch:
         """`ask` repeats what the run asks the autoscaler for; `labels`: those of the nodes that workers may have."""
         self._run, self._workers, self._device, self._wanted, self._say = run, workers, device, wanted, say
         self._ask, self._labels = ask, labels
+        self.nodes: set[str] = set()
+        """Ids of the nodes that have had workers of this start."""
         self._growth, self._said = Growth(GROW_AFTER_S), time.monotonic()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True, name="rtrain-watch")
@@ -127,6 +129,7 @@ class Watch:
     def _once(self) -> None:
         self._ask()  # always: a request that nobody repeats ends while workers start, or save
         own = placement.workers_by_node(self._run)
+        self.nodes |= own.keys()
         if not own and time.monotonic() - self._said > SAY_EVERY_S:
             self._said = time.monotonic()
             self._say(waiting(self._workers, self._device, labels=self._labels))
