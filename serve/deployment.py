@@ -8,8 +8,9 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ from ray.serve.schema import LoggingConfig
 import rtrain.artifact
 from rtrain import ray_internals
 from rtrain.cluster import supply
+from rtrain.cluster.demand import Place
 from rtrain.config import Serve
 from rtrain.errors import ConfigError, UserError
 from serve import declared, named
-from serve.change import judge, rollout, scaling
+from serve.change import judge, nodes, rollout, scaling
 from serve.change.application import Application
 from serve.change.rollout import Rollout
 from serve.door import access
@@ -61,9 +63,6 @@ RAY_SERVE = {
 }
 """Ray Serve's settings of its controller and of all that it starts."""
 CLOSE_TIMEOUT_S = 30.0
-
-
-Nodes = Sequence[supply.Node]
 
 
 class Endpoint:
@@ -189,7 +188,8 @@ def start(
         raise
     endpoint = Endpoint(address, settings, front, application)
     try:
-        _deploy(settings, application, address.port, front, quiet)
+        with nodes.said(partial(_waiting, settings, len(artifacts), application.name), tell):
+            _deploy(settings, application, address.port, front, quiet)
         _await_ready(address)
     except BaseException:  # Ctrl-C too must leave nothing behind
         endpoint.close()
@@ -208,7 +208,7 @@ def _configured(
     if problems := supply.absent("serve.labels", labels):
         raise ConfigError(problems)
     free = [host.has for host in supply.free() if supply.has(host.labels, labels)]
-    cpus, line = reserved(settings, free, supply.here(labels), supply.may("cpu", labels), models)
+    cpus, line = nodes.reserved(settings, free, supply.here(labels), supply.may("cpu", labels), models)
     if line:
         tell(line)
     ongoing = most_requests(settings, models)
@@ -261,9 +261,21 @@ def _deploy(
     try:
         application.begin()
     except RuntimeError as error:
-        status = ray.serve.status().applications.get(application.name)
-        message = status.deployments[DEPLOYMENT].message if status and status.deployments else str(error)
-        raise UserError(f"the model cannot be served: {cause(message)}") from None
+        raise UserError(f"the model cannot be served: {cause(_message(application.name) or str(error))}") from None
+
+
+def _message(application: str) -> str:
+    """What Ray Serve writes of the replicas; empty where it knows of none."""
+    status = ray.serve.status().applications.get(application)
+    return str(status.deployments[DEPLOYMENT].message) if status and status.deployments else ""
+
+
+def _waiting(settings: Serve, models: int, application: str, seconds: float) -> str | None:
+    place = Place("CPU", settings.labels, settings.threads * models)
+    try:
+        return nodes.waiting(_message(application), place, supply.may_start(), seconds)
+    except ray.exceptions.RayError:  # the controller is starting, or busy; the next look may do better
+        return None
 
 
 def _options(settings: Serve, port: int, front: ingress.Ingress | None) -> HTTPOptions:
@@ -271,31 +283,6 @@ def _options(settings: Serve, port: int, front: ingress.Ingress | None) -> HTTPO
     if front is not None:
         return HTTPOptions(host=front.host, port=port)
     return HTTPOptions(host=settings.host, port=port, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key)
-
-
-def reserved(settings: Serve, free: Nodes, up: Nodes, may: Nodes, models: int = 1) -> tuple[int, str]:
-    """How many logical CPUs a replica is to reserve, and what to tell where that is not as many as it has threads, or
-    not at once: those of an engine for each model. `free`: what nobody holds of each node that is up; `up`: all that
-    these nodes have; `may`: the nodes that there can be.
-
-    Ray starts nodes for what is reserved and missing, where it can. Where it cannot, a replica would wait for ever
-    without a word; without a reservation its threads share what processors there are.
-    """
-    each = settings.threads * models
-    now, coming = _room(free, each), _room(may, each) - _room(up, each)
-    if now >= settings.replicas:
-        return each, ""
-    beside = f" for each of {models} models" if models > 1 else ""
-    wanted = f"serve.replicas={settings.replicas} with serve.threads={settings.threads}{beside} ask for more CPUs than"
-    if now + coming >= settings.replicas:
-        return each, f"{wanted} are free: waiting for nodes"
-    has = sum(node.get("CPU", 0.0) for node in free)
-    return 0, f"{wanted} Ray has free ({has:g}), and no node can come: replicas reserve none, and share what there is"
-
-
-def _room(nodes: Nodes, cpus: int) -> int:
-    """How many replicas of so many CPUs the nodes have room for."""
-    return sum(int(node.get("CPU", 0.0) // cpus) for node in nodes)
 
 
 def _await_ready(address: Address) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from rtrain import events, ray_internals
 from rtrain.checkpoints import checkpoint, replica
 from rtrain.cluster import prices, supply
-from rtrain.cluster.demand import Demand, places
+from rtrain.cluster.demand import Demand, Place, places
 from rtrain.config import Cluster
 from rtrain.errors import TryAgain
 from rtrain.report import attributions, baseline, cost, html, summary
@@ -130,7 +130,8 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
     """
     run, train, cluster = prepared.run, prepared.config.recipe.train, prepared.config.deploy.cluster
     kind, least, most = prepared.device.device, train.min_workers, prepared.device.workers
-    wanted, ceiling = notice.wanted(most, least, supply.needs(cluster, kind)), most
+    wanted, ceiling = notice.wanted(most, least, asking.needs), most
+    waiting = notice.Waiting(run, asking.needs, asking.places)
     if prepared.device.why:
         run.append("device", device=kind, why=prepared.device.why)
     recovery, owners = Recovery(cluster.max_crashes), _owners(run, cluster)
@@ -140,7 +141,7 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
             saved = f"update {_newest(run)} of {prepared.updates} is saved"
             raise TryAgain(f"{run} was asked to end: {saved}. The same command with --resume goes on")
         asking()
-        workers = min(ceiling, _workers(run, wanted, kind, say, asking))
+        workers = min(ceiling, _workers(run, wanted, waiting, asking))
         start = Start(
             config=prepared.config,
             run=run.folder,
@@ -163,7 +164,7 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
             labels=cluster.labels,
             asked=asking.demand is not None,
         )
-        watch = notice.Watch(run, workers, kind, wanted, say, asking, labels=cluster.labels)
+        watch = notice.Watch(run, workers, wanted, say, waiting, asking)
         try:
             with watch:
                 plan.workers.train(start, layout)
@@ -174,7 +175,7 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
             if placed:
                 _recover(run, error, recovery, held)
             else:  # nothing was lost, and the cluster has had time to see which nodes are gone
-                say(notice.waiting(workers, kind, labels=cluster.labels))
+                waiting.say(workers)
             ceiling = most_after(placed, workers, least, most)
             continue
         ceiling = most
@@ -228,6 +229,12 @@ class _Asking:
             self._counted = now
             self.demand.want(places(self._most, self.needs, supply.up(), supply.may_start()))
 
+    def places(self) -> list[Place]:
+        """What an autoscaler is asked for: by this, or by Ray Train, for the workers alone."""
+        if self.demand is not None:
+            return self.demand.places
+        return [Place(supply.NEEDS[self.needs.device], self.needs.labels)] * self._most
+
     def __enter__(self) -> "_Asking":
         return self
 
@@ -236,23 +243,22 @@ class _Asking:
             self.demand.end()
 
 
-def _workers(run: Run, wanted: notice.Wanted, kind: str, say: OnEvent, asking: _Asking) -> int:
+def _workers(run: Run, wanted: notice.Wanted, waiting: notice.Waiting, asking: _Asking) -> int:
     """How many workers the next start has, by what is free. While that is too little for the least number, it waits and
     says so.
 
     What this process has just given back, the CPUs of the start before or of its data tasks, is seen as free some
     moments later: fewer workers than the nodes would allow are started only after those.
     """
-    said, patient = 0.0, time.monotonic() + SETTLE_S
+    patient = time.monotonic() + SETTLE_S
     while True:
-        free = supply.free(placement.workers_by_node(run), kind)
-        workers, now = wanted(free), time.monotonic()
-        if workers and (now > patient or workers >= wanted(supply.up())):
+        free = supply.free(placement.workers_by_node(run), waiting.needs.device)
+        workers, is_settled = wanted(free), time.monotonic() > patient
+        if workers and (is_settled or workers >= wanted(supply.up())):
             return workers
         asking()
-        if now > patient and now - said > notice.SAY_EVERY_S:
-            said = now
-            say(notice.waiting(None, kind, asking.demand, asking.needs.labels))
+        if is_settled:
+            waiting.look(None, SETTLE_S)
         time.sleep(notice.LOOK_EVERY_S)
 
 
