@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from rtrain.cluster import supply
 from rtrain.cluster.kubernetes import crd, image, manifests, rules, walk
 from rtrain.cluster.lint import lint
 from rtrain.cluster.lint.around import Around
@@ -49,6 +50,21 @@ def test_the_job_goes_on_and_the_service_imports_what_is_there() -> None:
     import importlib
 
     assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_jobs_know_what_may_be_started_by_its_labels_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no worker's pod up, a run that asks for its nodes by their labels is not refused."""
+    monkeypatch.setattr(supply, "up", lambda: [supply.Host({"CPU": 0.0})])
+    for document in read(TEXT):
+        for group in walk.groups([document]):
+            if not walk.is_head(group):
+                continue
+            [container] = group.get("template", "spec", "containers")
+            [value] = [one["value"] for one in container["env"] if one["name"] == supply.AUTOSCALER_FILE]
+            monkeypatch.setenv(supply.AUTOSCALER_FILE, value)
+            [workers] = [one for one in walk.groups([document]) if not walk.is_head(one)]
+            assert supply.absent("cluster.labels", workers.get("labels")) == []
+            assert supply.types(workers.get("labels")) == {"workers": {"CPU": 8.0}}
 
 
 def test_gpus_are_the_workers_own() -> None:

@@ -26,6 +26,8 @@ PORT = 8000
 HOOK = "rtrain.cluster.session.on_node_start"
 ENTRY = "rtrain.cluster.jobs.entry"
 LABELS = {"app.kubernetes.io/name": "rtrain"}
+ROLE = {"rtrain-role": "workers"}
+"""Ray's labels of the workers' nodes, by which `cluster.labels` and `serve.labels` name them."""
 CLIENTS = {"rtrain-client": "true"}
 """Pods with this label may ask the endpoint."""
 OPERATOR = {"app.kubernetes.io/name": "kuberay"}
@@ -231,7 +233,8 @@ def _spec(settings: Settings, probe: Map | None = None, least: int = 0, gpus: in
         {"containerPort": PORT, "name": "serve"},
     ]
     # KubeRay does not tell jobs what it may start.
-    types = {"workers": {"resources": {"CPU": settings.cpus, **({"GPU": gpus} if gpus else {})}}}
+    resources = {"CPU": settings.cpus, **({"GPU": gpus} if gpus else {})}
+    types = {"workers": {"resources": resources, "labels": dict(ROLE)}}
     may = {"max_workers": settings.workers, "available_node_types": types}
     head["spec"]["containers"][0]["env"].append({"name": supply.AUTOSCALER_FILE, "value": json.dumps(may)})
     worker = _pod(settings, "ray-worker", _resources(settings.cpus, settings.memory, gpus))
@@ -258,7 +261,7 @@ def _spec(settings: Settings, probe: Map | None = None, least: int = 0, gpus: in
                 "minReplicas": least,
                 "maxReplicas": settings.workers,
                 "idleTimeoutSeconds": IDLE_S,
-                "labels": {"rtrain-role": "workers"},
+                "labels": dict(ROLE),
                 "rayStartParams": {},
                 "template": worker,
             }
