@@ -125,6 +125,12 @@ BROKEN = (
     Broken("k8s-storage", "claimName: rtrain-shared", "claimName: another", "persistentVolumeClaim:"),
     Broken("k8s-job", "backoffLimit: 3", "backoffLimit: 0", "backoffLimit: 0"),
     Broken("k8s-job", "python -m rtrain.cluster.jobs.entry train", "python -m rtrain train", "entrypoint:"),
+    Broken(
+        "k8s-job",
+        "  submissionMode: K8sJobMode",
+        "  runtimeEnvYAML: '{pip: [x], env_vars: {A: b}}'\n  submissionMode: K8sJobMode",
+        "runtimeEnvYAML",
+    ),
     Broken("k8s-service", "import_path: serve.service:application", "import_path: serve.nothing:app", "serveConfigV2"),
     Broken("k8s-service", "path: /v2/health/ready", "path: /healthy", "readinessProbe:"),
     Broken("k8s-secret", "value: rtrain.cluster.session.on_node_start", "value: AKIAIOSFODNN7EXAMPLE", "AKIAIOSFODNN7"),

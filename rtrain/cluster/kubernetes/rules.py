@@ -264,6 +264,10 @@ def jobs(documents: Documents, around: Around) -> Found:
         if document.get("spec", "shutdownAfterJobFinishes") is not True:
             what = "the job's cluster stays, and is paid for"
             yield document.line("spec", "shutdownAfterJobFinishes"), what, "write shutdownAfterJobFinishes: true"
+        brought = yaml.safe_load(str(document.get("spec", "runtimeEnvYAML", default=""))) or {}
+        if others := sorted(set(brought) - {"env_vars"}):
+            what = f"the job brings {others[0]} along: each pod fetches it anew, in whatever version there is then"
+            yield document.line("spec", "runtimeEnvYAML"), what, "put it into the image; bring env_vars alone"
         line = document.line("spec", "entrypoint")
         try:
             words = shlex.split(entry)
