@@ -469,6 +469,8 @@ class Lines:
 
     async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
         for portion in self.streams.pop(0) if self.streams else []:
+            if isinstance(portion, Exception):
+                raise portion
             yield portion
 
     def get_job_logs(self, job: str) -> str:
@@ -481,6 +483,15 @@ def test_lines_are_shown_once_though_their_stream_breaks_off(monkeypatch: pytest
     shown: list[str] = []
     ended = client.Jobs("http://head", api).watch("rtrain-x", shown.append)
     assert ended.status == "SUCCEEDED"
+    assert shown == ["one\n", "tw", "o\n", "three\n"]
+
+
+@pytest.mark.parametrize("cut", [RuntimeError("ABNORMAL_CLOSURE"), OSError("reset by peer"), UserError("503")])
+def test_lines_are_shown_once_though_their_connection_is_cut(monkeypatch: pytest.MonkeyPatch, cut: Exception) -> None:
+    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
+    api = Lines(["RUNNING", "RUNNING", "SUCCEEDED"], [["one\n", "tw", cut], ["one\ntwo\n"], []])
+    shown: list[str] = []
+    assert client.Jobs("http://head", api).watch("rtrain-x", shown.append).status == "SUCCEEDED"
     assert shown == ["one\n", "tw", "o\n", "three\n"]
 
 
