@@ -457,7 +457,7 @@ def test_the_launcher_s_file_and_the_run_s_folder_are_asked_for_first(tmp_path: 
 class Lines:
     """A job API with one job, whose stream of lines breaks off and begins anew, as it does where a proxy ends it."""
 
-    def __init__(self, statuses: list[str], streams: list[list[str]], error: Exception | None = None):
+    def __init__(self, statuses: list[str], streams: list[list[Any]], error: Exception | None = None):
         self.statuses, self.streams, self.error = statuses, streams, error
 
     def list_jobs(self) -> list[SimpleNamespace]:

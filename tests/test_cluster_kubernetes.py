@@ -114,7 +114,14 @@ BROKEN = (
     Broken("k8s-head-tasks", "num-cpus: '0'", "num-cpus: '4'", "rayStartParams:"),
     Broken("k8s-replicas", "maxReplicas: 4", "maxReplicas: -1", "replicas: 0"),
     Broken("k8s-leaving", "terminationGracePeriodSeconds: 120", "terminationGracePeriodSeconds: 30", "Seconds: 30\n"),
-    Broken("k8s-leaving", "- rtrain.cluster.spot\n", "- rtrain.cluster.stop\n", "lifecycle:"),
+    Broken("k8s-leaving", "- rtrain.cluster.leave\n", "- rtrain.cluster.live\n", "lifecycle:"),
+    Broken(
+        "k8s-leaving",
+        "- rtrain.cluster.spot\n",
+        "- rtrain.cluster.stop\n",
+        "lifecycle:\n            preStop:\n              exec:\n                command:\n                - python\n"
+        "                - -m\n                - rtrain.cluster.stop",
+    ),
     Broken("k8s-exposed", "serviceType: ClusterIP", "serviceType: LoadBalancer", "serviceType: LoadBalancer"),
     Broken("k8s-policy", "kind: NetworkPolicy", "kind: ConfigMap", "    template:\n      metadata:\n        labels"),
     Broken("k8s-rights", "runAsNonRoot: true", "runAsNonRoot: false", "      spec:\n        securityContext"),

@@ -86,6 +86,25 @@ def test_a_run_that_waits_says_for_which_nodes_and_since_it_began_to_wait(
     assert "asked" not in Run(tmp_path).events(notice.WAITING)[-1]
 
 
+def test_a_run_that_waits_for_nodes_ends_where_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supply, "up", list)
+    monkeypatch.setattr(supply, "free", lambda own, device: [])
+    monkeypatch.setattr(supply, "autoscaler", lambda: None)
+    monkeypatch.setattr(notice, "LOOK_EVERY_S", 0.0)
+    run, needs, looks = Run(tmp_path), supply.Needs(), []
+    asked = notice.Asked(run)
+
+    def wanted(hosts: object) -> int:
+        looks.append(hosts)
+        asked.given = len(looks) > 3
+        return 0
+
+    waiting = notice.Waiting(run, needs, list)
+    asking: Any = list  # it asks for nothing
+    assert driver._workers(run, wanted, waiting, asking, asked) == 0
+    assert len(looks) == 4
+
+
 def test_the_file_of_the_workers_placement_is_whole_or_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,14 +135,13 @@ def test_the_head_leaves_its_jobs_the_autoscaler_s_file(monkeypatch: pytest.Monk
     assert os.environ.pop(supply.AUTOSCALER_FILE) == str(Path.home() / "bootstrap.yaml")
 
 
-SCRIPT = """
-import json, sys, threading
+SCRIPT = '''
+import json, subprocess, sys
 from pathlib import Path
 from rtrain import env
 from rtrain.errors import UserError
 env.prepare()
 import ray
-import ray.data
 from ray.util.placement_group import placement_group
 from tests.trained import settings
 from rtrain.cluster import supply
@@ -164,16 +163,31 @@ except UserError as error:
     refused = str(error)
 
 
-def comes(labels):  # whether a data task ends that needs the labels
-    with supply.data_tasks_on(labels):
-        dataset = ray.data.range(1, override_num_blocks=1).map_batches(dict)
-    thread = threading.Thread(target=dataset.take_all, daemon=True)
-    thread.start()
-    thread.join(60 if labels == {"for": "data"} else 5)
-    return not thread.is_alive()
+
+TASK = """
+import sys, ray, ray.data
+from rtrain.cluster import supply
+ray.init(address=sys.argv[1], log_to_driver=False)
+with supply.data_tasks_on({"for": sys.argv[2]}):
+    dataset = ray.data.range(1, override_num_blocks=1).map_batches(lambda batch: batch)
+print("begins", flush=True)
+dataset.take_all()
+"""
 
 
-tasks = [comes({"for": "data"}), comes({"for": "training"})]
+def comes(label, seconds):  # whether a data task ends that needs a node with the label; in a driver of its own
+    command = [sys.executable, "-c", TASK, ray.get_runtime_context().gcs_address, label]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as driver:
+        driver.stdout.readline()
+        try:
+            return driver.wait(seconds) == 0
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            driver.kill()
+
+
+tasks = [comes("data", 60), comes("training", 5)]
 log = events.read(folder / "run")
 print(json.dumps({
     "tasks": tasks,
@@ -188,7 +202,7 @@ print(json.dumps({
     "report": "2 workers on cpu in fp32" in (folder / "run" / "report.html").read_text(),
 }))
 ray.shutdown()
-"""
+'''
 
 
 @pytest.mark.ray

@@ -141,7 +141,9 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
             saved = f"update {_newest(run)} of {prepared.updates} is saved"
             raise TryAgain(f"{run} was asked to end: {saved}. The same command with --resume goes on")
         asking()
-        workers = min(ceiling, _workers(run, wanted, waiting, asking))
+        workers = min(ceiling, _workers(run, wanted, waiting, asking, asked))
+        if asked.given:
+            continue
         start = Start(
             config=prepared.config,
             run=run.folder,
@@ -243,15 +245,15 @@ class _Asking:
             self.demand.end()
 
 
-def _workers(run: Run, wanted: notice.Wanted, waiting: notice.Waiting, asking: _Asking) -> int:
+def _workers(run: Run, wanted: notice.Wanted, waiting: notice.Waiting, asking: _Asking, asked: notice.Asked) -> int:
     """How many workers the next start has, by what is free. While that is too little for the least number, it waits and
-    says so.
+    says so; where it is asked to end, it waits no more.
 
     What this process has just given back, the CPUs of the start before or of its data tasks, is seen as free some
     moments later: fewer workers than the nodes would allow are started only after those.
     """
     patient = time.monotonic() + SETTLE_S
-    while True:
+    while not asked.given:
         free = supply.free(placement.workers_by_node(run), waiting.needs.device)
         workers, is_settled = wanted(free), time.monotonic() > patient
         if workers and (is_settled or workers >= wanted(supply.up())):
@@ -260,6 +262,7 @@ def _workers(run: Run, wanted: notice.Wanted, waiting: notice.Waiting, asking: _
         if is_settled:
             waiting.look(None, SETTLE_S)
         time.sleep(notice.LOOK_EVERY_S)
+    return 0
 
 
 def _recover(run: Run, error: Exception, recovery: Recovery, held: Collection[str] = ()) -> None:

@@ -2,7 +2,8 @@
 launcher's file.
 
 Pods hold no right of their own, run as no root, and are reached by each other and by KubeRay alone. A pod that is to go
-drains its node first, so that a run saves and goes on without it.
+drains its node first, so that a run saves and goes on without it; that of the head, on which the jobs' drivers live,
+asks them to end with a checkpoint.
 """
 
 import json
@@ -241,7 +242,10 @@ def _spec(settings: Settings, probe: Map | None = None, least: int = 0, gpus: in
     worker["spec"]["automountServiceAccountToken"] = False
     drain = ["python", "-m", "rtrain.cluster.spot", "now", "--wait", "--seconds", str(DRAIN_S)]
     worker["spec"]["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": drain}}}
-    worker["spec"]["terminationGracePeriodSeconds"] = DRAIN_S + SPARE_S
+    leave = ["python", "-m", "rtrain.cluster.leave", "--seconds", str(DRAIN_S)]
+    head["spec"]["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": leave}}}
+    for pod in (head, worker):
+        pod["spec"]["terminationGracePeriodSeconds"] = DRAIN_S + SPARE_S
     if probe is not None:
         worker["spec"]["containers"][0]["readinessProbe"] = probe
     return {

@@ -161,14 +161,14 @@ def enums(documents: Documents, around: Around) -> Found:
 
 def leaving(documents: Documents, around: Around) -> Found:
     for group in walk.groups(documents):
-        if walk.is_head(group):
-            continue
-        pod = group.within("template", "spec")
+        pod, is_head = group.within("template", "spec"), walk.is_head(group)
         for container in list(pod.each("containers"))[:1]:
             command = list(map(str, container.get("lifecycle", "preStop", "exec", "command") or ()))
-            if "rtrain.cluster.spot" not in command:
-                what = "a pod that is to go does not drain its node: its last updates are lost"
-                yield container.line("lifecycle"), what, "let preStop run python -m rtrain.cluster.spot now --wait"
+            if ("rtrain.cluster.leave" if is_head else "rtrain.cluster.spot") not in command:
+                does = "tell its jobs" if is_head else "drain its node"
+                mend = "python -m rtrain.cluster.leave" if is_head else "python -m rtrain.cluster.spot now --wait"
+                what = f"a pod that is to go does not {does}: the last updates are lost"
+                yield container.line("lifecycle"), what, f"let preStop run {mend}"
                 continue
             seconds, grace = (
                 float(options(command).get("--seconds", 60)),
