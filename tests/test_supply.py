@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from rtrain import ray_internals
 from rtrain.cluster import session, supply
 from tests.conftest import STARTUP
 
@@ -119,10 +120,16 @@ def test_a_node_is_lost_where_ray_says_so_or_where_nobody_takes_its_connections(
         monkeypatch.setattr(ray, "nodes", lambda: nodes)
         monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
         monkeypatch.setattr(supply, "LOST_LOOK_S", 0.01)
+        monkeypatch.setattr(supply, "_silent", set())
         assert supply.lost({"here", "there"}, 0.05) == {}
         assert set(supply.lost({"here", "there", "dead", "silent"}, 0.05)) == {"dead", "silent"}
         assert supply.lost({"dead"}, 0.05) == {"dead": supply.Host({"CPU": 8.0}, {"for": "dead"})}
         assert supply.lost({"here", "of another cluster"}, 60) == {}
+        # What is known to be gone has no room for the next start, though Ray still thinks it is up.
+        monkeypatch.setattr(ray_internals, "draining_nodes", set)
+        assert sorted(supply._staying()) == ["here", "there"]
+        nodes[3]["NodeManagerPort"] = there.getsockname()[1]
+        assert sorted(supply._staying()) == ["here", "silent", "there"]
         threading.Timer(0.05, lambda: nodes[1].update(Alive=False)).start()
         assert set(supply.lost({"here", "there"}, 60)) == {"there"}
 

@@ -274,6 +274,11 @@ def data_tasks_on(labels: Labels) -> Iterator[None]:
         options.label_selector = before
 
 
+_silent: set[str] = set()
+"""Ids of nodes that took no connection. Ray counts on them for some seconds more, and a start that is placed there
+waits in vain; they do not count until they answer again."""
+
+
 def lost(nodes: Collection[str], patience_s: float) -> dict[str, Host]:
     """Those of the nodes, by id, that are gone. Where none is, it looks again until so many seconds have passed: Ray
     itself learns of it some time later, by health checks.
@@ -288,6 +293,7 @@ def lost(nodes: Collection[str], patience_s: float) -> dict[str, Host]:
         known = {node["NodeID"]: node for node in ray.nodes() if node["NodeID"] in nodes and node["NodeID"] != here}
         gone = {name: node for name, node in known.items() if not (node["Alive"] and _takes_connections(node))}
         if gone or not known or time.monotonic() > end:
+            _silent.update(gone)
             return {name: Host(node["Resources"], node["Labels"]) for name, node in gone.items()}
         time.sleep(LOST_LOOK_S)
 
@@ -312,5 +318,5 @@ def _staying() -> dict[str, Host]:
     return {
         node["NodeID"]: Host(node["Resources"], node["Labels"])
         for node in ray.nodes()
-        if node["Alive"] and node["NodeID"] not in gone
+        if node["Alive"] and node["NodeID"] not in gone and (node["NodeID"] not in _silent or _takes_connections(node))
     }
