@@ -89,7 +89,7 @@ def test_nodes_are_counted_by_their_labels() -> None:
 
 
 def test_labels_that_no_node_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supply, "_staying", lambda: {})
+    monkeypatch.setattr(supply, "up_by_id", lambda: {})
     monkeypatch.setenv(supply.AUTOSCALER_FILE, json.dumps(DOCUMENT))
     [problem] = supply.absent("cluster.labels", {"for": "trainng"})
     assert (problem.field, problem.value) == ("cluster.labels", {"for": "trainng"})
@@ -127,9 +127,9 @@ def test_a_node_is_lost_where_ray_says_so_or_where_nobody_takes_its_connections(
         assert supply.lost({"here", "of another cluster"}, 60) == {}
         # What is known to be gone has no room for the next start, though Ray still thinks it is up.
         monkeypatch.setattr(ray_internals, "draining_nodes", set)
-        assert sorted(supply._staying()) == ["here", "there"]
+        assert sorted(supply.up_by_id()) == ["here", "there"]
         nodes[3]["NodeManagerPort"] = there.getsockname()[1]
-        assert sorted(supply._staying()) == ["here", "silent", "there"]
+        assert sorted(supply.up_by_id()) == ["here", "silent", "there"]
         threading.Timer(0.05, lambda: nodes[1].update(Alive=False)).start()
         assert set(supply.lost({"here", "there"}, 60)) == {"there"}
 

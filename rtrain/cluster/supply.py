@@ -181,7 +181,7 @@ def needs(settings: "Cluster", device: str) -> Needs:
 
 def up() -> list[Host]:
     """The nodes that are up and will stay, with all their resources."""
-    return list(_staying().values())
+    return list(up_by_id().values())
 
 
 def here(labels: Labels = ANY) -> list[Node]:
@@ -193,7 +193,7 @@ def free(own: Mapping[str, int] | None = None, device: str = "cpu") -> list[Host
     """The nodes of `up` with their free resources. `own`: the run's own workers by node; their places count as free."""
     available = ray_internals.available_by_node()
     found: list[Host] = []
-    for name, host in _staying().items():
+    for name, host in up_by_id().items():
         node = dict(available.get(name, {}))
         node[NEEDS[device]] = node.get(NEEDS[device], 0.0) + (own or {}).get(name, 0)
         found.append(Host(node, host.labels))
@@ -311,7 +311,8 @@ def leaving() -> set[str]:
     return ray_internals.draining_nodes()
 
 
-def _staying() -> dict[str, Host]:
+def up_by_id() -> dict[str, Host]:
+    """The nodes of `up` by their ids."""
     import ray
 
     gone = leaving()

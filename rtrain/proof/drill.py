@@ -156,7 +156,7 @@ def run(
 
 def _long_enough(config: Config, root: Path, updates: int) -> Config:
     """The recipe with as many epochs as so many updates need."""
-    source, model = nodes.share(config, *preparing.check(config, root), root)
+    source, model, *_ = nodes.share(config, *preparing.check(config, root), root)
     config, _ = preparing.separated(config, source)
     store, _ = tokens.ensure(config.recipe, source, model, root)
     per_epoch = -(-store.rows("train") // config.recipe.rows_per_update)

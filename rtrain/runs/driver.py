@@ -4,21 +4,22 @@ import hashlib
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rtrain import events, ray_internals
 from rtrain.checkpoints import checkpoint, replica
-from rtrain.cluster import prices, supply
+from rtrain.cluster import preflight, prices, supply
 from rtrain.cluster.demand import Demand, Place, places
 from rtrain.config import Cluster
-from rtrain.errors import TryAgain
+from rtrain.errors import TryAgain, UserError
 from rtrain.report import attributions, baseline, cost, html, summary
 from rtrain.report.live import trackers
 from rtrain.run import Run
-from rtrain.runs import failures, group, notice, opening, placement
+from rtrain.runs import failures, group, nodes, notice, opening, placement
 from rtrain.runs.preparing import Prepared, said_of_rows
 from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_memory
 from rtrain.runs.start import ALL, Shortcuts, Start
@@ -72,12 +73,19 @@ def fit(
     told = events.Follow([(run.folder, {})], on_event), trackers.following(prepared.config, run, say)
     file = prepared.config.deploy.cluster.prices
     dollars = {name: one.on_demand for name, one in prices.read(Path(file)).items()} if file else None
-    with opening.hold(run), told[0], told[1], notice.Asked(run) as asked, _Asking(prepared) as asking:
+    with (
+        opening.hold(run),
+        told[0],
+        told[1],
+        notice.Asked(run) as asked,
+        _Asking(prepared) as asking,
+        _joined(prepared, asking, say) as joined,
+    ):
         plan.workers.taken(run)
         if dollars is not None:
             run.append(cost.PRICES, dollars=dollars)
         try:
-            _attempts(prepared, plan, say, asked, asking)
+            _attempts(prepared, plan, say, asked, asking, joined)
         except (KeyboardInterrupt, SystemExit, TryAgain):
             run.append("interrupted")
             summary.write(run)
@@ -121,7 +129,16 @@ def _copy_out(prepared: Prepared) -> None:
         copy.push_artifact(prepared.run.folder)
 
 
-def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked, asking: "_Asking") -> None:
+def _joined(prepared: Prepared, asking: "_Asking", say: OnEvent) -> nodes.Joined:
+    shared, root = prepared.shared, prepared.run.folder.parent
+    if shared is None:
+        return nodes.Joined(root, {}, preflight.nodes_up(), asking.needs, say)
+    return nodes.Joined(root, shared.needed, shared.asked, asking.needs, say)
+
+
+def _attempts(
+    prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked, asking: "_Asking", joined: nodes.Joined
+) -> None:
     """Start the workers again and again until they have come to the end, or until that makes no sense.
 
     Each start is a worker group with a controller of its own, and resumes from the newest checkpoint, which the workers
@@ -175,6 +192,8 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
             plan.workers.lost(run)
             placed = not failures.is_unplaced(error)
             if placed:
+                with _failed(run):
+                    joined.refuse(error)
                 _recover(run, error, recovery, held)
             else:  # nothing was lost, and the cluster has had time to see which nodes are gone
                 waiting.say(workers)
@@ -187,6 +206,17 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
         plan.workers.lost(run)
         if not asked.given:
             run.append("yielded", reason=reason, update=last["updates"])
+
+
+@contextmanager
+def _failed(run: Run) -> Iterator[None]:
+    """A run that is refused in the block has failed."""
+    try:
+        yield
+    except UserError as error:
+        run.append("failed", error=str(error)[:2000])
+        summary.write(run)
+        raise
 
 
 def _owners(run: Run, cluster: Cluster) -> tuple[str, ...]:
