@@ -77,8 +77,8 @@ def test_what_is_not_refused_starts_by_what_is_free(
     refused = capacity(elastic, device, asked, cpus)
     workers = notice.wanted(most, least, needs)(hosts)
     assert bool(refused) == (workers == 0)
-    asked = demand.places(most, needs, hosts, supply.startable({}))
-    assert bool(refused) == (len(asked) < least + needs.of(least).data)
+    places = demand.places(most, needs, hosts, supply.startable({}))
+    assert bool(refused) == (len(places) < least + needs.of(least).data)
 
 
 def test_a_full_disk_is_refused_also_for_a_folder_that_is_yet_to_be(

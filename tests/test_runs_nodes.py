@@ -54,8 +54,8 @@ FINE = Answers(None, {})
 APART = Answers("--out: /runs is another folder", {"/models/x": ["late"]})
 
 
-def watching(said: Callable[[dict[str, Any]], None], **labels: Mapping[str, str]) -> nodes.Joined:
-    return nodes.Joined(Path("/runs"), {}, {"head"}, supply.Needs(**labels), said)
+def watching(said: Callable[[dict[str, Any]], None], needs: supply.Needs = supply.Needs()) -> nodes.Joined:
+    return nodes.Joined(Path("/runs"), {}, {"head"}, needs, said)
 
 
 def test_each_node_is_asked_once_and_one_that_lacks_something_explains_a_failure(cluster: Cluster) -> None:
@@ -94,7 +94,7 @@ def test_a_node_that_has_not_answered_yet_has_some_seconds_and_no_more(
 
 def test_nodes_for_other_purposes_are_not_asked(cluster: Cluster) -> None:
     cluster.nodes |= {"serves": {"for": "answers"}, "trains": {"for": "training"}}
-    with watching(print, labels={"for": "training"}, data_labels={"for": "data"}) as joined:
+    with watching(print, supply.Needs("cpu", None, {"for": "training"}, {"for": "data"})) as joined:
         joined._look(0)
     assert cluster.asked == [["trains"]]
 

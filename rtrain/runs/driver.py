@@ -159,7 +159,7 @@ def _attempts(
             raise TryAgain(f"{run} was asked to end: {saved}. The same command with --resume goes on")
         asking()
         workers = min(ceiling, _workers(run, wanted, waiting, asking, asked))
-        if asked.given:
+        if not workers:  # it was asked to end while it waited
             continue
         start = Start(
             config=prepared.config,
