@@ -50,11 +50,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster(monkeypatch)
 
 
+ANYWHERE = supply.Needs()
 FINE = Answers(None, {})
 APART = Answers("--out: /runs is another folder", {"/models/x": ["late"]})
 
 
-def watching(said: Callable[[dict[str, Any]], None], needs: supply.Needs = supply.Needs()) -> nodes.Joined:
+def watching(said: Callable[[dict[str, Any]], None], needs: supply.Needs = ANYWHERE) -> nodes.Joined:
     return nodes.Joined(Path("/runs"), {}, {"head"}, needs, said)
 
 
