@@ -29,6 +29,8 @@ class Entry(NamedTuple):
     """Whether a finished graph's vocabulary can be trimmed (`rtrain.compress.vocabulary`)."""
     learns: bool = False
     """Whether it makes a graph of what a network has learned to round (`rtrain.network.rounding`)."""
+    on_gpu: bool = False
+    """Whether its loader takes a device too, torch's `cuda`."""
 
     @property
     def gradients(self) -> bool:
@@ -39,7 +41,7 @@ class Entry(NamedTuple):
 FLOAT = "torch"
 
 ENGINES: Mapping[str, Entry] = {
-    FLOAT: Entry("rtrain.predict:Torch", ("model.safetensors",), 1e-3),
+    FLOAT: Entry("rtrain.predict:Torch", ("model.safetensors",), 1e-3, on_gpu=True),
     "openvino": Entry(
         "rtrain.predict:open_openvino",
         ("model.int8.xml", "model.int8.bin"),

@@ -30,7 +30,8 @@ from rtrain import ray_internals
 from rtrain.cluster import supply
 from rtrain.cluster.demand import Place
 from rtrain.config import Serve
-from rtrain.errors import ConfigError, UserError
+from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.network import device
 from serve import declared, named
 from serve.change import judge, nodes, rollout, scaling
 from serve.change.application import Application
@@ -207,6 +208,11 @@ def _configured(
     labels = settings.labels
     if problems := supply.absent("serve.labels", labels):
         raise ConfigError(problems)
+    if settings.gpus and not device.usable():
+        fix = "install a build of torch for GPUs, or write 0"
+        raise ConfigError([Problem("serve.gpus", settings.gpus, "this build of torch cannot use them", fix)])
+    if problem := nodes.without_gpus(settings, [*supply.here(labels), *supply.types(labels).values()]):
+        raise ConfigError([problem])
     free = [host.has for host in supply.free() if supply.has(host.labels, labels)]
     cpus, line = nodes.reserved(settings, free, supply.here(labels), supply.may("cpu", labels), models)
     if line:
@@ -271,7 +277,8 @@ def _message(application: str) -> str:
 
 
 def _waiting(settings: Serve, models: int, application: str, seconds: float) -> str | None:
-    place = Place("CPU", settings.labels, settings.threads * models)
+    place = Place("GPU", settings.labels, settings.gpus) if settings.gpus else None
+    place = place or Place("CPU", settings.labels, settings.threads * models)
     try:
         return nodes.waiting(_message(application), place, supply.may_start(), seconds)
     except ray.exceptions.RayError:  # the controller is starting, or busy; the next look may do better

@@ -52,7 +52,7 @@ def test_every_variant_passes_the_check_ray_s_schema_and_the_shell(cloud: str, g
     )
     if cloud != "onprem":
         worker = document["available_node_types"]["worker"]
-        assert worker["labels"] == ({"ray.io/accelerator-type": gpu} if gpu else {}) | supply.SPOT
+        assert worker["labels"] == ({"ray.io/accelerator-type": gpu} if gpu else {}) | dict(supply.SPOT)
         assert bool(gpu) == (worker["resources"].get("GPU", 0) >= 1)
     assert ("download.pytorch.org/whl/cpu" in text) == (gpu is None)
 

@@ -26,7 +26,7 @@ REPEAT_S, EXPIRE_S = 15.0, 45.0
 
 
 class Place(NamedTuple):
-    """A CPU or GPU that is asked for, or several on one node."""
+    """A CPU or GPU that is asked for; or several, or a part of one, on one node."""
 
     resource: str
     labels: Labels = supply.ANY
@@ -35,6 +35,10 @@ class Place(NamedTuple):
 
     def fits(self, host: Host) -> bool:
         return host.has.get(self.resource, 0.0) >= self.amount and supply.has(host.labels, self.labels)
+
+
+def of_worker(needs: Needs) -> Place:
+    return Place(NEEDS[needs.device], needs.labels, needs.share)
 
 
 def places(most: int, needs: Needs, hosts: Sequence[Host], may: Startable) -> list[Place]:
@@ -47,7 +51,7 @@ def places(most: int, needs: Needs, hosts: Sequence[Host], may: Startable) -> li
     if not workers:
         return []
     spare = needs.of(workers).data
-    return [Place(NEEDS[needs.device], needs.labels)] * workers + [Place(NEEDS["cpu"], needs.data_labels)] * spare
+    return [of_worker(needs)] * workers + [Place(NEEDS["cpu"], needs.data_labels)] * spare
 
 
 def told(asked: Sequence[Place], may: Startable, seconds: float) -> str:
@@ -55,7 +59,7 @@ def told(asked: Sequence[Place], may: Startable, seconds: float) -> str:
     counts: dict[str, float] = {}
     for place in asked:
         counts[place.resource] = counts.get(place.resource, 0.0) + place.amount
-    listed = " and ".join(f"{count:g} {name}{'' if count == 1 else 's'}" for name, count in sorted(counts.items()))
+    listed = " and ".join(f"{count:g} {name}{'' if count <= 1 else 's'}" for name, count in sorted(counts.items()))
     named = sorted(name for name, (host, _) in may.kinds.items() if any(place.fits(host) for place in asked))
     return f"the autoscaler is asked for {listed} on {' or '.join(named) or 'no'} nodes, for {seconds:.0f} s now"
 

@@ -23,14 +23,16 @@ from rtrain import ray_internals
 from rtrain.errors import Problem, UserError
 
 if TYPE_CHECKING:
-    from rtrain.config import Cluster
+    from rtrain.config import Config
 
 Node = Mapping[str, float]
 Labels = Mapping[str, str]
 ANY: Labels = MappingProxyType({})
 """The labels that every node has."""
 NEEDS = {"cpu": "CPU", "gpu": "GPU"}
-"""The resource of which a worker takes one, by its device. A worker with a GPU takes no CPU."""
+"""The resource of which a worker takes one, by its device. A worker with a GPU, or with a part of one, takes no CPU."""
+ROUNDING = 1e-6
+"""Ray counts resources in ten thousandths: three thirds of a GPU are one."""
 AUTOSCALER_FILE = "RTRAIN_AUTOSCALER_FILE"
 """Environment variable with the path of the autoscaler's file, which `session.on_node_start` sets on the head, or with
 the file's node types themselves, as JSON: manifests for Kubernetes set it so. Ray itself (2.60) keeps what may be
@@ -90,6 +92,16 @@ class Needs(NamedTuple):
     labels: Labels = ANY
     data_labels: Labels = ANY
     """Those that a node must have for workers, and for data tasks."""
+    share: float = 1.0
+    """Of a GPU, that a worker takes; a worker without a GPU takes a CPU."""
+
+    def places(self, node: Node) -> int:
+        """Workers that the node has room for. None takes parts of two GPUs."""
+        amount = node.get(NEEDS[self.device], 0.0)
+        if self.share == 1:
+            return int(amount)
+        whole = int(amount)  # what is left of another one is free, where others hold parts of it
+        return whole * int(1 / self.share + ROUNDING) + int((amount - whole) / self.share + ROUNDING)
 
     def of(self, workers: int, runs: int = 1) -> Room:
         """The need of so many runs, each of so many workers."""
@@ -101,7 +113,7 @@ class Needs(NamedTuple):
         may run wherever it may, and only CPUs serve both."""
         places = data = cpus = 0
         for host in hosts:
-            own = count([host.has], self.device) if has(host.labels, self.labels) else 0
+            own = self.places(host.has) if has(host.labels, self.labels) else 0
             of_data = count([host.has], "cpu") if has(host.labels, self.data_labels) else 0
             places, data, cpus = places + own, data + of_data, cpus + max(own, of_data)
         return Room(places, data, cpus if self.device == "cpu" else 0)
@@ -171,9 +183,10 @@ def task_cpus(asked: int | None, workers: int) -> float:
     return min(1.0, math.floor(100 * data_cpus(asked, workers) / workers) / 100)
 
 
-def needs(settings: "Cluster", device: str) -> Needs:
+def needs(config: "Config", device: str) -> Needs:
     """Those of a run by its settings."""
-    return Needs(device, settings.data_cpus, settings.labels, settings.data_labels)
+    settings, share = config.deploy.cluster, config.recipe.train.gpus_per_worker if device == "gpu" else 1.0
+    return Needs(device, settings.data_cpus, settings.labels, settings.data_labels, share)
 
 
 # ------------------------------------------------------------------------------------------------------ asking the Ray
@@ -189,13 +202,15 @@ def here(labels: Labels = ANY) -> list[Node]:
     return [host.has for host in up() if has(host.labels, labels)]
 
 
-def free(own: Mapping[str, int] | None = None, device: str = "cpu") -> list[Host]:
-    """The nodes of `up` with their free resources. `own`: the run's own workers by node; their places count as free."""
+def free(own: Mapping[str, int] | None = None, needs: Needs | None = None) -> list[Host]:
+    """The nodes of `up` with their free resources. `own`: the run's own workers by node, of such needs; their places
+    count as free."""
+    kind, share = (NEEDS[needs.device], needs.share) if needs else ("CPU", 1.0)
     available = ray_internals.available_by_node()
     found: list[Host] = []
     for name, host in up_by_id().items():
         node = dict(available.get(name, {}))
-        node[NEEDS[device]] = node.get(NEEDS[device], 0.0) + (own or {}).get(name, 0)
+        node[kind] = node.get(kind, 0.0) + share * (own or {}).get(name, 0)
         found.append(Host(node, host.labels))
     return found
 

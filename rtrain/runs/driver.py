@@ -13,7 +13,7 @@ from typing import Any
 from rtrain import events, ray_internals
 from rtrain.checkpoints import checkpoint, replica
 from rtrain.cluster import preflight, prices, supply
-from rtrain.cluster.demand import Demand, Place, places
+from rtrain.cluster.demand import Demand, Place, of_worker, places
 from rtrain.config import Cluster
 from rtrain.errors import TryAgain, UserError
 from rtrain.report import attributions, baseline, cost, html, summary
@@ -182,6 +182,7 @@ def _attempts(
             elastic=least is not None,
             labels=cluster.labels,
             asked=asking.demand is not None,
+            share=asking.needs.share,
         )
         watch = notice.Watch(run, workers, wanted, say, waiting, asking)
         try:
@@ -247,7 +248,7 @@ class _Asking:
 
     def __init__(self, prepared: Prepared):
         self._most = prepared.device.workers
-        self.needs = supply.needs(prepared.config.deploy.cluster, prepared.device.device)
+        self.needs = supply.needs(prepared.config, prepared.device.device)
         asks = prepared.config.recipe.train.min_workers is not None and supply.autoscaler() is not None
         # By the whole path: runs of one name would take each other's nodes away.
         whose = hashlib.sha256(str(prepared.run.folder).encode()).hexdigest()[:8]
@@ -265,7 +266,7 @@ class _Asking:
         """What an autoscaler is asked for: by this, or by Ray Train, for the workers alone."""
         if self.demand is not None:
             return self.demand.places
-        return [Place(supply.NEEDS[self.needs.device], self.needs.labels)] * self._most
+        return [of_worker(self.needs)] * self._most
 
     def __enter__(self) -> "_Asking":
         return self
@@ -284,7 +285,7 @@ def _workers(run: Run, wanted: notice.Wanted, waiting: notice.Waiting, asking: _
     """
     patient = time.monotonic() + SETTLE_S
     while not asked.given:
-        free = supply.free(placement.workers_by_node(run), waiting.needs.device)
+        free = supply.free(placement.workers_by_node(run), waiting.needs)
         workers, is_settled = wanted(free), time.monotonic() > patient
         if workers and (is_settled or workers >= wanted(supply.up())):
             return workers

@@ -159,7 +159,7 @@ class Watch:
             give(self._run, "preemption")
             return
         had = self._wanted(supply.up())
-        free = self._wanted(supply.free(own, self._waiting.needs.device))
+        free = self._wanted(supply.free(own, self._waiting.needs))
         if self._growth.look(time.monotonic(), self._workers, had, free):
             give(self._run, "resize")
 

@@ -132,7 +132,7 @@ def prepare(
     source = source.beside(root)
     config = model.resolved(config, weights)
     config, label_column = (config, None) if created else separated(config, source, begun)
-    joined = nodes.Joined(root, shared.needed, shared.asked, supply.needs(config.deploy.cluster, "cpu"), say)
+    joined = nodes.Joined(root, shared.needed, shared.asked, supply.needs(config, "cpu"), say)
     with joined.explaining(), supply.data_tasks_on(config.deploy.cluster.data_labels):
         whole, weights = weights, smaller.trimmed(config.recipe, source, weights, root, begun)
     origin = commit.origin(config.recipe, source, weights)
@@ -238,9 +238,8 @@ def _device(config: Config, run: Run) -> device.Choice:
     may start."""
     train = config.recipe.train
     wanted = train.device if train.device != "auto" else run.decisions.get(DEVICE, "auto")
-    settings = config.deploy.cluster
-    gpus = supply.most("gpu", settings.labels)
-    room = gpus and feasible.workers(supply.up(), supply.may_start(), supply.needs(settings, "gpu"), train.workers)
+    gpus = supply.most("gpu", config.deploy.cluster.labels)
+    room = gpus and feasible.workers(supply.up(), supply.may_start(), supply.needs(config, "gpu"), train.workers)
     return device.choose(wanted, train.workers, train.min_workers, gpus, device.usable(), room)
 
 
@@ -285,5 +284,5 @@ def capacity(config: Config, kind: str = "cpu") -> list[Problem]:
         *supply.absent("cluster.labels", settings.labels),
         *supply.absent("cluster.data_labels", settings.data_labels),
     ]
-    needs = supply.needs(settings, kind)
+    needs = supply.needs(config, kind)
     return absent or preflight.capacity(config.recipe, needs, supply.up(), supply.may_start())

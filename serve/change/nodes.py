@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from rtrain.cluster import demand, supply
 from rtrain.config import Serve
+from rtrain.errors import Problem
 
 Nodes = Sequence[supply.Node]
 SAY_EVERY_S = 30.0
@@ -33,6 +34,15 @@ def reserved(settings: Serve, free: Nodes, up: Nodes, may: Nodes, models: int = 
         return each, f"{wanted} are free: waiting for nodes"
     has = sum(node.get("CPU", 0.0) for node in free)
     return 0, f"{wanted} Ray has free ({has:g}), and no node can come: replicas reserve none, and share what there is"
+
+
+def without_gpus(settings: Serve, nodes: Nodes) -> Problem | None:
+    """The problem of `serve.gpus` where no node has so many, nor may have: replicas would wait for ever."""
+    most = max((node.get("GPU", 0.0) for node in nodes), default=0.0)
+    if settings.gpus <= most:
+        return None
+    reason = f"the node with most GPUs has {most:g}, and no node with more can come"
+    return Problem("serve.gpus", settings.gpus, reason, f"write {most:g}, or start nodes with GPUs")
 
 
 def _room(nodes: Nodes, cpus: int) -> int:
