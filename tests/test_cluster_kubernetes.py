@@ -297,6 +297,10 @@ def test_kuberay_s_definitions_find_what_they_can_and_nothing_in_ours() -> None:
         if case.rule == crd.RULE:
             line = line_of(broken_text(case), case.at)
             assert {one.line for one in found} & {line, line + 1}, found
+    if crd.knows_cel():
+        other = TEXT.replace("spec:\n  rayVersion", "spec:\n  managedBy: somebody\n  rayVersion", 1)
+        [found] = crd.check(read(other), definitions)
+        assert (found.rule, "managedBy field value must be either" in found.what) == (crd.CEL_RULE, True)
     assert sum(not case.seen for case in BROKEN) >= 4
     assert len(BROKEN) >= 10
 
