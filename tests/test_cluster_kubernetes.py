@@ -1,6 +1,7 @@
 """`rtrain cluster kubernetes`: what it prints, and what is found in broken manifests, by KubeRay's definitions and
 where they let a mistake pass."""
 
+import json
 import os
 import shlex
 from collections.abc import Callable
@@ -10,12 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from rtrain.cluster import supply
+from rtrain.cluster import feasible, supply
 from rtrain.cluster.kubernetes import crd, image, manifests, rules, walk
 from rtrain.cluster.lint import lint
 from rtrain.cluster.lint.around import Around
 from rtrain.cluster.lint.document import read
-from rtrain.errors import UserError
+from rtrain.errors import ConfigError, UserError
 from tests.test_cli import Cli, run  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,6 +85,47 @@ def test_gpus_are_the_workers_own() -> None:
         ("RayService", True): None,
         ("RayService", False): None,
     }
+
+
+def test_a_second_group_is_for_data_tasks_and_jobs_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = manifests.Settings(gpus=2, workers=3, data_workers=5, image="a@sha256:0")
+    text = manifests.text(settings)
+    assert lint.check(text, HERE) == []
+    [cluster] = [document for document in read(text) if document.get("kind") == "RayCluster"]
+    groups = {group.get("groupName"): group for group in walk.groups([cluster]) if not walk.is_head(group)}
+    limits = ("template", "spec", "containers", 0, "resources", "limits", "nvidia.com/gpu")
+    assert {name: (group.get("maxReplicas"), group.get(*limits)) for name, group in groups.items()} == {
+        "workers": (3, "2"),
+        "data": (5, None),
+    }
+    [head] = [group for group in walk.groups([cluster]) if walk.is_head(group)]
+    environ = {one["name"]: one["value"] for one in head.get("template", "spec", "containers", 0, "env")}
+    may = supply.startable(json.loads(environ[supply.AUTOSCALER_FILE]))
+    needs = supply.Needs("gpu", 20, manifests.ROLE, manifests.DATA_ROLE)
+    assert (may.limit, feasible.workers([], may, needs, 99)) == (8, 6)
+    assert feasible.workers([], may, needs._replace(data_labels=manifests.ROLE), 99) == 6
+    [service] = [document for document in read(text) if document.get("kind") == "RayService"]
+    assert len([group for group in walk.groups([service]) if not walk.is_head(group)]) == 1
+
+
+def test_a_bucket_is_mounted_in_place_of_a_claim_by_pods_that_say_so() -> None:
+    text = manifests.text(manifests.Settings(bucket=manifests.bucket_of("gs://my-runs/"), image="a@sha256:0"))
+    assert lint.check(text, HERE) == []
+    assert "PersistentVolumeClaim" not in text
+    [account, *_] = yaml.safe_load_all(text)
+    for document in read(text):
+        for group in walk.groups([document]):
+            pod = group.get("template", "spec")
+            assert pod["serviceAccountName"] == account["metadata"]["name"]
+            [shared] = [volume for volume in pod["volumes"] if volume["name"] == "shared"]
+            assert shared["csi"]["volumeAttributes"]["bucketName"] == "my-runs"
+    silent = text.replace("        annotations:\n          gke-gcsfuse/volumes: 'true'\n", "", 1)
+    assert silent != text
+    [found] = lint.check(silent, HERE)
+    assert (found.rule, "not mounted" in found.what) == ("k8s-storage", True)
+    for other in ("s3://bucket", "gs://", "bucket", "gs://A/b"):
+        with pytest.raises(ConfigError, match="only a bucket of Google's"):
+            manifests.bucket_of(other)
 
 
 class Broken(NamedTuple):

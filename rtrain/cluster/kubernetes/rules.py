@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 import yaml
 
 from rtrain.cluster.jobs import naming
-from rtrain.cluster.kubernetes import policies, walk
+from rtrain.cluster.kubernetes import manifests, policies, walk
 from rtrain.cluster.lint import secrets
 from rtrain.cluster.lint.around import Around
 from rtrain.cluster.lint.clouds import get
@@ -38,7 +38,8 @@ QUANTITY = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([KMGTPE]i|[munkMGTPE]|[eE][+-]?
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 LONGEST_NAME = 47
 """KubeRay appends to a cluster's name; a name of Kubernetes has 63 characters at most."""
-KINDS = (*walk.CLUSTERS, "PersistentVolumeClaim", "NetworkPolicy", "Service", "Secret", "ConfigMap", "Namespace")
+OTHERS = ("Service", "ServiceAccount", "Secret", "ConfigMap", "Namespace")
+KINDS = (*walk.CLUSTERS, "PersistentVolumeClaim", "NetworkPolicy", *OTHERS)
 
 
 def kinds(documents: Documents, around: Around) -> Found:
@@ -235,8 +236,16 @@ def storage(documents: Documents, around: Around) -> Found:
                 yield mounted[name].line("name"), f"there is no volume {name}", "name one of spec.volumes"
         claimed = [(volume, volume.get("persistentVolumeClaim", "claimName")) for volume in volumes.values()]
         named = [(volume, claim) for volume, claim in claimed if claim]
-        if not named:
+        mounts_bucket = any(volume.get("csi", "driver") == manifests.BUCKET_DRIVER for volume in volumes.values())
+        if not named and not mounts_bucket:
             yield pod.line("volumes"), "this pod does not mount the folder that all share", "mount a claim"
+        if (
+            mounts_bucket
+            and manifests.BUCKET_SIDECAR.items() - (group.get("template", "metadata", "annotations") or {}).items()
+        ):
+            what = "the bucket is not mounted: the driver looks for pods that say so"
+            mend = f"write annotations: {manifests.BUCKET_SIDECAR}"
+            yield group.line("template", "metadata"), what, mend
         for volume, claim in named:
             if claim not in claims:
                 yield (
