@@ -66,7 +66,7 @@ def share(config: Config, source: records.Source, weights: Path, root: Path) -> 
     problems: list[Problem] = []
     is_packaged = recipe.model.name == hub.PACKAGED and bool(folder)
     without = lacking.pop(str(weights), None)
-    if is_packaged and (without or supply.autoscaler() is not None):
+    if is_packaged and (without or (asked and supply.autoscaler() is not None)):
         name = f"{hub.PACKAGED}@{model.PACKAGED_SHA256[:16]}"
         needed.pop(str(weights))
         weights = hub.keep_files(folder, root / hub.FOLDERS["model"] / name)
