@@ -36,6 +36,8 @@ class Entry(NamedTuple):
     its graph anew for another shape than the last one's, which costs more than some tokens."""
     learns: bool = False
     """Whether it makes a graph of what a network has learned to round (`rtrain.network.rounding`)."""
+    on_gpu: bool = False
+    """Whether its loader takes a device too, torch's `cuda`."""
 
     narrows: bool = False
     """Whether its word table can have 4 bits (`rtrain.compress.int4`)."""
@@ -54,7 +56,7 @@ class Entry(NamedTuple):
 FLOAT = "torch"
 
 ENGINES: Mapping[str, Entry] = {
-    FLOAT: Entry("rtrain.predict:Torch", ("model.safetensors",), 1e-3),
+    FLOAT: Entry("rtrain.predict:Torch", ("model.safetensors",), 1e-3, on_gpu=True),
     "openvino": Entry(
         "rtrain.predict:open_openvino",
         ("model.int8.xml", "model.int8.bin"),

@@ -60,22 +60,31 @@ class Engine(Protocol):
 class Predictor:
     """A loaded artefact. Thread-safe as far as its engine is; serving calls `run` from one thread."""
 
-    def __init__(self, folder: Path, artifact: Artifact, threads: int | None = None, engine: "Engine | None" = None):
-        """`engine` answers in place of the artefact's own: a graph that is not written yet."""
+    def __init__(
+        self,
+        folder: Path,
+        artifact: Artifact,
+        threads: int | None = None,
+        engine: "Engine | None" = None,
+        device: str = "cpu",
+    ):
+        """`engine` answers in place of the artefact's own: a graph that is not written yet. `device`: torch's, of an
+        engine that knows GPUs."""
         self.artifact = artifact
         self.task = base.get(artifact.task)
         self.head = Head(artifact.labels, artifact.facts)
         self.tokenizer = load_tokenizer(folder, artifact.max_tokens, artifact.facts.get("stride", 0))
-        loader = engines.get(artifact.engine).loader
-        self._engine: Engine = engine or engines.named(loader)(folder, artifact, threads)
+        entry = engines.get(artifact.engine)
+        options = {"device": device} if entry.on_gpu else {}
+        self._engine: Engine = engine or engines.named(entry.loader)(folder, artifact, threads, **options)
         self.pad_id = _pad_id(folder)
         self.revisions = _revisions(folder, artifact)
         """Digests that tell whether a part has changed: of the model as a whole, of its tokenizer, of its labels."""
 
     @classmethod
-    def load(cls, folder: Path, threads: int | None = None) -> "Predictor":
+    def load(cls, folder: Path, threads: int | None = None, device: str = "cpu") -> "Predictor":
         """Verify the folder, load its engine and check that it reproduces its golden answers (I8)."""
-        predictor = cls(folder, artifact.read(folder), threads)
+        predictor = cls(folder, artifact.read(folder), threads, device=device)
         predictor.check_golden()
         return predictor
 
@@ -290,7 +299,7 @@ def _pad_id(folder: Path) -> int:
 class Torch:
     """The float model, in fp32 with torch."""
 
-    def __init__(self, folder: Path, artifact: Artifact, threads: int | None):
+    def __init__(self, folder: Path, artifact: Artifact, threads: int | None, device: str = "cpu"):
         import torch
 
         if threads is not None:
@@ -300,16 +309,17 @@ class Torch:
         if artifact.facts.get(pooling.FACT) == "mean":
             pooling.pool_by_mean(network)
         # Never trained: gradients are asked of inputs only, and what the weights' would need is not kept.
-        self.network: transformers.PreTrainedModel = network.eval().requires_grad_(False)
+        self.network: transformers.PreTrainedModel = network.eval().requires_grad_(False).to(device)
+        self._device = device
         self.accepted = accepted(self.network)
 
     def logits(self, inputs: Mapping[str, Any]) -> Floats:
         with self._torch.inference_mode():
-            tensors = {name: self._torch.from_numpy(value) for name, value in inputs.items() if name in self.accepted}
-            output = self.network(**tensors)
+            taken = {name: value for name, value in inputs.items() if name in self.accepted}
+            output = self.network(**{name: self._torch.from_numpy(one).to(self._device) for name, one in taken.items()})
         if hasattr(output, "start_logits"):
-            return np.stack([output.start_logits.numpy(), output.end_logits.numpy()], axis=-1)
-        found: Floats = output.logits.numpy()
+            return np.stack([output.start_logits.cpu().numpy(), output.end_logits.cpu().numpy()], axis=-1)
+        found: Floats = output.logits.cpu().numpy()
         return found
 
 

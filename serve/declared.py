@@ -80,8 +80,9 @@ def document(artifacts: Mapping[str, Path], settings: Serve) -> dict[str, Any]:
 
 
 def actor_options(settings: Serve, cpus: int) -> dict[str, Any]:
-    """What Ray is told of a replica's place: the CPUs that it reserves, and the labels of its node."""
-    return {"num_cpus": cpus, **({"label_selector": dict(settings.labels)} if settings.labels else {})}
+    """What Ray is told of a replica's place: the CPUs and GPUs that it reserves, and the labels of its node."""
+    gpus = {"num_gpus": settings.gpus} if settings.gpus else {}
+    return {"num_cpus": cpus, **gpus, **({"label_selector": dict(settings.labels)} if settings.labels else {})}
 
 
 def most_replicas(settings: Serve) -> int:

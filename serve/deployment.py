@@ -8,9 +8,10 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ from ray.serve.schema import LoggingConfig
 import rtrain.artifact
 from rtrain import ray_internals
 from rtrain.cluster import supply
+from rtrain.cluster.demand import Place
 from rtrain.config import Serve
-from rtrain.errors import ConfigError, UserError
+from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.network import device
 from serve import declared, named
-from serve.change import judge, rollout, scaling
+from serve.change import judge, nodes, rollout, scaling
 from serve.change.application import Application
 from serve.change.rollout import Rollout
 from serve.declared import most_replicas, most_requests
@@ -53,9 +56,6 @@ READY_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 30.0
 LOOK_S = 0.05
 """Between two looks whether the application runs."""
-
-
-Nodes = Sequence[supply.Node]
 
 
 class Endpoint:
@@ -188,7 +188,8 @@ def start(
         raise
     endpoint = Endpoint(address, settings, front, application)
     try:
-        _deploy(settings, application, address.port, front, environment, quiet)
+        with nodes.said(partial(_waiting, settings, len(artifacts), application.name), tell):
+            _deploy(settings, application, address.port, front, environment, quiet)
         _await_ready(address)
     except BaseException:  # Ctrl-C too must leave nothing behind
         endpoint.close()
@@ -206,8 +207,13 @@ def _configured(
     labels = settings.labels
     if problems := supply.absent("serve.labels", labels):
         raise ConfigError(problems)
+    if settings.gpus and not device.usable():
+        fix = "install a build of torch for GPUs, or write 0"
+        raise ConfigError([Problem("serve.gpus", settings.gpus, "this build of torch cannot use them", fix)])
+    if problem := nodes.without_gpus(settings, [*supply.here(labels), *supply.types(labels).values()]):
+        raise ConfigError([problem])
     free = [host.has for host in supply.free() if supply.has(host.labels, labels)]
-    cpus, line = reserved(settings, free, supply.here(labels), supply.may("cpu", labels), models)
+    cpus, line = nodes.reserved(settings, free, supply.here(labels), supply.may("cpu", labels), models)
     if line:
         tell(line)
     ongoing = most_requests(settings, models)
@@ -252,9 +258,7 @@ def _deploy(
     try:
         application.begin()
     except RuntimeError as error:
-        status = ray.serve.status().applications.get(application.name)
-        message = status.deployments[DEPLOYMENT].message if status and status.deployments else str(error)
-        raise UserError(f"the model cannot be served: {cause(message)}") from None
+        raise UserError(f"the model cannot be served: {cause(_message(application.name) or str(error))}") from None
     with _explained(front):
         proxies_are_up()
 
@@ -268,36 +272,26 @@ def _explained(front: ingress.Ingress | None) -> Iterator[None]:
         raise UserError(f"the proxy does not start: {cause(str(error))}{hint}") from None
 
 
+def _message(application: str) -> str:
+    """What Ray Serve writes of the replicas; empty where it knows of none."""
+    status = ray.serve.status().applications.get(application)
+    return str(status.deployments[DEPLOYMENT].message) if status and status.deployments else ""
+
+
+def _waiting(settings: Serve, models: int, application: str, seconds: float) -> str | None:
+    place = Place("GPU", settings.labels, settings.gpus) if settings.gpus else None
+    place = place or Place("CPU", settings.labels, settings.threads * models)
+    try:
+        return nodes.waiting(_message(application), place, supply.may_start(), seconds)
+    except ray.exceptions.RayError:  # the controller is starting, or busy; the next look may do better
+        return None
+
+
 def _options(settings: Serve, port: int, front: ingress.Ingress | None) -> HTTPOptions:
     """HAProxy takes the address and the certificate; else Ray's own proxy does."""
     if front is not None:
         return HTTPOptions(host=front.host, port=port)
     return HTTPOptions(host=settings.host, port=port, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key)
-
-
-def reserved(settings: Serve, free: Nodes, up: Nodes, may: Nodes, models: int = 1) -> tuple[int, str]:
-    """How many logical CPUs a replica is to reserve, and what to tell where that is not as many as it has threads, or
-    not at once: those of an engine for each model. `free`: what nobody holds of each node that is up; `up`: all that
-    these nodes have; `may`: the nodes that there can be.
-
-    Ray starts nodes for what is reserved and missing, where it can. Where it cannot, a replica would wait for ever
-    without a word; without a reservation its threads share what processors there are.
-    """
-    each = settings.threads * models
-    now, coming = _room(free, each), _room(may, each) - _room(up, each)
-    if now >= settings.copies:
-        return each, ""
-    beside = f" for each of {models} models" if models > 1 else ""
-    wanted = f"serve.replicas={settings.copies} with serve.threads={settings.threads}{beside} ask for more CPUs than"
-    if now + coming >= settings.copies:
-        return each, f"{wanted} are free: waiting for nodes"
-    has = sum(node.get("CPU", 0.0) for node in free)
-    return 0, f"{wanted} Ray has free ({has:g}), and no node can come: replicas reserve none, and share what there is"
-
-
-def _room(nodes: Nodes, cpus: int) -> int:
-    """How many replicas of so many CPUs the nodes have room for."""
-    return sum(int(node.get("CPU", 0.0) // cpus) for node in nodes)
 
 
 def _await_ready(address: Address) -> None:

@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import rtrain.artifact
+from rtrain import engines
 from rtrain.config import Serve
-from rtrain.errors import UserError, quoted
+from rtrain.errors import ConfigError, Problem, UserError, quoted
 from rtrain.run import shown
 from serve.door import access
 
@@ -45,11 +46,17 @@ def artifacts(given: Sequence[str], find: Callable[[str], Path]) -> dict[str, Pa
 
 
 def admit(artifacts: Mapping[str, Path], settings: Serve, say: Callable[[str], None] = lambda line: None) -> None:
-    """Refuse artefacts that are damaged or that the gate has not let through (`access.admit`), all at once."""
+    """Refuse artefacts that are damaged, that the gate has not let through (`access.admit`), or that are to answer on
+    GPUs and cannot, all at once."""
     errors: list[UserError] = []
     for folder in artifacts.values():
         try:
-            access.admit(rtrain.artifact.read(folder), folder, settings, say)
+            artifact = rtrain.artifact.read(folder)
+            if settings.gpus and not engines.get(artifact.engine).on_gpu:
+                reason = f"{shown(folder)} answers by {artifact.engine}, on CPUs alone"
+                fix = "serve the float artefact of its run, or write 0"
+                raise ConfigError([Problem("serve.gpus", settings.gpus, reason, fix)])
+            access.admit(artifact, folder, settings, say)
         except UserError as error:
             errors.append(error)
     if len(errors) == 1:

@@ -17,6 +17,7 @@ import ray.serve
 import ray.serve.exceptions
 from fastapi import FastAPI
 
+from rtrain import env
 from rtrain.config import Serve
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
@@ -77,7 +78,9 @@ class Replica:
         return build_desk(models, self._settings, self._door, self._sum)
 
     async def _make(self, name: str, artifact: Path) -> FastAPI:
-        predictor = await asyncio.to_thread(Predictor.load, artifact, self._settings.threads)
+        # Ray shows a replica the GPU that it was given, and no other.
+        device = "cuda" if self._settings.gpus and not env.gpus_are_counted() else "cpu"
+        predictor = await asyncio.to_thread(Predictor.load, artifact, self._settings.threads, device)
         # Whoever deploys a file names the artefact in `user_config`, which Ray hands to replicas alone.
         access.admit(predictor.artifact, artifact, self._settings)
         predictor.artifact = replace(predictor.artifact, name=name)

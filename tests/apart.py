@@ -72,7 +72,7 @@ def _drive(cluster: Any, folder: Path, own: Path, hub: Hub) -> dict[str, Any]:
         while len([node for node in ray.nodes() if node["Alive"]]) < 2:
             time.sleep(0.2)
         packaged = chosen(data__path=ROWS)
-        _, weights = nodes.share(packaged, *preparing.check(packaged, root), root)
+        _, weights, *_ = nodes.share(packaged, *preparing.check(packaged, root), root)
         found["packaged"] = str(weights)
         try:
             preparing.prepare(chosen(data__path=str(own / "rows.csv"), model__name=str(own / "encoder")), root / "none")

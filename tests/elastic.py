@@ -25,7 +25,7 @@ DRAIN_S = 20
 NODES: list[Any] = []
 
 
-def settings(folder: Path, address: str, least: int, shard: int = 0) -> config.Config:
+def settings(folder: Path, address: str, least: int, crashes: int, shard: int = 0) -> config.Config:
     overrides = {
         "data.path": str(write_rows(folder / "rows.csv", labelled_rows(403))),
         "model.name": str(make_encoder(folder / "encoder")),
@@ -39,6 +39,7 @@ def settings(folder: Path, address: str, least: int, shard: int = 0) -> config.C
         "train.evaluate_every": 1000,
         "train.log_every": 1,
         "cluster.address": address,
+        "cluster.max_crashes": crashes,
     }
     return config.load("intent", overrides)
 
@@ -61,12 +62,14 @@ def _drive(cluster: Any, folder: Path, way: str) -> dict[str, Any]:
     from rtrain.proof import ledger
     from rtrain.runs import driver, preparing
 
-    changes = [("joins", _join), ("drained", _drain), ("joins again", _join), ("vanishes", _vanish)]
+    changes = [("joins", _join), ("drained", _drain), ("joins again", _join_spot), ("vanishes", _vanish)]
     short = way == "short"
     if way:
         _join(cluster)
         changes = [("vanishes", _vanish)]
-    chosen = settings(folder, cluster.address, least=2 if short else 1, shard=3 if way == "shards" else 0)
+    # A spot node that vanishes is none of the crashes that a run may have; another one is.
+    least, shard = 2 if short else 1, 3 if way == "shards" else 0
+    chosen = settings(folder, cluster.address, least, crashes=1 if way else 0, shard=shard)
     log: list[dict[str, Any]] = []
     with session(chosen, folder):
         prepared = preparing.prepare(chosen, folder / "run")
@@ -114,8 +117,12 @@ def _wait(
         time.sleep(0.05)
 
 
-def _join(cluster: Any) -> None:
-    NODES.append(cluster.add_node(num_cpus=3))
+def _join(cluster: Any, labels: dict[str, str] | None = None) -> None:
+    NODES.append(cluster.add_node(num_cpus=3, labels=labels))
+
+
+def _join_spot(cluster: Any) -> None:
+    _join(cluster, {"ray.io/market-type": "spot"})
 
 
 def _vanish(cluster: Any) -> None:

@@ -3,18 +3,21 @@ as cluster.yaml starts it."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
+from typing import Any
 
+import fsspec
 import pytest
 from hypothesis import given, strategies
 
 from rtrain.cli import cluster
-from rtrain.cluster.jobs import client, entry, launcher, naming, stored, upload
+from rtrain.cluster.jobs import client, copied, entry, launcher, naming, stored, upload
 from rtrain.cluster.jobs.naming import Attach, Start
 from rtrain.errors import ConfigError, Ended, TryAgain, UserError
 from tests.conftest import STARTUP, labelled_rows, write_rows
@@ -296,16 +299,85 @@ print("after")
 
 def test_every_line_is_kept_and_printed_and_copied(tmp_path: Path) -> None:
     log, copy = tmp_path / ".jobs" / "x.log", f"file://{tmp_path}/storage/.jobs/x.log"
-    for _ in range(2):  # a second start goes on behind the first
+    for start in range(3):  # a second start goes on behind the first, and a third although the folder was lost
+        if start == 2:
+            shutil.rmtree(log.parent)
         done = subprocess.run(
             [sys.executable, "-c", KEPT, str(log), copy], cwd=ROOT, capture_output=True, text=True, check=True
         )
     once = "from python\nfrom a child\nfrom its errors\n" + "".join(f"line {number}\n" for number in range(20000))
     assert done.stdout == once + "after\n"
-    assert log.read_text() == once * 2
-    assert stored.log("x", f"file://{tmp_path}/storage") == once * 2
-    assert stored.log(str(tmp_path / "x"), None) == once * 2
+    assert log.read_text() == once * 3
+    assert stored.log("x", f"file://{tmp_path}/storage") == once * 3
+    assert stored.log(str(tmp_path / "x"), None) == once * 3
     assert stored.log("y", f"file://{tmp_path}/storage") is None
+
+
+def test_a_log_whose_folder_was_lost_goes_on_behind_what_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, url, sent = tmp_path / "here" / "x.log", f"file://{tmp_path}/storage/.jobs/x.log", []
+    monkeypatch.setattr(copied, "PART_BYTES", 10)
+    log.parent.mkdir()
+    files = type(fsspec.core.url_to_fs(url)[0])
+    pipe = files.pipe_file
+
+    def piped(self: Any, path: str, value: bytes) -> None:
+        sent.append(value)
+        pipe(self, path, value)
+
+    monkeypatch.setattr(files, "pipe_file", piped)
+    lines = b""
+    for start in range(3):
+        copy = copied.Copied(log, url)
+        copy.open()
+        for number in range(3):
+            with log.open("ab") as file:
+                file.write(new := b"%d.%d lines\n" % (start, number))
+            lines += new
+            copy.put()
+            copy.put()  # nothing new
+            assert stored.log("x", f"file://{tmp_path}/storage") == lines.decode()
+        assert log.read_bytes() == lines
+        shutil.rmtree(log.parent)  # with the machine
+        log.parent.mkdir()
+    assert all(len(value) <= 10 for value in sent)
+    assert sum(map(len, sent)) < 2 * len(lines)
+
+
+def test_a_storage_that_is_away_as_a_job_begins_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log is written anew meanwhile; what comes of it is put behind."""
+    log, url = tmp_path / "x.log", f"file://{tmp_path}/storage/.jobs/x.log"
+    log.write_text("old lines\n")
+    copied.Copied(log, url).put()
+    log.unlink()
+    copy = copied.Copied(log, url)
+    monkeypatch.setattr(copied, "parts", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        copy.open()
+    log.write_text("new lines\n")
+    with pytest.raises(ZeroDivisionError):
+        copy.put()
+    monkeypatch.undo()
+    copy.put()
+    assert stored.log("x", f"file://{tmp_path}/storage") == "old lines\nnew lines\n"
+    assert log.read_text() == "new lines\n"
+
+
+def test_a_log_that_an_earlier_version_stored_whole_goes_on(tmp_path: Path) -> None:
+    log, place = tmp_path / "x.log", tmp_path / "storage" / ".jobs" / "x.log"
+    place.parent.mkdir(parents=True)
+    place.write_bytes(whole := b"x" * (copied.PART_BYTES + 5))
+    copy = copied.Copied(log, f"file://{place}")
+    copy.open()
+    with log.open("ab") as file:
+        file.write(b"more")
+    copy.put()
+    assert log.read_bytes() == whole + b"more"
+    assert [path.name for path in sorted(place.parent.iterdir())] == ["x.log", "x.log.0001"]
+    assert (stored.log("x", f"file://{tmp_path}/storage") or "").encode() == whole + b"more"
 
 
 def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
@@ -385,7 +457,7 @@ def test_the_launcher_s_file_and_the_run_s_folder_are_asked_for_first(tmp_path: 
 class Lines:
     """A job API with one job, whose stream of lines breaks off and begins anew, as it does where a proxy ends it."""
 
-    def __init__(self, statuses: list[str], streams: list[list[str]], error: Exception | None = None):
+    def __init__(self, statuses: list[str], streams: list[list[Any]], error: Exception | None = None):
         self.statuses, self.streams, self.error = statuses, streams, error
 
     def list_jobs(self) -> list[SimpleNamespace]:
@@ -397,6 +469,8 @@ class Lines:
 
     async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
         for portion in self.streams.pop(0) if self.streams else []:
+            if isinstance(portion, Exception):
+                raise portion
             yield portion
 
     def get_job_logs(self, job: str) -> str:
@@ -409,6 +483,15 @@ def test_lines_are_shown_once_though_their_stream_breaks_off(monkeypatch: pytest
     shown: list[str] = []
     ended = client.Jobs("http://head", api).watch("rtrain-x", shown.append)
     assert ended.status == "SUCCEEDED"
+    assert shown == ["one\n", "tw", "o\n", "three\n"]
+
+
+@pytest.mark.parametrize("cut", [RuntimeError("ABNORMAL_CLOSURE"), OSError("reset by peer"), UserError("503")])
+def test_lines_are_shown_once_though_their_connection_is_cut(monkeypatch: pytest.MonkeyPatch, cut: Exception) -> None:
+    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
+    api = Lines(["RUNNING", "RUNNING", "SUCCEEDED"], [["one\n", "tw", cut], ["one\ntwo\n"], []])
+    shown: list[str] = []
+    assert client.Jobs("http://head", api).watch("rtrain-x", shown.append).status == "SUCCEEDED"
     assert shown == ["one\n", "tw", "o\n", "three\n"]
 
 

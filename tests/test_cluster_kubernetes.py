@@ -1,6 +1,7 @@
 """`rtrain cluster kubernetes`: what it prints, and what is found in broken manifests, by KubeRay's definitions and
 where they let a mistake pass."""
 
+import json
 import os
 import shlex
 from collections.abc import Callable
@@ -10,11 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from rtrain.cluster import feasible, supply
 from rtrain.cluster.kubernetes import crd, image, manifests, rules, walk
 from rtrain.cluster.lint import lint
 from rtrain.cluster.lint.around import Around
 from rtrain.cluster.lint.document import read
-from rtrain.errors import UserError
+from rtrain.errors import ConfigError, UserError
 from tests.test_cli import Cli, run  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,6 +53,21 @@ def test_the_job_goes_on_and_the_service_imports_what_is_there() -> None:
     assert callable(getattr(importlib.import_module(module), name))
 
 
+def test_jobs_know_what_may_be_started_by_its_labels_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no worker's pod up, a run that asks for its nodes by their labels is not refused."""
+    monkeypatch.setattr(supply, "up", lambda: [supply.Host({"CPU": 0.0})])
+    for document in read(TEXT):
+        for group in walk.groups([document]):
+            if not walk.is_head(group):
+                continue
+            [container] = group.get("template", "spec", "containers")
+            [value] = [one["value"] for one in container["env"] if one["name"] == supply.AUTOSCALER_FILE]
+            monkeypatch.setenv(supply.AUTOSCALER_FILE, value)
+            [workers] = [one for one in walk.groups([document]) if not walk.is_head(one)]
+            assert supply.absent("cluster.labels", workers.get("labels")) == []
+            assert supply.types(workers.get("labels")) == {"workers": {"CPU": 8.0}}
+
+
 def test_gpus_are_the_workers_own() -> None:
     found = read(manifests.text(manifests.Settings(gpus=2)))
     asked = {
@@ -68,6 +85,47 @@ def test_gpus_are_the_workers_own() -> None:
         ("RayService", True): None,
         ("RayService", False): None,
     }
+
+
+def test_a_second_group_is_for_data_tasks_and_jobs_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = manifests.Settings(gpus=2, workers=3, data_workers=5, image="a@sha256:0")
+    text = manifests.text(settings)
+    assert lint.check(text, HERE) == []
+    [cluster] = [document for document in read(text) if document.get("kind") == "RayCluster"]
+    groups = {group.get("groupName"): group for group in walk.groups([cluster]) if not walk.is_head(group)}
+    limits = ("template", "spec", "containers", 0, "resources", "limits", "nvidia.com/gpu")
+    assert {name: (group.get("maxReplicas"), group.get(*limits)) for name, group in groups.items()} == {
+        "workers": (3, "2"),
+        "data": (5, None),
+    }
+    [head] = [group for group in walk.groups([cluster]) if walk.is_head(group)]
+    environ = {one["name"]: one["value"] for one in head.get("template", "spec", "containers", 0, "env")}
+    may = supply.startable(json.loads(environ[supply.AUTOSCALER_FILE]))
+    needs = supply.Needs("gpu", 20, manifests.ROLE, manifests.DATA_ROLE)
+    assert (may.limit, feasible.workers([], may, needs, 99)) == (8, 6)
+    assert feasible.workers([], may, needs._replace(data_labels=manifests.ROLE), 99) == 6
+    [service] = [document for document in read(text) if document.get("kind") == "RayService"]
+    assert len([group for group in walk.groups([service]) if not walk.is_head(group)]) == 1
+
+
+def test_a_bucket_is_mounted_in_place_of_a_claim_by_pods_that_say_so() -> None:
+    text = manifests.text(manifests.Settings(bucket=manifests.bucket_of("gs://my-runs/"), image="a@sha256:0"))
+    assert lint.check(text, HERE) == []
+    assert "PersistentVolumeClaim" not in text
+    [account, *_] = yaml.safe_load_all(text)
+    for document in read(text):
+        for group in walk.groups([document]):
+            pod = group.get("template", "spec")
+            assert pod["serviceAccountName"] == account["metadata"]["name"]
+            [shared] = [volume for volume in pod["volumes"] if volume["name"] == "shared"]
+            assert shared["csi"]["volumeAttributes"]["bucketName"] == "my-runs"
+    silent = text.replace("        annotations:\n          gke-gcsfuse/volumes: 'true'\n", "", 1)
+    assert silent != text
+    [found] = lint.check(silent, HERE)
+    assert (found.rule, "not mounted" in found.what) == ("k8s-storage", True)
+    for other in ("s3://bucket", "gs://", "bucket", "gs://A/b"):
+        with pytest.raises(ConfigError, match="only a bucket of Google's"):
+            manifests.bucket_of(other)
 
 
 class Broken(NamedTuple):
@@ -98,7 +156,14 @@ BROKEN = (
     Broken("k8s-head-tasks", "num-cpus: '0'", "num-cpus: '4'", "rayStartParams:"),
     Broken("k8s-replicas", "maxReplicas: 4", "maxReplicas: -1", "replicas: 0"),
     Broken("k8s-leaving", "terminationGracePeriodSeconds: 120", "terminationGracePeriodSeconds: 30", "Seconds: 30\n"),
-    Broken("k8s-leaving", "- rtrain.cluster.spot\n", "- rtrain.cluster.stop\n", "lifecycle:"),
+    Broken("k8s-leaving", "- rtrain.cluster.leave\n", "- rtrain.cluster.live\n", "lifecycle:"),
+    Broken(
+        "k8s-leaving",
+        "- rtrain.cluster.spot\n",
+        "- rtrain.cluster.stop\n",
+        "lifecycle:\n            preStop:\n              exec:\n                command:\n                - python\n"
+        "                - -m\n                - rtrain.cluster.stop",
+    ),
     Broken("k8s-exposed", "serviceType: ClusterIP", "serviceType: LoadBalancer", "serviceType: LoadBalancer"),
     Broken("k8s-policy", "kind: NetworkPolicy", "kind: ConfigMap", "    template:\n      metadata:\n        labels"),
     Broken("k8s-rights", "runAsNonRoot: true", "runAsNonRoot: false", "      spec:\n        securityContext"),
@@ -109,6 +174,12 @@ BROKEN = (
     Broken("k8s-storage", "claimName: rtrain-shared", "claimName: another", "persistentVolumeClaim:"),
     Broken("k8s-job", "backoffLimit: 3", "backoffLimit: 0", "backoffLimit: 0"),
     Broken("k8s-job", "python -m rtrain.cluster.jobs.entry train", "python -m rtrain train", "entrypoint:"),
+    Broken(
+        "k8s-job",
+        "  submissionMode: K8sJobMode",
+        "  runtimeEnvYAML: '{pip: [x], env_vars: {A: b}}'\n  submissionMode: K8sJobMode",
+        "runtimeEnvYAML",
+    ),
     Broken("k8s-service", "import_path: serve.service:application", "import_path: serve.nothing:app", "serveConfigV2"),
     Broken("k8s-service", "path: /v2/health/ready", "path: /healthy", "readinessProbe:"),
     Broken("k8s-secret", "value: rtrain.cluster.session.on_node_start", "value: AKIAIOSFODNN7EXAMPLE", "AKIAIOSFODNN7"),
@@ -268,6 +339,10 @@ def test_kuberay_s_definitions_find_what_they_can_and_nothing_in_ours() -> None:
         if case.rule == crd.RULE:
             line = line_of(broken_text(case), case.at)
             assert {one.line for one in found} & {line, line + 1}, found
+    if crd.knows_cel():
+        other = TEXT.replace("spec:\n  rayVersion", "spec:\n  managedBy: somebody\n  rayVersion", 1)
+        [refused] = crd.check(read(other), definitions)
+        assert (refused.rule, "managedBy field value must be either" in refused.what) == (crd.CEL_RULE, True)
     assert sum(not case.seen for case in BROKEN) >= 4
     assert len(BROKEN) >= 10
 

@@ -66,6 +66,23 @@ BROKEN = (
         "node_config:\n      InstanceType: m7i.large",
     ),
     Broken("spot-watch", "-m rtrain.cluster.spot", "-m another.watcher", "worker_start_ray_commands:"),
+    Broken("spot-watch", "-m rtrain.cluster.spot aws", "-m rtrain.cluster.spot", "-m rtrain.cluster.spot"),
+    Broken("spot-watch", "-m rtrain.cluster.spot aws", "-m rtrain.cluster.spot gcp", "-m rtrain.cluster.spot gcp"),
+    Broken("spot-label", "    labels: {ray.io/market-type: spot}\n", "", "  worker:\n"),
+    Broken("spot-label", "{ray.io/market-type: spot}", "{for: training}", "{for: training}"),
+    Broken(
+        "spot-request",
+        "        MarketType: spot",
+        "        MarketType: spot\n        SpotOptions: {SpotInstanceType: persistent}",
+        "persistent",
+    ),
+    Broken(
+        "spot-request",
+        "        MarketType: spot",
+        "        MarketType: spot\n        SpotOptions: {InstanceInterruptionBehavior: hibernate}",
+        "hibernate",
+    ),
+    Broken("zone", "availability_zone: us-west-2a", "availability_zone: us-west-2a,us-east-1b", "us-east-1b"),
     Broken("head-tasks", "resources: {CPU: 0}", "resources: {CPU: 2}", "resources: {CPU: 2}"),
     Broken("resources", "resources: {CPU: 8}", "resources: {CPU: 16}", "resources: {CPU: 16}"),
     Broken("resources", "InstanceType: c7i.2xlarge", "InstanceType: g6.2xlarge", "resources: {CPU: 8}"),
@@ -79,6 +96,17 @@ BROKEN = (
     Broken("secret", "https://download", "https://me:pa55word@download", "pa55word"),
     Broken("credentials", "  cache_stopped", "  aws_credentials: {a: b}\n  cache_stopped", "aws_credentials"),
     Broken("secret-file", "rsync_exclude:", "  /home/ubuntu/.aws: ~/.aws\nrsync_exclude:", "~/.aws"),
+    Broken(
+        "secret-file",
+        "cluster_synced_files: [/home/ubuntu/.ray/auth_token]",
+        "cluster_synced_files: [/home/ubuntu/.ray/auth_token, /home/ubuntu/.aws/credentials]",
+        ".aws/credentials",
+    ),
+    Broken("host-key", "aws ssm start-session", "ssh -o StrictHostKeyChecking=no -W %h:%p b", "KeyChecking=no"),
+    Broken("host-key", "aws ssm start-session", "ssh -o UserKnownHostsFile=/dev/null -W %h:%p b", "/dev/null -W"),
+    Broken("tls", "use_internal_ips: true", "use_internal_ips: false", "ray start --head"),
+    Broken("tls", EXPORTS, EXPORTS.replace("RAY_AUTH", "RAY_USE_TLS=1 RAY_AUTH"), "RAY_USE_TLS=1"),
+    Broken("tls", EXPORTS, EXPORTS.replace("RAY_AUTH", "RAY_USE_TLS=1 RAY_AUTH"), "ray start --address"),
     Broken(
         "token-mode",
         "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$HOME/.ray/auth_token\n    RAY_START",
@@ -101,6 +129,16 @@ BROKEN = (
     Broken("image", "      ImageId: *image\n", "", "node_config:\n      InstanceType: c7i.2xlarge"),
     Broken("package", "s3fs==2026.9.0", "s3fs==2026.9.0 && pip install wandb", "pip install wandb"),
     Broken("package", "'.[train,demo]'", "https://host/ray-wheels/latest/ray-3.0.0.dev0.whl", "ray-wheels/latest"),
+    Broken("hashes", "-c constraints.txt '.[", "--extra-index-url https://x/ -c constraints.txt '.[", "--extra-index"),
+    Broken("hashes", "--index-url https://", "--index-url http://", "--index-url http://"),
+    Broken("hashes", "--index-url https://", "--trusted-host x --index-url https://", "--trusted-host"),
+    Broken("hashes", "install -q -c constraints.txt '.[", "install -r constraints.txt '.[", "pip install -r"),
+    Broken(
+        "runtime-env",
+        "8265 --working-dir . -- \\\n",
+        '8265 --runtime-env-json=\'{"pip": ["x"]}\' -- \\\n',
+        "runtime-env-json",
+    ),
     Broken("script", "cloud-init status --wait > /dev/null || true", "curl -s https://host/x.sh | sudo bash", "x.sh"),
     Broken("version", "s3fs==2026.9.0", "ray==2.55.1 s3fs==2026.9.0", "ray==2.55.1"),
     Broken("version", "nodes get (2.60.0)", "nodes get (2.59.0)", "2.59.0"),
@@ -140,6 +178,15 @@ def test_room_is_counted_on_nodes_that_may_be_up_together() -> None:
         "big (8 GPU and 2 CPU), worker (1 CPU); max_workers: 1 over all types"
     )
     assert found.mend == "raise max_workers, 1 over all types, or take larger nodes"
+
+
+def test_what_the_rule_of_the_watcher_says_to_write_is_what_it_accepts() -> None:
+    text = TEXT.replace("-m rtrain.cluster.spot aws", "-m another.watcher", 1)
+    [found] = [one for one in lint.check(text, HERE) if one.rule == "spot-watch"]
+    mended = text.replace(
+        "worker_start_ray_commands:\n", f"worker_start_ray_commands:\n  - {found.mend.partition(': ')[2]}\n"
+    )
+    assert lint.check(mended, HERE) == []
 
 
 def line_of(text: str, words_: str) -> int:
@@ -228,13 +275,13 @@ def test_a_file_of_another_shape_does_not_end_the_check() -> None:
 
 
 def test_sarif_has_a_result_for_each_finding_and_names_its_rule() -> None:
-    found = lint.check(TEXT.replace("use_internal_ips: true", "use_internal_ips: false"), HERE)
+    found = lint.check(TEXT.replace("cache_stopped_nodes: false", "cache_stopped_nodes: true"), HERE)
     rules = lint.every_rule(HERE)
     document = json.loads(json.dumps(findings.sarif(found, rules, "cluster.yaml")))
     assert document["version"] == "2.1.0"
     [made] = document["runs"]
     [result] = made["results"]
-    assert made["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == result["ruleId"] == "public-address"
+    assert made["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == result["ruleId"] == "stopped-nodes"
     [place] = result["locations"]
     assert place["physicalLocation"] == {
         "artifactLocation": {"uri": "cluster.yaml"},
@@ -272,11 +319,11 @@ def test_the_verb_counts_prints_and_fails(run: Cli, tmp_path: Path) -> None:  # 
     assert (code, "0 errors, 0 warnings" in out) == (0, True)
     code, out, _ = run("cluster", "lint", ROOT / "cluster.yaml", "--filled")
     assert (code, out.count("[fill-in]")) == (1, 6)
-    (tmp_path / "mine.yaml").write_text(TEXT.replace("use_internal_ips: true", "use_internal_ips: false"))
+    (tmp_path / "mine.yaml").write_text(TEXT.replace("cache_stopped_nodes: false", "cache_stopped_nodes: true"))
     code, out, _ = run("cluster", "lint", "mine.yaml", "--json")
     document = json.loads(out)
     rules = [one["rule"] for one in document["findings"]]
-    assert (code, "public-address" in rules, set(rules) <= {"public-address", "mount"}) == (1, True, True)
+    assert (code, "stopped-nodes" in rules, set(rules) <= {"stopped-nodes", "mount"}) == (1, True, True)
     code, out, _ = run("cluster", "lint", "mine.yaml", "--sarif")
     assert (code, json.loads(out)["version"]) == (1, "2.1.0")
     code, _, err = run("cluster", "lint", "mien.yaml")

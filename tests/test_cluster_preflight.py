@@ -84,7 +84,8 @@ def test_what_is_not_refused_starts_by_what_is_free(
     refused = capacity(elastic, device, asked, cpus)
     workers = notice.wanted(most, least, needs)(hosts)
     assert bool(refused) == (workers == 0)
-    assert bool(refused) == (len(demand.places(most, needs, hosts, supply.startable({}))) < least)
+    places = demand.places(most, needs, hosts, supply.startable({}))
+    assert bool(refused) == (len(places) < least + needs.of(least).data)
 
 
 def test_a_full_disk_is_refused_also_for_a_folder_that_is_yet_to_be(
@@ -164,9 +165,13 @@ def test_a_node_with_another_folder_there_is_named(tmp_path: Path) -> None:
         command, cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "PATH": path}
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    refused, left = done.stdout.splitlines()[-2:]
+    refused, left, late, said = done.stdout.splitlines()[-4:]
     assert re.search(rf"^--out: {tmp_path} is another folder on 1 of 2 nodes \(\S+ [0-9a-f]{{8}}\)", refused)
     assert left == "left behind: []"
+    assert late.startswith(f"--out: {tmp_path} is another folder on 1 of 1 nodes (")
+    assert "; rows.csv cannot be read, or is another file, on " in late
+    assert late.endswith(": put it on storage that every node mounts (NFS, EFS)")
+    assert said == str([f"a node that has joined cannot take part: {late}"])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import signal
 import socket
 import struct
 import subprocess
@@ -201,18 +202,38 @@ def test_nothing_heavy_is_imported_before_the_notice() -> None:
     assert done.stdout.strip() == "0"
 
 
-def test_a_second_watcher_leaves_the_first_alone(machine: Told, tmp_path: Path) -> None:
+def test_a_watcher_that_is_started_again_takes_the_place_of_the_first(machine: Told, tmp_path: Path) -> None:
+    """The first one knows the address of the head before. A third that cannot end the second says so."""
     with serving(Machines(lambda: machine)) as address:
         command = [sys.executable, "-m", "rtrain.cluster.spot", "aws", "--every", "0.1"]
-        command += ["--metadata", f"{address}/node-1"]
-        command += ["--lock", str(tmp_path / "lock"), "--address", "127.0.0.1:1"]
-        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as first:
+        command += ["--metadata", f"{address}/node-1", "--lock", str(tmp_path / "lock"), "--address"]
+
+        def watching(head: str) -> "subprocess.Popen[str]":
+            machine.asked.clear()
+            started = subprocess.Popen([*command, head], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+            while not any("instance-action" in line for line in machine.asked):
+                assert started.poll() is None
+                time.sleep(0.05)
+            return started
+
+        with watching("127.0.0.1:1") as first:
             try:
-                while not any("instance-action" in line for line in machine.asked):
-                    assert first.poll() is None
-                    time.sleep(0.05)
-                second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-                assert (second.returncode, "a watcher runs here already" in second.stderr) == (0, True)
+                second = subprocess.Popen([*command, "127.0.0.1:2"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+                with second:
+                    try:
+                        assert first.wait(30) == -signal.SIGTERM
+                        machine.asked.clear()
+                        while not any("instance-action" in line for line in machine.asked):
+                            assert second.poll() is None
+                            time.sleep(0.05)
+                        assert (tmp_path / "lock").read_text() == str(second.pid)
+                        (tmp_path / "lock").write_text("")
+                        third = subprocess.run([*command, "x:1"], cwd=ROOT, capture_output=True, text=True, check=False)
+                        assert third.returncode == 1
+                        assert "another watcher runs here and does not end: process unknown holds" in third.stderr
+                        assert second.poll() is None
+                    finally:
+                        second.kill()
             finally:
                 first.kill()
 

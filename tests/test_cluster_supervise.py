@@ -22,6 +22,7 @@ from tests.conftest import labelled_rows, write_rows
 from tests.processes import end
 from tests.tiny import make_encoder
 
+ROOT = Path(__file__).resolve().parents[1]
 WITHIN_S = 400
 
 
@@ -68,7 +69,16 @@ def test_a_driver_that_ends_by_itself_is_not_started_again(
 
 @pytest.mark.parametrize(
     ("code", "head", "job"),
-    [(0, False, 0), (1, True, 1), (1, False, 75), (2, False, 2), (75, True, 75), (130, False, 130), (143, True, 75)],
+    [
+        (0, False, 0),
+        (1, True, 1),
+        (1, False, 75),
+        (2, False, 2),
+        (75, True, 75),
+        (130, False, 130),
+        (143, True, 75),
+        (138, True, 75),
+    ],
 )
 def test_a_job_that_is_to_be_submitted_anew_says_75(
     code: int, head: bool, job: int, capsys: pytest.CaptureFixture[str]
@@ -131,6 +141,79 @@ def test_a_killed_driver_is_started_again_while_it_gets_on(
     given = json.loads((tmp_path / "starts").read_text())
     assert given == [["train", "intent", "--new"], *[["train", "intent", "--resume"]] * (starts - 1)]
     assert said in capfd.readouterr().err
+
+
+# In place of `rtrain`: a driver that ends with 75 where it is asked to, as a run does after its coming update.
+ASKED = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+pathlib.Path("ready").touch()
+time.sleep(300)
+"""
+SUPERVISOR = """
+import os, pathlib, signal, subprocess, sys
+from rtrain.cluster import supervise
+
+usual = subprocess.Popen
+
+class Early(usual):
+    def __init__(self, *arguments, **named):  # the signal comes when the child is there, and nobody knows of it yet
+        super().__init__(*arguments, **named)
+        pathlib.Path("child").write_text(str(self.pid))
+        if sys.argv[2]:
+            os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+
+subprocess.Popen = Early
+os.chdir(sys.argv[1])
+sys.exit(supervise.supervise(["train", "intent"], pathlib.Path("run")))
+"""
+
+
+def supervisor(folder: Path, early: str = "") -> "subprocess.Popen[str]":
+    (folder / "rtrain").mkdir()
+    (folder / "rtrain" / "__init__.py").touch()
+    (folder / "rtrain" / "__main__.py").write_text(ASKED)
+    environ = {**os.environ, "TMPDIR": str(folder)}
+    command = [sys.executable, "-c", SUPERVISOR, str(folder), early]
+    return subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("early", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_that_comes_with_the_child_ends_both(tmp_path: Path, early: str) -> None:
+    with supervisor(tmp_path, early) as started:
+        try:
+            _, err = started.communicate(timeout=60)
+        finally:
+            started.kill()
+    assert started.returncode == 75
+    assert "the same job, submitted again, goes on from the newest checkpoint" in err or early == "SIGUSR1"
+    assert not psutil.pid_exists(int((tmp_path / "child").read_text()))
+
+
+def test_the_jobs_of_a_head_that_goes_end_with_a_checkpoint(tmp_path: Path) -> None:
+    leave = [sys.executable, "-m", "rtrain.cluster.leave", "--seconds"]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    assert subprocess.run([*leave, "0"], cwd=ROOT, env=environ, check=False).returncode == 0  # there is none
+    with supervisor(tmp_path) as started:
+        try:
+            until((tmp_path / "ready").exists, started, tmp_path / "rtrain" / "__main__.py")
+            assert subprocess.run([*leave, "30"], cwd=ROOT, env=environ, check=False).returncode == 0
+            assert started.wait(30) == 75
+        finally:
+            started.kill()
+
+
+def test_a_supervisor_that_was_killed_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "_folder", lambda: tmp_path / "jobs")
+    assert supervise.running() == []
+    with supervise.registered():
+        (tmp_path / "jobs" / "1").touch()
+        assert supervise.running() == [os.getpid()]
+    assert list((tmp_path / "jobs").iterdir()) == []
+    (tmp_path / "taken").touch()
+    monkeypatch.setattr(supervise, "_folder", lambda: tmp_path / "taken")
+    with supervise.registered():
+        assert supervise.running() == []
 
 
 def until(met: Callable[[], bool], process: subprocess.Popen[str], log: Path) -> None:

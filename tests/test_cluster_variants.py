@@ -1,9 +1,11 @@
 """`rtrain cluster init`: a file for each cloud, from one source; ours is the one for AWS."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -11,7 +13,7 @@ import pytest
 import ray.autoscaler
 import yaml
 
-from rtrain.cluster import instances
+from rtrain.cluster import instances, supply
 from rtrain.cluster.instances import INSTANCES
 from rtrain.cluster.lint import lint
 from rtrain.cluster.lint.around import Around
@@ -48,10 +50,10 @@ def test_every_variant_passes_the_check_ray_s_schema_and_the_shell(cloud: str, g
     assert (
         f"Replace every FILL-IN below ({variants.NUMBERS[text.partition('cluster_name:')[2].count('FILL-IN')]})" in text
     )
-    if gpu and cloud != "onprem":
+    if cloud != "onprem":
         worker = document["available_node_types"]["worker"]
-        assert worker["resources"]["GPU"] >= 1
-        assert worker["labels"] == {"ray.io/accelerator-type": gpu}
+        assert worker["labels"] == ({"ray.io/accelerator-type": gpu} if gpu else {}) | dict(supply.SPOT)
+        assert bool(gpu) == (worker["resources"].get("GPU", 0) >= 1)
     assert ("download.pytorch.org/whl/cpu" in text) == (gpu is None)
 
 
@@ -122,14 +124,21 @@ def test_sky_s_file_goes_on_where_a_run_is(gpu: str | None, tmp_path: Path) -> N
     document = yaml.safe_load(text)
     assert document["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
     assert ("accelerators" in document["resources"]) == (gpu is not None)
-    script = document["run"].replace("/shared", str(tmp_path)).replace("~/venv/bin/python", "echo")
-    for made in (False, True):
-        if made:
-            (tmp_path / "runs" / "intent").mkdir(parents=True)
+    script = document["run"].replace("/shared", str(tmp_path)).replace("~/venv/bin/python", sys.executable)
+    # The entry point of jobs with a stand-in for the verb: it is resumed where its run is, and its end says so.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nfrom rtrain.cluster import supervise\n"
+        "supervise.child = lambda words: print(*words) or (-15 if '--resume' in words else 0)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    for code in (0, 75):
+        if code:
+            (tmp_path / "runs" / "intent").mkdir(parents=True, exist_ok=True)
             (tmp_path / "runs" / "intent" / "config.yaml").touch()
-        said = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout
-        assert said.startswith("-m rtrain train intent")
-        assert said.rstrip().endswith("--resume") == made
+        done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=False, env=environ)
+        assert done.returncode == code, done.stderr
+        assert f"train intent --data {tmp_path}/messages.csv --out {tmp_path}/runs/intent" in done.stdout
+        assert ("--resume" in done.stdout) == (code == 75)
 
 
 def test_instances_are_told_apart() -> None:

@@ -13,7 +13,7 @@ import yaml
 
 from rtrain import config as configuration, events
 from rtrain.cli import app as cli
-from rtrain.cluster import prices
+from rtrain.cluster import prices, supply
 from rtrain.config import Config
 from rtrain.doctor.forecast import facts, layouts, memory, money, pace, plan
 from rtrain.doctor.forecast.memory import Need
@@ -133,8 +133,8 @@ def test_what_fits_no_node_is_shared_out_then_computed_again(cluster: layouts.Cl
 def test_only_one_worker_writes_checkpoints(cluster: layouts.Cluster) -> None:
     """A node of 16 GB, of which two thirds are 10.4: with a copy of 6, there is room for two of 2 GB."""
     [kind] = [one for one in cluster.kinds if one.name == "worker"]
-    assert plan.holds(Need(2 * GB, 0, 0, 0, checkpoint=6 * GB), "cpu")(kind) == 2
-    assert plan.holds(Need(2 * GB, 0, 0, 0, checkpoint=11 * GB), "cpu")(kind) == 0
+    assert plan.holds(Need(2 * GB, 0, 0, 0, checkpoint=6 * GB), supply.Needs("cpu"))(kind) == 2
+    assert plan.holds(Need(2 * GB, 0, 0, 0, checkpoint=11 * GB), supply.Needs("cpu"))(kind) == 0
 
 
 def test_a_run_that_starts_with_fewer_is_planned_with_those_that_have_room(

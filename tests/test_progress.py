@@ -403,3 +403,14 @@ def test_the_live_line_of_a_search(capsys: pytest.CaptureFixture[str], monkeypat
 
 def test_events_of_a_search_that_nobody_follows_are_no_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, {"kind": "search", "what": "asked", "trial": 1}, {"kind": "stage", "text": "done"}) == ["done"]
+
+
+def test_trials_that_wait_for_nodes_are_one_line_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = {"kind": "waiting", "workers": 2, "needs": "CPU", "has": 4, "free": 1}
+    asked = {"asked": "the autoscaler is asked for 2 CPUs on worker nodes, for 30 s now"}
+    with progress.Line() as line, line.following(Counting()):
+        for time, trial in ((0.0, 1), (0.1, 2), (30.0, 1), (30.1, 2)):
+            line({**counts, **asked, "time": time, "trial": trial})
+    told = [text.split("  ")[-1] for text in capsys.readouterr().err.splitlines()]
+    assert [text.partition(": waiting for CPU")[0] for text in told] == ["trial 1", "trial 1"]
+    assert all(text.endswith(asked["asked"]) for text in told)

@@ -9,9 +9,21 @@ import numpy as np
 import pytest
 
 from rtrain import config, events
-from rtrain.report import collect
+from rtrain.report import collect, summary
 from rtrain.report.drawing.blocks import Cards, Figure, Note, Section, Table
-from rtrain.report.sections import answers, certificate, curves, data, hardest, labels, settings, slices, terms, timing
+from rtrain.report.sections import (
+    answers,
+    certificate,
+    curves,
+    data,
+    hardest,
+    labels,
+    outcome,
+    settings,
+    slices,
+    terms,
+    timing,
+)
 from rtrain.run import Run
 from tests.conftest import labelled_rows
 from tests.reports import answers_of, make_run, page_of, write_predictions
@@ -141,6 +153,20 @@ def test_curve_of_repeated_updates_is_drawn_once_and_the_crash_is_marked(known: 
     assert curves.saves(known) == [5, 10, 15, 20]
     stops = table(curves.section(known), "What interrupted the run")
     assert [row[1:] for row in stops.rows] == [("crashed", "crash: Worker died; went on from update 10")]
+
+
+def test_a_node_that_was_lost_has_a_name_of_its_own(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    log = [json.loads(line) for line in (run / events.NAME).read_text().splitlines()]
+    told = {"cause": "lost", "error": "spot node 5a5a5a5a gone without notice; Worker died"}
+    changed = [{**event, **told} if event["kind"] == "crashed" else event for event in log]
+    (run / events.NAME).write_text("".join(json.dumps(event) + "\n" for event in changed))
+    found = collect.read(Run(run))
+    stops = table(curves.section(found), "What interrupted the run")
+    assert stops.rows[0][1:] == ("crashed", f"lost node: {told['error']}; went on from update 10")
+    [tile] = [one for one in outcome.tiles(found) if one.name == "restarts"]
+    assert tile.note == "0 after a crash, 1 after a lost node"
+    assert summary.summarise(Run(run))["interrupted_by"] == {"lost": 1}
 
 
 def test_an_interrupted_start_says_where_the_next_one_went_on(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_a_run_follows_its_nodes_and_loses_no_row(tmp_path: Path) -> None:
     steps = found["steps"]
     assert [step["workers"] for step in steps] == [1, 4, 1, 4, 1]
     assert [step["change"] for step in steps[1:]] == ["joins", "drained", "joins again", "vanishes"]
-    assert found["causes"] == ["resize", "preemption", "resize", "crash"]
+    assert found["causes"] == ["resize", "preemption", "resize", "lost"]
     # Told in time, a run ends with a checkpoint; a node that vanishes costs what was trained since the last.
     assert [step["lost"] for step in steps[1:4]] == [0, 0, 0]
     assert 0 <= steps[4]["lost"] <= elastic.SAVE_EVERY
@@ -42,7 +42,7 @@ def test_a_run_with_too_few_nodes_says_so_and_waits_for_them(tmp_path: Path) -> 
     assert [step["change"] for step in found["steps"]] == [None, "waits", "vanishes"]
     assert [found["steps"][place]["workers"] for place in (0, 2)] == [4, 4]
     assert 0 <= found["steps"][2]["lost"] <= elastic.SAVE_EVERY
-    assert found["causes"] == ["crash"]
+    assert found["causes"] == ["lost"]
     assert (found["ledger"]["passed"], found["ledger"]["updates"]) == (True, elastic.UPDATES)
 
 

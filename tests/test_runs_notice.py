@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rtrain import config
 from rtrain.checkpoints import checkpoint
 from rtrain.cluster import supply
 from rtrain.errors import TryAgain
@@ -41,7 +42,8 @@ def test_a_look_that_fails_is_said_once_and_the_next_ones_see_a_preemption(
 
     monkeypatch.setattr(notice, "LOOK_EVERY_S", 0.005)
     monkeypatch.setattr(placement, "workers_by_node", workers_by_node)
-    with notice.Watch(Run(tmp_path), 2, "cpu", lambda nodes: 2, said.append):
+    waiting = notice.Waiting(Run(tmp_path), supply.Needs(), list)
+    with notice.Watch(Run(tmp_path), 2, lambda nodes: 2, said.append, waiting):
         within(lambda: looks[0] > 5)
         monkeypatch.setattr(placement, "workers_by_node", lambda run: Counter({"a node": 2}))
         monkeypatch.setattr(supply, "leaving", lambda: {"a node"})
@@ -51,6 +53,56 @@ def test_a_look_that_fails_is_said_once_and_the_next_ones_see_a_preemption(
     assert event["kind"] == "stage"
     assert event["text"].startswith("a look at the cluster's nodes failed (")
     assert event["text"].endswith("); looking on")
+
+
+def test_a_run_that_waits_says_for_which_nodes_and_since_it_began_to_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time before does not count, be it spent on training; a run of a fixed size says as much as another."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    kinds = {"worker": {"resources": {"CPU": 8}}, "gpu": {"resources": {"CPU": 4, "GPU": 1}}}
+    document = {"max_workers": 4, "available_node_types": kinds}
+    monkeypatch.setattr(supply, "autoscaler", lambda: document)
+    monkeypatch.setattr(supply, "up", lambda: [supply.Host({"CPU": 2.0, "GPU": 1.0})])
+    monkeypatch.setattr(supply, "free", lambda: [supply.Host({"CPU": 1.0})])
+    chosen = config.load("intent", {"train.workers": 3})
+    device = SimpleNamespace(workers=3, device="gpu")
+    prepared: Any = SimpleNamespace(device=device, config=chosen, run=Run(tmp_path))
+    asking = driver._Asking(prepared)
+    waiting = notice.Waiting(Run(tmp_path), asking.needs, asking.places)
+    now[0] += 9995.0
+    waiting.over()  # it has trained until here
+    for _ in range(100):
+        now[0] += 1.0
+        waiting.look(3, notice.SAY_EVERY_S)
+    told = Run(tmp_path).events(notice.WAITING)
+    assert [event["asked"] for event in told] == [
+        f"the autoscaler is asked for 3 GPUs on gpu nodes, for {seconds} s now" for seconds in (30, 60, 90)
+    ]
+    assert [{event[name] for event in told} for name in ("workers", "needs", "has", "free")] == [{3}, {"GPU"}, {1}, {0}]
+    document["available_node_types"] = {}
+    waiting.say(None)
+    assert "asked" not in Run(tmp_path).events(notice.WAITING)[-1]
+
+
+def test_a_run_that_waits_for_nodes_ends_where_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supply, "up", list)
+    monkeypatch.setattr(supply, "free", lambda own, device: [])
+    monkeypatch.setattr(supply, "autoscaler", lambda: None)
+    monkeypatch.setattr(notice, "LOOK_EVERY_S", 0.0)
+    run, needs, looks = Run(tmp_path), supply.Needs(), []
+    asked = notice.Asked(run)
+
+    def wanted(hosts: object) -> int:
+        looks.append(hosts)
+        asked.given = len(looks) > 3
+        return 0
+
+    waiting = notice.Waiting(run, needs, list)
+    asking: Any = list  # it asks for nothing
+    assert driver._workers(run, wanted, waiting, asking, asked) == 0
+    assert len(looks) == 4
 
 
 def test_the_file_of_the_workers_placement_is_whole_or_the_one_before(

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from rtrain import config, events
 from rtrain.checkpoints import checkpoint
+from rtrain.cluster import supply
 from rtrain.config import Config
 from rtrain.errors import ConfigError, TryAgain, UserError
 from rtrain.exchange import ranks
@@ -52,6 +54,52 @@ def test_preemptions_cost_nothing_and_errors_of_the_user_end_the_run() -> None:
     assert all(recovery.retry("preemption", 0) for _ in range(50))
     assert not recovery.retry("refused", 0)
     assert not recovery.retry("crash", 0)
+
+
+def test_a_spot_node_that_is_lost_costs_nothing_and_another_one_is_a_crash() -> None:
+    recovery = Recovery(max_crashes=1)
+    assert all(recovery.retry("lost", 0, spot=True) for _ in range(50))
+    assert [recovery.retry("lost", 0) for _ in range(2)] == [True, False]
+
+
+def test_what_may_come_of_a_lost_node_is_told_from_what_a_worker_says(tmp_path: Path) -> None:
+    from ray.exceptions import ActorDiedError
+
+    for error, maybe in (
+        (ActorDiedError(), True),
+        (ranks.Elsewhere("another worker failed"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:4242"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ):
+        failure = RuntimeError("training failed")
+        failure.worker_failures = {0: error}  # type: ignore[attr-defined]
+        assert failures.maybe_of_a_node(failures.causes(failure)) == maybe
+
+
+@pytest.mark.parametrize(("labels", "spends"), [({"ray.io/market-type": "spot"}, False), ({}, True)])
+def test_the_loss_of_a_node_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labels: dict[str, str], spends: bool
+) -> None:
+    waited = []
+
+    def lost(nodes: Collection[str], patience_s: float) -> dict[str, supply.Host]:
+        waited.append((set(nodes), patience_s))
+        return {"5a" * 28: supply.Host({}, labels)}
+
+    monkeypatch.setattr(supply, "lost", lost)
+    failure = RuntimeError("training failed")
+    failure.worker_failures = {0: ranks.Elsewhere("another worker failed")}  # type: ignore[attr-defined]
+    recovery = Recovery(max_crashes=1)
+    driver._recover(Run(tmp_path), failure, recovery, {"5a" * 28, "6b" * 28})
+    assert waited == [({"5a" * 28, "6b" * 28}, driver.LOST_S)]
+    [event] = events.read(tmp_path)
+    assert event["cause"] == "lost"
+    named = f"{'' if spends else 'spot '}node 5a5a5a5a gone without notice; another worker failed"
+    assert event["error"] == named
+    assert recovery.crashes == spends
+    failure.worker_failures = {0: OSError("no space left")}  # type: ignore[attr-defined]
+    driver._recover(Run(tmp_path), failure, Recovery(max_crashes=1), {"5a" * 28})
+    assert waited[-1][1] == 0  # a worker that says what it failed of: nobody waits for a node to show as gone
 
 
 @pytest.mark.parametrize(

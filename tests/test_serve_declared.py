@@ -10,8 +10,11 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 import rtrain.artifact
+from rtrain import engines
 from rtrain.config import Serve
-from serve import declared
+from rtrain.errors import UserError
+from serve import declared, named
+from serve.change import nodes
 from serve.door import keys
 from tests.test_cli import Cli, run
 from tests.tiny import make_artifact, refused
@@ -56,6 +59,26 @@ def test_ray_s_schema_takes_it_and_only_what_differs_is_written(artifact: Path) 
     scaled = deployment.autoscaling_config
     assert isinstance(scaled, dict)
     assert (scaled["min_replicas"], scaled["max_replicas"]) == (2, 4)
+
+
+def test_a_replica_has_gpus_where_its_engine_knows_them(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Serve(gpus=0.5, ungated=True)
+    [application] = ServeDeploySchema.model_validate(declared.document({"tiny": artifact}, settings)).applications
+    assert application.args["gpus"] == 0.5
+    assert application.deployments[0].ray_actor_options.num_gpus == 0.5
+    assert "num_gpus" not in declared.actor_options(Serve(), 1)
+    named.admit({"tiny": artifact}, settings)
+    of_cpus = engines.ENGINES[engines.FLOAT]._replace(on_gpu=False)
+    monkeypatch.setattr(engines, "ENGINES", {engines.FLOAT: of_cpus})
+    with pytest.raises(UserError, match=r"serve\.gpus=0\.5: .* answers by torch, on CPUs alone; serve"):
+        named.admit({"tiny": artifact}, settings)
+
+
+def test_gpus_that_no_node_has_are_refused() -> None:
+    assert nodes.without_gpus(Serve(gpus=0.5), [{"CPU": 8.0}, {"GPU": 1.0}]) is None
+    assert nodes.without_gpus(Serve(), []) is None
+    problem = nodes.without_gpus(Serve(gpus=2), [{"GPU": 1.0}])
+    assert str(problem).startswith("serve.gpus=2.0: the node with most GPUs has 1, and no node with more can come")
 
 
 def test_the_command_prints_it_without_starting_anything(artifact: Path, run: Cli) -> None:

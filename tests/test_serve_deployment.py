@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import inspect
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -29,12 +31,15 @@ import rtrain.artifact
 import rtrain.predict
 from rtrain import manifest
 from rtrain.artifact import ArtifactError
+from rtrain.cluster import supply
+from rtrain.cluster.demand import Place
 from rtrain.compress.graphs import unreported
 from rtrain.config import Serve
 from rtrain.errors import ConfigError, UserError
 from rtrain.predict import Predictor
-from serve import deployment
-from serve.deployment import Endpoint, cause, reserved, start
+from serve.change import nodes
+from serve.change.nodes import reserved
+from serve.deployment import Endpoint, cause, start
 from serve.front import ingress
 from serve.front.address import Address, free_address
 from serve.watching.sums import sum_expositions
@@ -163,6 +168,30 @@ def test_a_replica_reserves_its_threads_where_they_are_or_can_come(
     assert bool(line) == bool(expected[1])
 
 
+def test_replicas_that_wait_for_nodes_say_for_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.serve._private import deployment_state
+
+    # The words of Ray Serve, as its own code has them.
+    source = re.sub(r'"\s+f?"', "", inspect.getsource(deployment_state))
+    [words] = [line for line in source.splitlines() if "s to be scheduled." in line]
+    words = words.replace("{SLOW_STARTUP_WARNING_S}", "30").replace("{len(pending_allocation)}", "2")
+    kinds = {"worker": {"resources": {"CPU": 8}, "labels": {"for": "answers"}}, "other": {"resources": {"CPU": 8}}}
+    may, place = (
+        supply.startable({"max_workers": 4, "available_node_types": kinds}),
+        Place("CPU", {"for": "answers"}, 2),
+    )
+    text = "2 replicas wait for nodes: the autoscaler is asked for 4 CPUs on worker nodes, for 42 s now"
+    assert nodes.waiting(words, place, may, 42.0) == text
+    assert nodes.waiting(words, place, supply.startable({}), 42.0) is None
+    assert nodes.waiting("", place, may, 42.0) is None
+    said: list[str] = []
+    monkeypatch.setattr(nodes, "SAY_EVERY_S", 0.01)
+    with nodes.said(lambda seconds: "waits" if said else said.append("looked"), said.append):
+        while len(said) < 3:
+            time.sleep(0.01)
+    assert said[:3] == ["looked", "waits", "waits"]
+
+
 def test_expositions_are_summed_sample_by_sample() -> None:
     counter = "# HELP a_total A.\n# TYPE a_total counter\n"
     created = '# TYPE a_created gauge\na_created{x="1"} 9.0\n'
@@ -205,7 +234,7 @@ def test_refusals_leave_nothing_behind(artifact: Path, tmp_path: Path, monkeypat
     with pytest.raises(ArtifactError, match="is no artefact"):
         start(tmp_path, Serve(ungated=True, port=0), name="given")
     monkeypatch.setattr(ingress, "TEMPORARY", str(tmp_path))
-    monkeypatch.setattr(deployment, "reserved", lambda *_: 1 / 0)
+    monkeypatch.setattr(nodes, "reserved", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         start(artifact, Serve(ungated=True, port=0, ingress="haproxy"))
     assert list(tmp_path.glob("rtrain-*")) == []

@@ -2,14 +2,17 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from rtrain import ray_internals
 from rtrain.cluster import session, supply
 from tests.conftest import STARTUP
 
@@ -86,7 +89,7 @@ def test_nodes_are_counted_by_their_labels() -> None:
 
 
 def test_labels_that_no_node_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supply, "_staying", lambda: {})
+    monkeypatch.setattr(supply, "up_by_id", lambda: {})
     monkeypatch.setenv(supply.AUTOSCALER_FILE, json.dumps(DOCUMENT))
     [problem] = supply.absent("cluster.labels", {"for": "trainng"})
     assert (problem.field, problem.value) == ("cluster.labels", {"for": "trainng"})
@@ -94,6 +97,41 @@ def test_labels_that_no_node_has_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     kinds = {"gpu": {"resources": {"GPU": 1}, "labels": {"for": "training"}}}
     monkeypatch.setenv(supply.AUTOSCALER_FILE, json.dumps({"max_workers": 1, "available_node_types": kinds}))
     assert supply.absent("cluster.labels", {"for": "training"}) == []
+
+
+def test_a_node_is_lost_where_ray_says_so_or_where_nobody_takes_its_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    with socket.create_server(("127.0.0.1", 0)) as there, socket.create_server(("127.0.0.1", 0)) as closed:
+        gone = closed.getsockname()[1]
+        closed.close()
+        nodes = [
+            {"NodeID": name, "Alive": alive, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+            | {"Resources": {"CPU": 8.0}, "Labels": {"for": name}}
+            for name, alive, port in (
+                ("here", True, gone),
+                ("there", True, there.getsockname()[1]),
+                ("dead", False, there.getsockname()[1]),
+                ("silent", True, gone),
+            )
+        ]
+        monkeypatch.setattr(ray, "nodes", lambda: nodes)
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+        monkeypatch.setattr(supply, "LOST_LOOK_S", 0.01)
+        monkeypatch.setattr(supply, "_silent", set())
+        assert supply.lost({"here", "there"}, 0.05) == {}
+        assert set(supply.lost({"here", "there", "dead", "silent"}, 0.05)) == {"dead", "silent"}
+        assert supply.lost({"dead"}, 0.05) == {"dead": supply.Host({"CPU": 8.0}, {"for": "dead"})}
+        assert supply.lost({"here", "of another cluster"}, 60) == {}
+        # What is known to be gone has no room for the next start, though Ray still thinks it is up.
+        monkeypatch.setattr(ray_internals, "draining_nodes", set)
+        assert sorted(supply.up_by_id()) == ["here", "there"]
+        nodes[3]["NodeManagerPort"] = there.getsockname()[1]
+        assert sorted(supply.up_by_id()) == ["here", "silent", "there"]
+        threading.Timer(0.05, lambda: nodes[1].update(Alive=False)).start()
+        assert set(supply.lost({"here", "there"}, 60)) == {"there"}
 
 
 def test_the_head_leaves_its_jobs_the_autoscaler_s_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,14 +142,13 @@ def test_the_head_leaves_its_jobs_the_autoscaler_s_file(monkeypatch: pytest.Monk
     assert os.environ.pop(supply.AUTOSCALER_FILE) == str(Path.home() / "bootstrap.yaml")
 
 
-SCRIPT = """
-import json, sys, threading
+SCRIPT = '''
+import json, subprocess, sys
 from pathlib import Path
 from rtrain import env
 from rtrain.errors import UserError
 env.prepare()
 import ray
-import ray.data
 from ray.util.placement_group import placement_group
 from tests.trained import settings
 from rtrain.cluster import supply
@@ -133,16 +170,31 @@ except UserError as error:
     refused = str(error)
 
 
-def comes(labels):  # whether a data task ends that needs the labels
-    with supply.data_tasks_on(labels):
-        dataset = ray.data.range(1, override_num_blocks=1).map_batches(dict)
-    thread = threading.Thread(target=dataset.take_all, daemon=True)
-    thread.start()
-    thread.join(60 if labels == {"for": "data"} else 5)
-    return not thread.is_alive()
+
+TASK = """
+import sys, ray, ray.data
+from rtrain.cluster import supply
+ray.init(address=sys.argv[1], log_to_driver=False)
+with supply.data_tasks_on({"for": sys.argv[2]}):
+    dataset = ray.data.range(1, override_num_blocks=1).map_batches(lambda batch: batch)
+print("begins", flush=True)
+dataset.take_all()
+"""
 
 
-tasks = [comes({"for": "data"}), comes({"for": "training"})]
+def comes(label, seconds):  # whether a data task ends that needs a node with the label; in a driver of its own
+    command = [sys.executable, "-c", TASK, ray.get_runtime_context().gcs_address, label]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as driver:
+        driver.stdout.readline()
+        try:
+            return driver.wait(seconds) == 0
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            driver.kill()
+
+
+tasks = [comes("data", 60), comes("training", 5)]
 log = events.read(folder / "run")
 print(json.dumps({
     "tasks": tasks,
@@ -157,7 +209,7 @@ print(json.dumps({
     "report": "2 workers on cpu in fp32" in (folder / "run" / "report.html").read_text(),
 }))
 ray.shutdown()
-"""
+'''
 
 
 @pytest.mark.ray

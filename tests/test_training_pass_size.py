@@ -110,6 +110,7 @@ def test_a_gpu_s_own_figures_decide(
     monkeypatch.setattr(pass_size, "one_pass", one_pass)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * GB, 80 * GB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GB // 2)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: int((left.pop(0) or 0) * GB))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

@@ -1,4 +1,5 @@
-"""A script: a cluster of two nodes, one of which mounts a file system of its own over the run folder. Prints the error.
+"""A script: a cluster of two nodes, one of which mounts a file system of its own over the run folder. Prints the error,
+and that of a run whose work fails after another such node has joined.
 
 unshare --mount python -m tests.unshared FOLDER      (needs the right to mount)
 """
@@ -8,9 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rtrain import env
 from rtrain.errors import UserError
+from tests.conftest import labelled_rows, write_rows
 
 
 def main(folder: Path) -> None:
@@ -22,25 +25,44 @@ def main(folder: Path) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     # The new node sees another, empty folder where this process and the head see theirs.
     hidden = f"mount -t tmpfs none {folder} && exec ray start --address {cluster.address} --num-cpus 2 --block"
-    with subprocess.Popen(
-        ["unshare", "--mount", "sh", "-c", hidden], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as other:
-        try:
-            ray.init(address=cluster.address, log_to_driver=False)
-            while sum(node["Alive"] for node in ray.nodes()) < 2:
-                time.sleep(0.2)
-            from rtrain.cluster import preflight
 
-            preflight.shared(folder.parent)  # as far as all see the same, nothing is wrong
-            try:
-                preflight.shared(folder)
-            except UserError as error:
-                sys.stdout.write(f"{error}\n")
-            sys.stdout.write(f"left behind: {sorted(path.name for path in folder.iterdir())}\n")
-        finally:
+    def joined() -> "subprocess.Popen[bytes]":
+        command, count = ["unshare", "--mount", "sh", "-c", hidden], sum(node["Alive"] for node in ray.nodes())
+        other = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while sum(node["Alive"] for node in ray.nodes()) == count:
+            time.sleep(0.2)
+        return other
+
+    from rtrain.cluster import preflight, supply
+    from rtrain.runs import nodes
+
+    others = []
+    try:
+        ray.init(address=cluster.address, log_to_driver=False)
+        said: list[dict[str, Any]] = []
+        needed = {"rows.csv": preflight.described([write_rows(folder / "rows.csv", labelled_rows(3))])}
+        watching = nodes.Joined(folder, needed, preflight.nodes_up(), supply.Needs(), said.append)
+        late = ""
+        try:
+            with watching.explaining():
+                others.append(joined())
+                raise OSError("a task on that node has failed")
+        except UserError as error:
+            late = str(error)
+        preflight.shared(folder.parent)  # as far as all see the same, nothing is wrong
+        try:
+            preflight.shared(folder)
+        except UserError as error:
+            sys.stdout.write(f"{error}\n")
+        (folder / "rows.csv").unlink()
+        sys.stdout.write(f"left behind: {sorted(path.name for path in folder.iterdir())}\n")
+        sys.stdout.write(f"{late}\n{[event['text'] for event in said]}\n")
+    finally:
+        for other in others:
             other.terminate()
-            ray.shutdown()
-            cluster.shutdown()
+            other.wait()
+        ray.shutdown()
+        cluster.shutdown()
 
 
 if __name__ == "__main__":

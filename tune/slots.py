@@ -61,7 +61,7 @@ def number(config: Config, device: str) -> int:
     Raises `ConfigError` where so many workers and data tasks do not fit, with the nearest number that does.
     """
     train, asked = config.recipe.train, config.deploy.tune.concurrent
-    needs = supply.needs(config.deploy.cluster, device)
+    needs = supply.needs(config, device)
     spare, room = needs.of(train.workers).data, supply.most(device, needs.labels)
     each = train.workers + spare if device == "cpu" else train.workers
     fits = max(1, feasible.runs(supply.up(), supply.may_start(), needs, train.workers))

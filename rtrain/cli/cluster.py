@@ -105,6 +105,10 @@ def kubernetes(
     memory: Annotated[str, typer.Option("--memory", help="Memory of a worker's pod.")] = "16Gi",
     gpus: Annotated[int, typer.Option("--gpus", help="GPUs of a worker's pod.", min=0)] = 0,
     storage_class: Annotated[str | None, typer.Option("--storage-class", help="One that knows ReadWriteMany.")] = None,
+    bucket: Annotated[str | None, typer.Option("--bucket", help="gs://NAME in place of a claim, on GKE.")] = None,
+    data_workers: Annotated[
+        int, typer.Option("--data-workers", help="Most pods of a second group, for data tasks.", min=0)
+    ] = 0,
     artifact: Annotated[str | None, typer.Option("--artifact", help="What the service serves.")] = None,
     kind: Annotated[list[str] | None, typer.Option("--kind", help="Only manifests of this kind. Repeatable.")] = None,
     dockerfile: Annotated[bool, typer.Option("--dockerfile", help="Print the image's Dockerfile instead.")] = False,
@@ -119,8 +123,10 @@ def kubernetes(
         print(images.dockerfile(gpus > 0), end="")
         return
     given = {"image": image, "storage_class": storage_class, "artifact": artifact, "verb": tuple(verb or ()) or None}
+    given["bucket"] = None if bucket is None else manifests.bucket_of(bucket)
     chosen = {key: value for key, value in given.items() if value is not None}
-    settings = manifests.Settings(name=name, workers=workers, cpus=cpus, memory=memory, gpus=gpus, **chosen)  # type: ignore[arg-type]
+    sizes = {"workers": workers, "cpus": cpus, "memory": memory, "gpus": gpus, "data_workers": data_workers}
+    settings = manifests.Settings(name=name, **sizes, **chosen)  # type: ignore[arg-type]
     kinds = [part.manifest["kind"] for part in manifests.parts(settings)]
     if wrong := [one for one in kind or () if one not in kinds]:
         raise ConfigError(

@@ -12,7 +12,6 @@ overwritten by Ray Data within 20 s.)
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -27,14 +26,19 @@ REPEAT_S, EXPIRE_S = 15.0, 45.0
 
 
 class Place(NamedTuple):
-    """One CPU or GPU that is asked for."""
+    """A CPU or GPU that is asked for; or several, or a part of one, on one node."""
 
     resource: str
     labels: Labels = supply.ANY
     """Those that its node must have."""
+    amount: float = 1.0
 
     def fits(self, host: Host) -> bool:
-        return host.has.get(self.resource, 0.0) >= 1 and supply.has(host.labels, self.labels)
+        return host.has.get(self.resource, 0.0) >= self.amount and supply.has(host.labels, self.labels)
+
+
+def of_worker(needs: Needs) -> Place:
+    return Place(NEEDS[needs.device], needs.labels, needs.share)
 
 
 def places(most: int, needs: Needs, hosts: Sequence[Host], may: Startable) -> list[Place]:
@@ -47,13 +51,15 @@ def places(most: int, needs: Needs, hosts: Sequence[Host], may: Startable) -> li
     if not workers:
         return []
     spare = needs.of(workers).data
-    return [Place(NEEDS[needs.device], needs.labels)] * workers + [Place(NEEDS["cpu"], needs.data_labels)] * spare
+    return [of_worker(needs)] * workers + [Place(NEEDS["cpu"], needs.data_labels)] * spare
 
 
 def told(asked: Sequence[Place], may: Startable, seconds: float) -> str:
-    """What is waited for, with which types of node, and for how long."""
-    counts = Counter(place.resource for place in asked)
-    listed = " and ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in sorted(counts.items()))
+    """What is waited for, with which types of node, and for how long: `seconds` since the waiting began."""
+    counts: dict[str, float] = {}
+    for place in asked:
+        counts[place.resource] = counts.get(place.resource, 0.0) + place.amount
+    listed = " and ".join(f"{count:g} {name}{'' if count <= 1 else 's'}" for name, count in sorted(counts.items()))
     named = sorted(name for name, (host, _) in may.kinds.items() if any(place.fits(host) for place in asked))
     return f"the autoscaler is asked for {listed} on {' or '.join(named) or 'no'} nodes, for {seconds:.0f} s now"
 
@@ -78,16 +84,11 @@ class Demand:
     def __init__(self, requests: Asked, clock: Callable[[], float] = time.monotonic):
         self._requests, self._clock = requests, clock
         self._places: list[Place] = []
-        self._since = self._last = 0.0
+        self._last = 0.0
 
     @property
     def places(self) -> list[Place]:
         return list(self._places)
-
-    @property
-    def seconds(self) -> float:
-        """For how long something has been asked for; 0 where nothing is."""
-        return self._clock() - self._since if self._places else 0.0
 
     def want(self, places: Sequence[Place]) -> None:
         """Ask for these, and for nothing else."""
@@ -95,11 +96,9 @@ class Demand:
         if not places:
             self.end()
             return
-        if not self._places:
-            self._since = now
         if list(places) != self._places or now - self._last >= REPEAT_S:
             self._places, self._last = list(places), now
-            bundles = [{place.resource: 1.0} for place in places]
+            bundles = [{place.resource: place.amount} for place in places]
             self._requests.ask(bundles, [dict(place.labels) for place in places], EXPIRE_S)
 
     def end(self) -> None:

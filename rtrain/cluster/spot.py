@@ -3,7 +3,9 @@
     python -m rtrain.cluster.spot aws|gcp|azure [--address HOST:PORT] [--on-rebalance drain]
     python -m rtrain.cluster.spot now --seconds 60 [--wait]
 
-A background line of a cluster's file starts it on each spot node; it holds a lock, so that a second one ends at once.
+A background line of a cluster's file starts it on each spot node, each time that Ray is started there. It ends the one
+that it finds, which `ray stop` leaves running and which may know the address of a head that is gone.
+
 Where a node is drained, a run writes a checkpoint after its coming update and goes on without it, so that no update is
 lost. `now` drains at once: for what ends a node by other means, such as a pod's preStop.
 
@@ -14,17 +16,19 @@ import argparse
 import fcntl
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import IO, NamedTuple, NoReturn
 
 LINK_LOCAL = "http://169.254.169.254"
 ANSWER_S = 2.0
@@ -32,6 +36,8 @@ ANSWER_S = 2.0
 DRAIN_S = 10.0
 """Seconds for an answer of the head."""
 RETRY_S = 1.0
+TAKE_S = 10.0
+"""Seconds in which a watcher that is there must end."""
 TOKEN_S = 21600
 
 
@@ -146,7 +152,7 @@ class Cloud(NamedTuple):
     """How long after a look the next one comes: a small part of the notice."""
 
 
-CLOUDS = {"aws": Cloud(Aws, 5.0), "gcp": Cloud(Gcp, 1.0), "azure": Cloud(Azure, 1.0)}
+CLOUDS = {"aws": Cloud(Aws, 2.0), "gcp": Cloud(Gcp, 1.0), "azure": Cloud(Azure, 1.0)}
 
 
 def wait(look: Look, every_s: float, say: Callable[[str], None], final: Callable[[Notice], bool]) -> Notice:
@@ -192,6 +198,29 @@ def drain(notice: Notice, address: str | None, say: Callable[[str], None]) -> li
         time.sleep(RETRY_S)
 
 
+def take_over(lock: IO[str], say: Callable[[str], None]) -> bool:
+    """Lock the file and write this process's id into it, after the process that holds it has been ended. Returns
+    whether that was possible."""
+    end = time.monotonic() + TAKE_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip()
+            if time.monotonic() > end or not holder.isdigit():
+                say(f"another watcher runs here and does not end: process {holder or 'unknown'} holds {lock.name}")
+                return False
+            with suppress(ProcessLookupError):
+                os.kill(int(holder), signal.SIGTERM)
+            time.sleep(0.1)
+        else:
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+            return True
+
+
 def await_end(notice: Notice) -> None:
     """Wait until the drained node's processes have ended, or its deadline has come."""
     from rtrain import ray_internals
@@ -210,7 +239,7 @@ def _say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Ends with 0 when the node has been drained, or where a watcher is there already, else with 1."""
+    """Ends with 0 when the node has been drained, else with 1."""
     parser = argparse.ArgumentParser(prog="python -m rtrain.cluster.spot", description="Drain a spot node in time.")
     parser.add_argument("cloud", choices=[*CLOUDS, "now"])
     parser.add_argument("--address", help="HOST:PORT of the head; default: that of the node that runs here")
@@ -230,12 +259,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             await_end(notice)
         sys.exit(0 if drained else 1)
     given.lock.parent.mkdir(parents=True, exist_ok=True)
-    with given.lock.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _say("a watcher runs here already")
-            sys.exit(0)
+    with given.lock.open("a+") as lock:
+        if not take_over(lock, _say):
+            sys.exit(1)
         cloud = CLOUDS[given.cloud]
         look, every = cloud.look(Service(given.metadata)), given.every or cloud.every_s
         _say(f"asking {given.metadata} each {every:g} s")

@@ -5,12 +5,15 @@ a lack of memory ends the child, the driver, and not the supervisor. A new child
 checkpoint. If the whole head is lost, the job must be submitted again: the exit code 75 says so to whatever submits it.
 """
 
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -20,6 +23,8 @@ from rtrain.errors import TryAgain, UserError
 
 CHILD = "RTRAIN_CHILD"
 """Environment variable that tells a child that it has a supervisor."""
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that are handed on to the child: SIGUSR1 asks it to end after the coming update."""
 ANSWER_S = 5.0
 MAX_DEATHS = 3
 """Deaths of the driver without a new checkpoint between them, after which it is not started again."""
@@ -42,10 +47,15 @@ def supervise(arguments: Sequence[str], run: Path) -> int:
 
     Returns 1 after more than `MAX_DEATHS` deaths without a new checkpoint.
     """
+    with registered():
+        return _until_it_ends(arguments, run)
+
+
+def _until_it_ends(arguments: Sequence[str], run: Path) -> int:
     deaths, newest = 0, tuple[str, ...]()
     while True:
         code = child(arguments)
-        if code >= 0 or -code in (signal.SIGINT, signal.SIGTERM):
+        if code >= 0 or -code in FORWARDED:
             return again(code if code >= 0 else 128 - code, head_answers)
         reached = _reached(run)
         deaths = 1 if reached > newest else deaths + 1
@@ -61,8 +71,9 @@ def supervise(arguments: Sequence[str], run: Path) -> int:
 
 def again(code: int, answers: Callable[[], bool]) -> int:
     """The exit code of a job whose run has ended with `code`: 75, to be submitted anew, where it was ended from outside
-    by SIGTERM, or failed on a cluster whose head is gone (`answers` says whether it is there). Other codes stay."""
-    if code == signals.TERMINATED:
+    by SIGTERM, or by SIGUSR1 before it could take one, or failed on a cluster whose head is gone (`answers` says
+    whether it is there). Other codes stay."""
+    if code in (signals.TERMINATED, 128 + signal.SIGUSR1):
         why = "ended from outside"
     elif code == UserError.exit_code and not answers():
         why = "the cluster's head is gone"
@@ -97,14 +108,52 @@ def _reached(run: Path) -> tuple[str, ...]:
 
 def child(arguments: Sequence[str]) -> int:
     """Run `rtrain ARGUMENTS` with this process's signals; returns its exit code, negative for a signal."""
-    with subprocess.Popen([sys.executable, "-m", "rtrain", *arguments], env={**os.environ, CHILD: "1"}) as started:
+    started: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
 
-        def forward(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
+        if started is None:
+            early.append(number)
+        else:
             started.send_signal(number)
 
-        before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+    # Before the child is there: a signal in between would end this process, and leave the child without a parent.
+    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    try:
+        with subprocess.Popen([sys.executable, "-m", "rtrain", *arguments], env={**os.environ, CHILD: "1"}) as started:
+            for number in early:
+                started.send_signal(number)
             return started.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"rtrain-jobs-{os.getuid()}"
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """While the block runs, `running` on this machine names this process."""
+    with ExitStack() as held:
+        with suppress(OSError):  # a job runs without it; nobody could ask it to end, that is all
+            _folder().mkdir(mode=0o700, exist_ok=True)
+            path = _folder() / str(os.getpid())
+            lock = held.enter_context(path.open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            held.callback(path.unlink, missing_ok=True)
+        yield
+
+
+def running() -> list[int]:
+    """The ids of the supervisors on this machine that are this user's."""
+    found = []
+    for path in _folder().iterdir() if _folder().is_dir() else ():
+        with suppress(FileNotFoundError), path.open("r") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                path.unlink()  # its process was killed
+            except BlockingIOError:
+                found.append(int(path.name))
+    return sorted(found)

@@ -9,7 +9,9 @@ import bisect
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -21,14 +23,16 @@ from rtrain import ray_internals
 from rtrain.errors import Problem, UserError
 
 if TYPE_CHECKING:
-    from rtrain.config import Cluster
+    from rtrain.config import Config
 
 Node = Mapping[str, float]
 Labels = Mapping[str, str]
 ANY: Labels = MappingProxyType({})
 """The labels that every node has."""
 NEEDS = {"cpu": "CPU", "gpu": "GPU"}
-"""The resource of which a worker takes one, by its device. A worker with a GPU takes no CPU."""
+"""The resource of which a worker takes one, by its device. A worker with a GPU, or with a part of one, takes no CPU."""
+ROUNDING = 1e-6
+"""Ray counts resources in ten thousandths: three thirds of a GPU are one."""
 AUTOSCALER_FILE = "RTRAIN_AUTOSCALER_FILE"
 """Environment variable with the path of the autoscaler's file, which `session.on_node_start` sets on the head, or with
 the file's node types themselves, as JSON: manifests for Kubernetes set it so. Ray itself (2.60) keeps what may be
@@ -40,6 +44,10 @@ DATA_CPUS = 2
 Without them a data stream waits for ever, and nothing says so."""
 WORKERS_PER_DATA_CPU = 8
 """Workers for which Ray Data gets one more CPU."""
+SPOT: Labels = MappingProxyType({"ray.io/market-type": "spot"})
+"""The label of nodes that a cloud may take away, as Ray names it."""
+LOST_LOOK_S, CONNECT_S = 1.0, 1.5
+"""Seconds from one look for lost nodes to the next, and in which a node takes a connection."""
 
 
 # ------------------------------------------------------------------------------------------------------------- counting
@@ -84,6 +92,16 @@ class Needs(NamedTuple):
     labels: Labels = ANY
     data_labels: Labels = ANY
     """Those that a node must have for workers, and for data tasks."""
+    share: float = 1.0
+    """Of a GPU, that a worker takes; a worker without a GPU takes a CPU."""
+
+    def places(self, node: Node) -> int:
+        """Workers that the node has room for. None takes parts of two GPUs."""
+        amount = node.get(NEEDS[self.device], 0.0)
+        if self.share == 1:
+            return int(amount)
+        whole = int(amount)  # what is left of another one is free, where others hold parts of it
+        return whole * int(1 / self.share + ROUNDING) + int((amount - whole) / self.share + ROUNDING)
 
     def of(self, workers: int, runs: int = 1) -> Room:
         """The need of so many runs, each of so many workers."""
@@ -95,7 +113,7 @@ class Needs(NamedTuple):
         may run wherever it may, and only CPUs serve both."""
         places = data = cpus = 0
         for host in hosts:
-            own = count([host.has], self.device) if has(host.labels, self.labels) else 0
+            own = self.places(host.has) if has(host.labels, self.labels) else 0
             of_data = count([host.has], "cpu") if has(host.labels, self.data_labels) else 0
             places, data, cpus = places + own, data + of_data, cpus + max(own, of_data)
         return Room(places, data, cpus if self.device == "cpu" else 0)
@@ -165,9 +183,10 @@ def task_cpus(asked: int | None, workers: int) -> float:
     return min(1.0, math.floor(100 * data_cpus(asked, workers) / workers) / 100)
 
 
-def needs(settings: "Cluster", device: str) -> Needs:
+def needs(config: "Config", device: str) -> Needs:
     """Those of a run by its settings."""
-    return Needs(device, settings.data_cpus, settings.labels, settings.data_labels)
+    settings, share = config.deploy.cluster, config.recipe.train.gpus_per_worker if device == "gpu" else 1.0
+    return Needs(device, settings.data_cpus, settings.labels, settings.data_labels, share)
 
 
 # ------------------------------------------------------------------------------------------------------ asking the Ray
@@ -175,7 +194,7 @@ def needs(settings: "Cluster", device: str) -> Needs:
 
 def up() -> list[Host]:
     """The nodes that are up and will stay, with all their resources."""
-    return list(_staying().values())
+    return list(up_by_id().values())
 
 
 def here(labels: Labels = ANY) -> list[Node]:
@@ -183,13 +202,15 @@ def here(labels: Labels = ANY) -> list[Node]:
     return [host.has for host in up() if has(host.labels, labels)]
 
 
-def free(own: Mapping[str, int] | None = None, device: str = "cpu") -> list[Host]:
-    """The nodes of `up` with their free resources. `own`: the run's own workers by node; their places count as free."""
+def free(own: Mapping[str, int] | None = None, needs: Needs | None = None) -> list[Host]:
+    """The nodes of `up` with their free resources. `own`: the run's own workers by node, of such needs; their places
+    count as free."""
+    kind, share = (NEEDS[needs.device], needs.share) if needs else ("CPU", 1.0)
     available = ray_internals.available_by_node()
     found: list[Host] = []
-    for name, host in _staying().items():
+    for name, host in up_by_id().items():
         node = dict(available.get(name, {}))
-        node[NEEDS[device]] = node.get(NEEDS[device], 0.0) + (own or {}).get(name, 0)
+        node[kind] = node.get(kind, 0.0) + share * (own or {}).get(name, 0)
         found.append(Host(node, host.labels))
     return found
 
@@ -268,17 +289,50 @@ def data_tasks_on(labels: Labels) -> Iterator[None]:
         options.label_selector = before
 
 
+_silent: set[str] = set()
+"""Ids of nodes that took no connection. Ray counts on them for some seconds more, and a start that is placed there
+waits in vain; they do not count until they answer again."""
+
+
+def lost(nodes: Collection[str], patience_s: float) -> dict[str, Host]:
+    """Those of the nodes, by id, that are gone. Where none is, it looks again until so many seconds have passed: Ray
+    itself learns of it some time later, by health checks.
+
+    A node whose raylet takes no connection is gone as well, whatever Ray thinks. The node of this process is not.
+    """
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    end = time.monotonic() + patience_s
+    while True:
+        known = {node["NodeID"]: node for node in ray.nodes() if node["NodeID"] in nodes and node["NodeID"] != here}
+        gone = {name: node for name, node in known.items() if not (node["Alive"] and _takes_connections(node))}
+        if gone or not known or time.monotonic() > end:
+            _silent.update(gone)
+            return {name: Host(node["Resources"], node["Labels"]) for name, node in gone.items()}
+        time.sleep(LOST_LOOK_S)
+
+
+def _takes_connections(node: Mapping[str, Any]) -> bool:
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def leaving() -> set[str]:
     """Ids of the nodes that are being drained, after a spot notice or because they were idle."""
     return ray_internals.draining_nodes()
 
 
-def _staying() -> dict[str, Host]:
+def up_by_id() -> dict[str, Host]:
+    """The nodes of `up` by their ids."""
     import ray
 
     gone = leaving()
     return {
         node["NodeID"]: Host(node["Resources"], node["Labels"])
         for node in ray.nodes()
-        if node["Alive"] and node["NodeID"] not in gone
+        if node["Alive"] and node["NodeID"] not in gone and (node["NodeID"] not in _silent or _takes_connections(node))
     }

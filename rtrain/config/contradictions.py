@@ -26,6 +26,10 @@ def of_recipe(recipe: Recipe) -> list[Problem]:
     if train.min_workers is not None and train.min_workers > train.workers:
         fix = f"write {train.workers} or less, or leave it out"
         problems.append(Problem("train.min_workers", train.min_workers, f"above train.workers={train.workers}", fix))
+    if train.gpus_per_worker < 1 and train.workers > 1:
+        reason = f"NCCL takes no two of the {train.workers} workers on one GPU"
+        fix = "write train.workers=1, or train.gpus_per_worker=1"
+        problems.append(Problem("train.gpus_per_worker", train.gpus_per_worker, reason, fix))
     if recipe.rows_per_update < train.replicas:
         what = "workers" if train.within == 1 else f"replicas of {train.within} workers each"
         problems.append(

@@ -164,6 +164,9 @@ class Serve(Section):
     """Processor threads of one replica's engine; of several models each has an engine. A replica reserves as many of
     Ray's logical CPUs, so that a cluster adds nodes for it; where none can come and they are short, it reserves
     none."""
+    gpus: Annotated[float, Field(ge=0)] = 0.0
+    """GPUs of one replica, e.g. 1, or 0.5 for two replicas on a GPU; a float artefact then answers on it. Int8 graphs
+    answer on CPUs alone."""
     labels: Labels = NO_LABELS
     """Labels that a node must have to get replicas, e.g. {for: answers}. Default: any node will do."""
     max_batch_rows: Positive = 32

@@ -101,6 +101,9 @@ class Train(Section):
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """`gpu` gives each worker one GPU. `auto` takes GPUs where the cluster has any or its autoscaler may start any
     (with fewer workers where there are fewer GPUs), and CPUs elsewhere; it is decided once and kept in the run."""
+    gpus_per_worker: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a GPU that a worker takes. Below 1, with `workers` 1 alone, several runs or trials share a GPU and its
+    memory: NCCL takes no two workers of one run on one GPU."""
     min_workers: Positive | None = None
     """Fewest workers that a run goes on with while nodes are missing; it takes more again when they come back."""
     micro_batch: Positive = 8
@@ -183,7 +186,7 @@ class Train(Section):
 LAID_OUT = ("shard", "tensor", "sequence", "pipeline", "schedule")
 """Settings of `train` that say how the model lies on the workers."""
 SPEED = (
-    *("workers", "device", "min_workers", "micro_batch", "tokens_per_pass"),
+    *("workers", "device", "gpus_per_worker", "min_workers", "micro_batch", "tokens_per_pass"),
     *("aggregation_frequency", "balance", "gradient_checkpointing", "transport"),
     *("strategy", *LAID_OUT),
     *("evaluate_every", "save_every", "keep", "log_every"),

@@ -51,15 +51,16 @@ class Path:
             kind = type(network).__name__
             raise UserError(f"{kind} takes no embeddings as its input, so that its answers cannot be explained")
         self._network, self._row, self._score, self._stop = network, row, score, stop
-        ids = torch.from_numpy(row.ids.astype(np.int64))
-        baseline = torch.where(torch.from_numpy(kept), ids, pad_id)
         embed: Any = network.get_input_embeddings()
+        device = embed.weight.device
+        ids = torch.from_numpy(row.ids.astype(np.int64)).to(device)
+        baseline = torch.where(torch.from_numpy(kept).to(device), ids, pad_id)
         with torch.no_grad():
             self._start = embed(baseline)
             self._way = embed(ids) - self._start
         ends = np.cumsum(row.lengths, dtype=np.int64)
         self._windows = [
-            (slice(int(end - length), int(end)), _inputs(int(length), int(second), accepted))
+            (slice(int(end - length), int(end)), _inputs(int(length), int(second), accepted, device))
             for end, length, second in zip(ends, row.lengths, row.second, strict=True)
         ]
 
@@ -81,12 +82,12 @@ class Path:
         # Row after row, as the score expects it: [points, tokens, outputs] or [points, windows, outputs].
         by_token = answers[0].ndim == 3
         logits = (torch.cat(answers, dim=1) if by_token else torch.stack(answers, dim=1)).flatten(0, 1)
-        values = self._score(logits, rows)
+        values = self._score(logits.cpu(), rows)
         slopes = np.empty((len(points), values.shape[1], len(self._row.ids)))
         for target in range(values.shape[1]):
             # `grad` does not accumulate into the parameters, which this thread shares with others.
             (gradient,) = torch.autograd.grad(values[:, target].sum(), embedded, retain_graph=True)
-            slopes[:, target] = (gradient * self._way).double().sum(dim=-1).numpy()
+            slopes[:, target] = (gradient * self._way).double().sum(dim=-1).cpu().numpy()
         return values.detach().double().numpy(), slopes
 
     def _logits(self, embedded: "torch.Tensor", inputs: dict[str, "torch.Tensor"]) -> "torch.Tensor":
@@ -105,13 +106,13 @@ class Path:
         return again
 
 
-def _inputs(length: int, second: int, accepted: frozenset[str]) -> dict[str, "torch.Tensor"]:
+def _inputs(length: int, second: int, accepted: frozenset[str], device: "torch.device") -> dict[str, "torch.Tensor"]:
     """Mask and types of a window [1, length], as far as the network takes them. Nothing is padded."""
     import torch
 
     types = (torch.arange(length) >= second).long()
     every = {"attention_mask": torch.ones(1, length, dtype=torch.long), "token_type_ids": types[None]}
-    return {name: value for name, value in every.items() if name in accepted}
+    return {name: value.to(device) for name, value in every.items() if name in accepted}
 
 
 def special(ids: Sequence[int], spans: Sequence[tuple[int, int]], special_ids: frozenset[int]) -> npt.NDArray[np.bool_]:

@@ -195,7 +195,7 @@ def run(
     found = preparing.check(config, folder.parent)
     if folder.exists():
         raise UserError(f"--out: {folder} exists; name a new folder, which is removed when the check has ended")
-    source, weights = nodes.share(config, *found, folder.parent)
+    source, weights, *_ = nodes.share(config, *found, folder.parent)
     config, _ = preparing.separated(model.resolved(config, weights), source)
     store, _ = tokens.ensure(config.recipe, source, weights, folder.parent)
     rows = store.rows("train")

@@ -1,6 +1,7 @@
 """summary.json, computed from events.jsonl alone."""
 
 import json
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -110,10 +111,18 @@ def summarise(run: Run) -> dict[str, Any]:
         "slices": {event["split"]: event["slices"] for event in log if event["kind"] == "sliced"},
         "best_update": best,
         "restarts": max(0, len(starts) - 1),
+        "interrupted_by": interrupted_by(log),
         "data_digest": created.get("data_digest"),
         "order_digest": end.get("order_digest"),
         "certificate": next((event["certificate"] for event in reversed(log) if event["kind"] == "drilled"), None),
     }
+
+
+def interrupted_by(log: list[dict[str, Any]]) -> dict[str, int]:
+    """How often starts ended before their time, by what ended them: crash, memory, lost (a node that was gone without
+    notice), preemption, resize."""
+    ends = {"crashed": "cause", "yielded": "reason"}
+    return dict(Counter(event[ends[event["kind"]]] for event in log if event["kind"] in ends))
 
 
 def overlap(log: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,26 +4,29 @@ import hashlib
 import math
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rtrain import events, ray_internals
 from rtrain.checkpoints import checkpoint, replica
-from rtrain.cluster import prices, supply
-from rtrain.cluster.demand import Demand, places
+from rtrain.cluster import preflight, prices, supply
+from rtrain.cluster.demand import Demand, Place, of_worker, places
 from rtrain.config import Cluster
-from rtrain.errors import TryAgain
+from rtrain.errors import TryAgain, UserError
 from rtrain.report import attributions, baseline, cost, html, summary
 from rtrain.report.live import trackers
 from rtrain.run import Run
-from rtrain.runs import failures, group, notice, opening, placement
+from rtrain.runs import failures, group, nodes, notice, opening, placement
 from rtrain.runs.preparing import Prepared, said_of_rows
 from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_memory
 from rtrain.runs.start import ALL, Shortcuts, Start
 
 OnEvent = Callable[[dict[str, Any]], None]
+LOST_S = 10.0
+"""Seconds in which a node that is gone shows, where workers died and said nothing."""
 COUNT_EVERY_S = 5.0
 """Seconds after which it is counted anew what the autoscaler may start."""
 SETTLE_S = 5.0
@@ -70,12 +73,19 @@ def fit(
     told = events.Follow([(run.folder, {})], on_event), trackers.following(prepared.config, run, say)
     file = prepared.config.deploy.cluster.prices
     dollars = {name: one.on_demand for name, one in prices.read(Path(file)).items()} if file else None
-    with opening.hold(run), told[0], told[1], notice.Asked(run) as asked, _Asking(prepared) as asking:
+    with (
+        opening.hold(run),
+        told[0],
+        told[1],
+        notice.Asked(run) as asked,
+        _Asking(prepared) as asking,
+        _joined(prepared, asking, say) as joined,
+    ):
         plan.workers.taken(run)
         if dollars is not None:
             run.append(cost.PRICES, dollars=dollars)
         try:
-            _attempts(prepared, plan, say, asked, asking)
+            _attempts(prepared, plan, say, asked, asking, joined)
         except (KeyboardInterrupt, SystemExit, TryAgain):
             run.append("interrupted")
             summary.write(run)
@@ -119,7 +129,16 @@ def _copy_out(prepared: Prepared) -> None:
         copy.push_artifact(prepared.run.folder)
 
 
-def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked, asking: "_Asking") -> None:
+def _joined(prepared: Prepared, asking: "_Asking", say: OnEvent) -> nodes.Joined:
+    shared, root = prepared.shared, prepared.run.folder.parent
+    if shared is None:
+        return nodes.Joined(root, {}, preflight.nodes_up(), asking.needs, say)
+    return nodes.Joined(root, shared.needed, shared.asked, asking.needs, say)
+
+
+def _attempts(
+    prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked, asking: "_Asking", joined: nodes.Joined
+) -> None:
     """Start the workers again and again until they have come to the end, or until that makes no sense.
 
     Each start is a worker group with a controller of its own, and resumes from the newest checkpoint, which the workers
@@ -128,7 +147,8 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
     """
     run, train, cluster = prepared.run, prepared.config.recipe.train, prepared.config.deploy.cluster
     kind, least, most = prepared.device.device, train.min_workers, prepared.device.workers
-    wanted, ceiling = notice.wanted(most, least, supply.needs(cluster, kind)), most
+    wanted, ceiling = notice.wanted(most, least, asking.needs), most
+    waiting = notice.Waiting(run, asking.needs, asking.places)
     if prepared.device.why:
         run.append("device", device=kind, why=prepared.device.why)
     recovery, owners = Recovery(cluster.max_crashes), _owners(run, cluster)
@@ -138,7 +158,9 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
             saved = f"update {_newest(run)} of {prepared.updates} is saved"
             raise TryAgain(f"{run} was asked to end: {saved}. The same command with --resume goes on")
         asking()
-        workers = min(ceiling, _workers(run, wanted, kind, say, asking))
+        workers = min(ceiling, _workers(run, wanted, waiting, asking, asked))
+        if not workers:  # it was asked to end while it waited
+            continue
         start = Start(
             config=prepared.config,
             run=run.folder,
@@ -160,17 +182,22 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
             elastic=least is not None,
             labels=cluster.labels,
             asked=asking.demand is not None,
+            share=asking.needs.share,
         )
+        watch = notice.Watch(run, workers, wanted, say, waiting, asking)
         try:
-            with notice.Watch(run, workers, kind, wanted, say, asking, labels=cluster.labels):
+            with watch:
                 plan.workers.train(start, layout)
         except Exception as error:
+            held = watch.nodes | placement.workers_by_node(run).keys()  # before their places are given back
             plan.workers.lost(run)
             placed = not failures.is_unplaced(error)
             if placed:
-                _recover(run, error, recovery)
+                with _failed(run):
+                    joined.refuse(error)
+                _recover(run, error, recovery, held)
             else:  # nothing was lost, and the cluster has had time to see which nodes are gone
-                say(notice.waiting(workers, kind, labels=cluster.labels))
+                waiting.say(workers)
             ceiling = most_after(placed, workers, least, most)
             continue
         ceiling = most
@@ -180,6 +207,17 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
         plan.workers.lost(run)
         if not asked.given:
             run.append("yielded", reason=reason, update=last["updates"])
+
+
+@contextmanager
+def _failed(run: Run) -> Iterator[None]:
+    """A run that is refused in the block has failed."""
+    try:
+        yield
+    except UserError as error:
+        run.append("failed", error=str(error)[:2000])
+        summary.write(run)
+        raise
 
 
 def _owners(run: Run, cluster: Cluster) -> tuple[str, ...]:
@@ -210,7 +248,7 @@ class _Asking:
 
     def __init__(self, prepared: Prepared):
         self._most = prepared.device.workers
-        self.needs = supply.needs(prepared.config.deploy.cluster, prepared.device.device)
+        self.needs = supply.needs(prepared.config, prepared.device.device)
         asks = prepared.config.recipe.train.min_workers is not None and supply.autoscaler() is not None
         # By the whole path: runs of one name would take each other's nodes away.
         whose = hashlib.sha256(str(prepared.run.folder).encode()).hexdigest()[:8]
@@ -224,6 +262,12 @@ class _Asking:
             self._counted = now
             self.demand.want(places(self._most, self.needs, supply.up(), supply.may_start()))
 
+    def places(self) -> list[Place]:
+        """What an autoscaler is asked for: by this, or by Ray Train, for the workers alone."""
+        if self.demand is not None:
+            return self.demand.places
+        return [of_worker(self.needs)] * self._most
+
     def __enter__(self) -> "_Asking":
         return self
 
@@ -232,28 +276,29 @@ class _Asking:
             self.demand.end()
 
 
-def _workers(run: Run, wanted: notice.Wanted, kind: str, say: OnEvent, asking: _Asking) -> int:
+def _workers(run: Run, wanted: notice.Wanted, waiting: notice.Waiting, asking: _Asking, asked: notice.Asked) -> int:
     """How many workers the next start has, by what is free. While that is too little for the least number, it waits and
-    says so.
+    says so; where it is asked to end, it waits no more.
 
     What this process has just given back, the CPUs of the start before or of its data tasks, is seen as free some
     moments later: fewer workers than the nodes would allow are started only after those.
     """
-    said, patient = 0.0, time.monotonic() + SETTLE_S
-    while True:
-        free = supply.free(placement.workers_by_node(run), kind)
-        workers, now = wanted(free), time.monotonic()
-        if workers and (now > patient or workers >= wanted(supply.up())):
+    patient = time.monotonic() + SETTLE_S
+    while not asked.given:
+        free = supply.free(placement.workers_by_node(run), waiting.needs)
+        workers, is_settled = wanted(free), time.monotonic() > patient
+        if workers and (is_settled or workers >= wanted(supply.up())):
             return workers
         asking()
-        if now > patient and now - said > notice.SAY_EVERY_S:
-            said = now
-            say(notice.waiting(None, kind, asking.demand, asking.needs.labels))
+        if is_settled:
+            waiting.look(None, SETTLE_S)
         time.sleep(notice.LOOK_EVERY_S)
+    return 0
 
 
-def _recover(run: Run, error: Exception, recovery: Recovery) -> None:
-    """Return if the run should start again; otherwise raise the error that the user should read."""
+def _recover(run: Run, error: Exception, recovery: Recovery, held: Collection[str] = ()) -> None:
+    """Return if the run should start again; otherwise raise the error that the user should read. `held`: the nodes that
+    had its workers."""
     if summary.status(run.events()) == "stopped":  # a search ends the workers of a trial that it stops
         summary.write(run)
         raise failures.explain(run, error) from error
@@ -264,10 +309,15 @@ def _recover(run: Run, error: Exception, recovery: Recovery) -> None:
     again = user_error if isinstance(user_error, TryAgain) else None  # a mount that is away for a moment, say
     refused = user_error is not None and again is None
     kind: Kind = "refused" if refused else "preemption" if preempted else "memory" if short else "crash"
+    told, spot = failures.first_line(causes), False
+    if kind == "crash" and held and (lost := supply.lost(held, LOST_S if failures.maybe_of_a_node(causes) else 0)):
+        kind, spot = "lost", all(supply.has(host.labels, supply.SPOT) for host in lost.values())
+        nodes = ", ".join(sorted(name[:8] for name in lost))
+        told = f"{'spot ' if spot else ''}node{'' if len(lost) == 1 else 's'} {nodes} gone without notice; {told}"
     update = _newest(run)
-    if recovery.retry(kind, update):
+    if recovery.retry(kind, update, spot):
         stalled = [str(path) for path in run.tracebacks()]
-        run.append("crashed", cause=kind, resumes_from=update, error=failures.first_line(causes), stalled=stalled)
+        run.append("crashed", cause=kind, resumes_from=update, error=told, stalled=stalled)
         return
     if again is not None:
         raise again from error

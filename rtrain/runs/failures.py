@@ -44,6 +44,21 @@ def is_unplaced(error: Exception) -> bool:
     return any(type(cause).__name__ == "WorkerGroupStartupTimeoutError" for cause in causes(error))
 
 
+SILENT = ("RayActorError", "WorkerCrashedError", Elsewhere.__name__)
+"""Errors by which Ray says that a process has died, and a worker that another has failed."""
+OF_A_PEER = ("by peer", "remote process exited")
+"""Words by which Gloo and NCCL say that another worker has gone."""
+
+
+def maybe_of_a_node(found: Sequence[Exception]) -> bool:
+    """Whether a node may have gone: a process died and said nothing, or workers only tell that another has failed."""
+
+    def is_silent(error: Exception) -> bool:
+        return any(kind.__name__ in SILENT for kind in type(getattr(error, "_base_exc", error)).__mro__)
+
+    return any(is_silent(one) or any(words in str(one) for words in OF_A_PEER) for one in found)
+
+
 def first_line(found: Sequence[Exception]) -> str:
     """The last line of a traceback says what happened; where a process died, the first sentence does, and where it was
     ended for want of memory, who used it."""

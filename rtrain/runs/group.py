@@ -37,6 +37,8 @@ class Layout:
     """Those that a node must have to get workers."""
     asked: bool = False
     """The run itself asks an autoscaler for the workers, and Ray Train does not."""
+    share: float = 1.0
+    """Of a GPU, that each worker has."""
 
 
 class Workers(Protocol):
@@ -91,6 +93,7 @@ def trainer(
         scaling_config=ray.train.ScalingConfig(
             num_workers=layout.workers,
             use_gpu=layout.device == "gpu",
+            resources_per_worker={"GPU": layout.share} if layout.device == "gpu" and layout.share < 1 else None,
             label_selector=dict(layout.labels) or None,  # type: ignore[call-arg]
         ),
         # A new name per start: Ray would otherwise load its own snapshot of the last one, which rtrain does not use.

@@ -16,9 +16,9 @@ DMI = Path("/sys/class/dmi/id")
 """What a machine's firmware says of it. AWS writes the instance type there; other clouds tell it over the network."""
 
 
-def told(device: "torch.device") -> list[dict[str, Any]]:
-    """The machines, each with its workers. Called on every rank."""
-    return merged(ranks.every(here(device)))
+def told(device: "torch.device", share: float = 1.0) -> list[dict[str, Any]]:
+    """The machines, each with its workers, which have such a share of a GPU. Called on every rank."""
+    return merged(ranks.every(here(device, share)))
 
 
 def merged(workers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -31,14 +31,14 @@ def merged(workers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def here(device: "torch.device") -> dict[str, Any]:
+def here(device: "torch.device", share: float = 1.0) -> dict[str, Any]:
     """This worker's machine; `gpus`: those of this worker."""
     gpu = None
     if device.type == "cuda":
         import torch
 
         gpu = torch.cuda.get_device_name(device)
-    known = {"host": os.uname().nodename, "cores": env.cores(), "gpus": int(gpu is not None), "gpu": gpu}
+    known = {"host": os.uname().nodename, "cores": env.cores(), "gpus": share if gpu is not None else 0, "gpu": gpu}
     return {**known, "instance": instance()}
 
 

@@ -5,6 +5,7 @@ The driver watches the cluster and leaves a file in the run folder; rank 0 looks
 other workers in the exchange that counts the rows, so that all of them end after the same update.
 """
 
+import math
 import signal
 import threading
 import time
@@ -14,11 +15,13 @@ from types import FrameType
 from typing import Any, Self
 
 from rtrain.cluster import demand, supply
-from rtrain.cluster.demand import Demand
+from rtrain.cluster.demand import Place
 from rtrain.run import Run
 from rtrain.runs import placement
 from rtrain.runs.recovery import Growth, workers_for
 
+WAITING = "waiting"
+"""The event of a start that waits for nodes."""
 DIVERGED = "diverged"
 """The reason of a notice that a search gives: the run ends there, and nothing starts it again."""
 Wanted = Callable[[Sequence[supply.Host]], int]
@@ -72,17 +75,34 @@ class Asked:
         give(self._run, "asked")
 
 
-def waiting(
-    workers: int | None, device: str, asked: Demand | None = None, labels: supply.Labels = supply.ANY
-) -> dict[str, Any]:
-    """The event of a start that waits: for `workers`, or for the least number, where that is None. `asked`: what the
-    autoscaler is asked for meanwhile."""
-    needs = supply.Needs(device, labels=labels)
-    has, free = (needs.offered(hosts).places for hosts in (supply.up(), supply.free()))
-    event = {"kind": "waiting", "workers": workers, "needs": supply.NEEDS[device], "has": has, "free": free}
-    if asked is not None and asked.places:
-        event["asked"] = demand.told(asked.places, supply.may_start(), asked.seconds)
-    return event
+class Waiting:
+    """Says of a run that it waits for nodes: with which it could go on, and for how long it has waited.
+
+    Logged: a search follows the logs of its trials, and has no other word of them.
+    """
+
+    def __init__(self, run: Run, needs: supply.Needs, asked: Callable[[], Sequence[Place]]):
+        """`asked`: what an autoscaler is asked for meanwhile."""
+        self._run, self.needs, self._asked = run, needs, asked
+        self.over()
+
+    def over(self) -> None:
+        """It waits no more, or has not begun to."""
+        self._since, self._said = time.monotonic(), -math.inf
+
+    def look(self, workers: int | None, patience_s: float) -> None:
+        """Say so, not before it has waited for `patience_s`, and not too often; see `say`."""
+        now = time.monotonic()
+        if now - self._since >= patience_s and now - self._said >= SAY_EVERY_S:
+            self.say(workers)
+
+    def say(self, workers: int | None) -> None:
+        """`workers`: those that it waits for; None for the least number."""
+        self._said = time.monotonic()
+        has, free = (self.needs.offered(hosts).places for hosts in (supply.up(), supply.free()))
+        may, asked = supply.may_start(), self._asked()
+        more = {"asked": demand.told(asked, may, self._said - self._since)} if may.kinds and asked else {}
+        self._run.append(WAITING, workers=workers, needs=supply.NEEDS[self.needs.device], has=has, free=free, **more)
 
 
 class Watch:
@@ -92,16 +112,17 @@ class Watch:
         self,
         run: Run,
         workers: int,
-        device: str,
         wanted: Wanted,
         say: Callable[[dict[str, Any]], None],
+        waiting: Waiting,
         ask: Callable[[], None] = lambda: None,
-        labels: supply.Labels = supply.ANY,
     ):
-        """`ask` repeats what the run asks the autoscaler for; `labels`: those of the nodes that workers may have."""
-        self._run, self._workers, self._device, self._wanted, self._say = run, workers, device, wanted, say
-        self._ask, self._labels = ask, labels
-        self._growth, self._said = Growth(GROW_AFTER_S), time.monotonic()
+        """`ask` repeats what the run asks the autoscaler for."""
+        self._run, self._workers, self._wanted, self._say = run, workers, wanted, say
+        self._waiting, self._ask = waiting, ask
+        self.nodes: set[str] = set()
+        """Ids of the nodes that have had workers of this start."""
+        self._growth = Growth(GROW_AFTER_S)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True, name="rtrain-watch")
 
@@ -127,16 +148,18 @@ class Watch:
     def _once(self) -> None:
         self._ask()  # always: a request that nobody repeats ends while workers start, or save
         own = placement.workers_by_node(self._run)
-        if not own and time.monotonic() - self._said > SAY_EVERY_S:
-            self._said = time.monotonic()
-            self._say(waiting(self._workers, self._device, labels=self._labels))
+        self.nodes |= own.keys()
+        if own:
+            self._waiting.over()
+        else:
+            self._waiting.look(self._workers, SAY_EVERY_S)
         if not own or given(self._run):
             return
         if own.keys() & supply.leaving():
             give(self._run, "preemption")
             return
         had = self._wanted(supply.up())
-        free = self._wanted(supply.free(own, self._device))
+        free = self._wanted(supply.free(own, self._waiting.needs))
         if self._growth.look(time.monotonic(), self._workers, had, free):
             give(self._run, "resize")
 

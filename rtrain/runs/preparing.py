@@ -1,5 +1,6 @@
 """From a configuration to a run that may start: everything that can be refused is refused, and its rows are there."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ class Prepared:
     device: device.Choice
     teacher: Path | None = None
     """The artefact that a student learns from."""
+    shared: nodes.Shared | None = None
+    """What every node must read, and which have been asked; None where nodes that join are not asked."""
 
     @property
     def order(self) -> Order:
@@ -107,13 +110,15 @@ def prepare(
     source: records.Source | None = None,
     taught: tokens.Taught | None = None,
     begun: bool = False,
+    say: Callable[[dict[str, Any]], None] = lambda event: None,
 ) -> Prepared:
     """Check, make or reuse the token store, and open the run folder. The folder is written only when nothing is wrong,
     and while no other process holds the run; the store is made before that, since other runs share it.
 
     The store lies under `tokens_root`, by default the folder that holds the run, so that runs side by side share it.
     `source` is what `check` found, where that was asked already: there may be thousands of files. `taught` has a
-    student's teacher answer the rows. A run that is a part of what has `begun` is checked as that is.
+    student's teacher answer the rows. A run that is a part of what has `begun` is checked as that is. `say` is told of
+    nodes that join meanwhile and cannot take part.
     """
     chosen_folder, config = chosen(config, folder, reuse)
     run, root = Run(chosen_folder), tokens_root or chosen_folder.parent
@@ -122,12 +127,13 @@ def prepare(
             pass
     created = run.first("created")
     begun = begun or created is not None
-    source, weights = nodes.share(config, *check(config, root, source, labels=False, begun=begun), root)
+    shared = nodes.share(config, *check(config, root, source, labels=False, begun=begun), root)
+    source, weights = shared.source, shared.weights
     source = source.beside(root)
     config = model.resolved(config, weights)
     config, label_column = (config, None) if created else separated(config, source, begun)
-    data_labels = config.deploy.cluster.data_labels
-    with supply.data_tasks_on(data_labels):
+    joined = nodes.Joined(root, shared.needed, shared.asked, supply.needs(config, "cpu"), say)
+    with joined.explaining(), supply.data_tasks_on(config.deploy.cluster.data_labels):
         whole, weights = weights, smaller.trimmed(config.recipe, source, weights, root, begun)
     origin = commit.origin(config.recipe, source, weights)
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
@@ -138,7 +144,7 @@ def prepare(
     chosen_device = device_of(config, run)
     if problems := _of_fewer(config.recipe, chosen_device, weights):
         raise ConfigError(problems)
-    with supply.data_tasks_on(data_labels):
+    with joined.explaining(), supply.data_tasks_on(config.deploy.cluster.data_labels):
         store, made = tokens.ensure(config.recipe, source, weights, root, taught)
     if created:
         refuse_other("--resume", run.folder, created.get("order", 1), store.rows("train"))
@@ -192,7 +198,7 @@ def prepare(
             run.append("labels", **found)
         for found in _overlaps(frozen.recipe, store):
             run.append("overlap", **found)
-    return Prepared(run, frozen, store, weights, chosen_device)
+    return Prepared(run, frozen, store, weights, chosen_device, shared=shared.once_read(joined.asked))
 
 
 def _refuse_copied(config: Config, run: Run) -> None:
@@ -234,9 +240,8 @@ def device_of(config: Config, run: Run) -> device.Choice:
     may start."""
     train = config.recipe.train
     wanted = train.device if train.device != "auto" else run.decisions.get(DEVICE, "auto")
-    settings = config.deploy.cluster
-    gpus = supply.most("gpu", settings.labels)
-    room = gpus and feasible.workers(supply.up(), supply.may_start(), supply.needs(settings, "gpu"), train.workers)
+    gpus = supply.most("gpu", config.deploy.cluster.labels)
+    room = gpus and feasible.workers(supply.up(), supply.may_start(), supply.needs(config, "gpu"), train.workers)
     return device.choose(wanted, train.workers, train.min_workers, gpus, device.usable(), room)
 
 
@@ -291,5 +296,5 @@ def capacity(config: Config, kind: str = "cpu") -> list[Problem]:
         *supply.absent("cluster.labels", settings.labels),
         *supply.absent("cluster.data_labels", settings.data_labels),
     ]
-    needs = supply.needs(settings, kind)
+    needs = supply.needs(config, kind)
     return absent or preflight.capacity(config.recipe, needs, supply.up(), supply.may_start())

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["crash", "memory", "preemption", "refused"]
-"""`memory` is a crash for want of memory; passes are half as large afterwards. `refused` is an error that the user can
-mend and that would only come again."""
+Kind = Literal["crash", "memory", "lost", "preemption", "refused"]
+"""`memory` is a crash for want of memory; passes are half as large afterwards. `lost` is a node that is gone without
+notice, with workers on it. `refused` is an error that the user can mend and that would only come again."""
 
 OUT_OF_MEMORY = (
     "MemoryError",
@@ -75,7 +75,7 @@ def tokens_per_pass(asked: int, halvings: int) -> int:
 
 @dataclass
 class Recovery:
-    """The budget of one run. Preemptions are not the run's fault and cost nothing.
+    """The budget of one run. Preemptions are not the run's fault and cost nothing; nor do spot nodes that are lost.
 
     Crashes are counted since the run last got on: a run of weeks may meet many, but a fault that comes again at the
     same update comes from the run itself.
@@ -86,11 +86,12 @@ class Recovery:
     reached: int = -1
     """Update of the newest checkpoint at the last crash."""
 
-    def retry(self, kind: Kind, update: int) -> bool:
-        """Whether to start again from the newest checkpoint, which is of `update`."""
+    def retry(self, kind: Kind, update: int, spot: bool = False) -> bool:
+        """Whether to start again from the newest checkpoint, which is of `update`. `spot`: a node that was lost was a
+        spot node."""
         if kind == "refused":
             return False
-        if kind == "preemption":
+        if kind == "preemption" or (kind == "lost" and spot):
             return True
         self.crashes = 1 if update > self.reached else self.crashes + 1
         self.reached = max(self.reached, update)

@@ -116,7 +116,7 @@ class _Worker:
         )
         self.reporter.event(
             cost.KIND,
-            machines=machines.told(whole.device(self.network)),
+            machines=machines.told(whole.device(self.network), recipe.train.gpus_per_worker),
             price=start.config.deploy.tune.price,
         )
         order = Order(
@@ -149,7 +149,7 @@ class _Worker:
             rounding.attach(network, begun)
         if recipe.train.gradient_checkpointing:
             model.keep_inputs_alone(network)
-        model.place(network, _device())
+        model.place(network, _device(self._start.config.recipe.train.gpus_per_worker))
         return network
 
     def _inner(self, task: base.Task, precision: str) -> inner.Inner | None:
@@ -271,15 +271,20 @@ def quantizers(recipe: Recipe, run: Run) -> rounding.Quantizers | None:
     return rounding.Quantizers.read(run.quantizers)
 
 
-def _device() -> "torch.device":
-    """The GPU that Ray gave this worker, else the CPU. A GPU that was given to nobody is left alone, and one that is
-    only counted cannot be computed on."""
+def _device(share: float) -> "torch.device":
+    """The GPU that Ray gave this worker, else the CPU; of the GPU's memory it takes no more than its share. A GPU that
+    was given to nobody is left alone, and one that is only counted cannot be computed on."""
     import ray
     import ray.train.torch
     import torch
 
     given = ray.get_gpu_ids() and not env.gpus_are_counted()
-    return ray.train.torch.get_device() if given else torch.device("cpu")
+    if not given:
+        return torch.device("cpu")
+    device = ray.train.torch.get_device()
+    if share < 1:
+        torch.cuda.set_per_process_memory_fraction(share, device)
+    return device
 
 
 def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]) -> tuple[loop.Job, loop.Outcome]:

@@ -85,12 +85,14 @@ def guessed(small: Peak, large: Peak, usable: float) -> tuple[int, int]:
 
 
 def room(network: "torch.nn.Module") -> float:
-    """Bytes that passes may take of the network's GPU, beside what is there and what the optimizer will take; the
-    network's own weights are among what is there."""
+    """Bytes that passes may take of the network's GPU, or of this process's share of it, beside what is there and what
+    the optimizer will take; the network's own weights are among what is there."""
     import torch
 
     device = next(network.parameters()).device
-    usable = SHARE * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    (free, total), reserved = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    usable = SHARE * min(free + reserved, share * total)
     return usable - MOMENTS * sum(one.numel() * one.element_size() for one in network.parameters() if one.requires_grad)
 
 

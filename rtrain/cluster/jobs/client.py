@@ -142,10 +142,16 @@ class Jobs:
     def watch(self, job: str, show: Callable[[str], None]) -> Job:
         """Show a job's lines as they come, until it has ended. Raises `TryAgain` where the head is lost meanwhile."""
         shown, answered = 0, time.monotonic()
+
+        def new(text: str) -> None:  # counted at once: a stream may break off after any portion
+            nonlocal shown
+            shown += len(text)
+            show(text)
+
         while True:
             try:
                 found = self.all().get(job)
-                shown += self._tail(job, shown, show)
+                self._tail(job, shown, new)
                 answered = time.monotonic()
             except (UserError, OSError):
                 if time.monotonic() - answered > PATIENCE_S:
@@ -164,23 +170,18 @@ class Jobs:
                     return found
             time.sleep(LOOK_EVERY_S)
 
-    def _tail(self, job: str, already: int, show: Callable[[str], None]) -> int:
-        """Show what follows the first `already` characters, until the stream ends; returns how many those were."""
+    def _tail(self, job: str, already: int, show: Callable[[str], None]) -> None:
+        """Show what follows the first `already` characters, until the stream ends or breaks off."""
 
-        async def follow() -> int:
-            seen, told = 0, 0
+        async def follow() -> None:
+            seen = 0
             async for portion in self._client.tail_job_logs(job):
-                new = portion[max(0, already - seen) :]
-                seen += len(portion)
-                if new:
-                    told += len(new)
+                if new := portion[max(0, already - seen) :]:
                     show(new)
-            return told
+                seen += len(portion)
 
-        told = 0
-        with suppress(RuntimeError):  # the job has not begun, or its log is not there yet
-            told = asyncio.run(follow())
-        return told
+        with suppress(RuntimeError):  # the job has not begun, its log is not there yet, or the connection is cut
+            asyncio.run(follow())
 
     @contextmanager
     def _asked(self) -> Iterator[None]:

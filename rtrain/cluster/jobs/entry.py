@@ -13,11 +13,12 @@ import time
 from collections.abc import Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from rtrain import config
 from rtrain.cluster import supervise
 from rtrain.cluster.jobs import naming
+from rtrain.cluster.jobs.copied import Copied
 from rtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -90,17 +91,26 @@ def _is_there(url: str) -> bool:
 @contextmanager
 def kept(log: Path, copy: str | None) -> "Iterator[None]":
     """While the block runs, what this process and its children print goes to the file `log` too; and to the URL
-    `copy`, now and then and at the end. A log that cannot be written is said, and ends nothing."""
+    `copy`, now and then and at the end. A log that cannot be written is said, and ends nothing.
+
+    What is at `copy` and no longer in `log`, since the folder was lost, comes first in both.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     out, err = os.dup(1), os.dup(2)
+    copied = Copied(log, copy) if copy else None
+    if copied is not None:
+        try:
+            copied.open()
+        except Exception as error:  # any kind of storage; the first copy looks again
+            _write(err, f"rtrain: the log at {copy} cannot be read: {error}\n".encode())
     reading, writing = os.pipe()
     os.dup2(writing, 1)
     os.dup2(writing, 2)
     os.close(writing)
     ended = threading.Event()
     reader = threading.Thread(target=_tee, args=(reading, out, log), name="rtrain-log", daemon=True)
-    copier = threading.Thread(target=_copy, args=(log, copy, ended, err), name="rtrain-log-copy")
+    copier = threading.Thread(target=_copy, args=(log, copied, ended, err), name="rtrain-log-copy")
     reader.start()
     copier.start()
     try:
@@ -145,30 +155,19 @@ def _write(to: int, portion: bytes) -> None:
             portion = portion[os.write(to, portion) :]
 
 
-def _copy(log: Path, url: str | None, ended: threading.Event, err: int) -> None:
-    copied, failed = -1, False
-    while url:
+def _copy(log: Path, copied: Copied | None, ended: threading.Event, err: int) -> None:
+    failed = False
+    while copied is not None:
         last = ended.wait(COPY_EVERY_S)
-        size = log.stat().st_size if log.is_file() else -1
-        if size > copied:
-            try:
-                _put(log, url)
-                copied = size
-            except Exception as error:  # any kind of storage; the next look may do better
-                if not failed:
-                    failed = True
-                    _write(err, f"rtrain: the log is not copied to {url}: {error}\n".encode())
+        try:
+            if log.is_file():
+                copied.put()
+        except Exception as error:  # any kind of storage; the next look may do better
+            if not failed:
+                failed = True
+                _write(err, f"rtrain: the log {log} is not copied: {error}\n".encode())
         if last:
             return
-
-
-def _put(log: Path, url: str) -> None:
-    import fsspec
-
-    files: Any
-    files, path = fsspec.core.url_to_fs(url)
-    files.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
-    files.pipe_file(path, log.read_bytes())
 
 
 if __name__ == "__main__":

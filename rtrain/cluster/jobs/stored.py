@@ -3,7 +3,7 @@
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rtrain.cluster.jobs import naming
+from rtrain.cluster.jobs import copied, naming
 from rtrain.errors import UserError
 
 
@@ -16,7 +16,8 @@ def log(run: str, storage: str | None) -> str | None:
         return None
     files, root = _opened(storage)
     place = f"{root}/{naming.LOGS}/{PurePosixPath(run).name}.log"
-    return files.cat_file(place).decode("utf-8", errors="replace") if files.exists(place) else None
+    found = copied.read(files, place)
+    return None if found is None else found.decode("utf-8", errors="replace")
 
 
 def _opened(storage: str) -> tuple[Any, str]:

@@ -2,10 +2,12 @@
 launcher's file.
 
 Pods hold no right of their own, run as no root, and are reached by each other and by KubeRay alone. A pod that is to go
-drains its node first, so that a run saves and goes on without it.
+drains its node first, so that a run saves and goes on without it; that of the head, on which the jobs' drivers live,
+asks them to end with a checkpoint.
 """
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import yaml
 
 from rtrain.cluster import supply
 from rtrain.cluster.variants.variants import RAY
+from rtrain.errors import ConfigError, Problem
 
 Map = dict[str, Any]
 SHARED = "/shared"
@@ -26,6 +29,16 @@ PORT = 8000
 HOOK = "rtrain.cluster.session.on_node_start"
 ENTRY = "rtrain.cluster.jobs.entry"
 LABELS = {"app.kubernetes.io/name": "rtrain"}
+ROLE = {"rtrain-role": "workers"}
+"""Ray's labels of the workers' nodes, by which `cluster.labels` and `serve.labels` name them."""
+DATA_ROLE = {"rtrain-role": "data"}
+"""The same of nodes for data tasks, for `cluster.data_labels`."""
+BUCKET_DRIVER = "gcsfuse.csi.storage.gke.io"
+BUCKET_SIDECAR = {"gke-gcsfuse/volumes": "true"}
+BUCKET_OPTIONS = "implicit-dirs,rename-dir-limit=100000,uid=1000,gid=1000"
+"""Checkpoints and stores are moved to their places as whole folders, which this driver does only up to such a number of
+files. (Buckets of S3, mounted, neither append to a file nor rename one: a run's log needs the one, its checkpoints the
+other.)"""
 CLIENTS = {"rtrain-client": "true"}
 """Pods with this label may ask the endpoint."""
 OPERATOR = {"app.kubernetes.io/name": "kuberay"}
@@ -42,8 +55,22 @@ class Settings:
     gpus: int = 0
     storage: str = "100Gi"
     storage_class: str = "FILL-IN"
+    bucket: str | None = None
+    """Google's, by its name, in place of a claim."""
+    data_workers: int = 0
+    """The most pods for data tasks alone at a time, without GPUs: a second group of workers."""
     verb: tuple[str, ...] = ("train", "intent", "--data", f"{SHARED}/messages.csv", "--out", f"{SHARED}/runs/intent")
     artifact: str = f"{SHARED}/runs/intent/artifact"
+
+
+def bucket_of(address: str) -> str:
+    """The name of a bucket by its address. Raises `ConfigError` for one in which no run folder can lie."""
+    found = re.fullmatch(r"gs://([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])/?", address)
+    if found is None:
+        reason = "only a bucket of Google's, mounted, takes a run's folder: it must append to files and rename them"
+        fix = "write gs://NAME; elsewhere keep the claim, and write --set cluster.storage=s3://... in the job's verb"
+        raise ConfigError([Problem("--bucket", address, reason, fix)])
+    return found[1]
 
 
 class Part(NamedTuple):
@@ -54,12 +81,18 @@ class Part(NamedTuple):
 
 
 def parts(settings: Settings) -> list[Part]:
+    claim = Part(
+        "The folder that all pods share: token stores, checkpoints and artefacts are written by one and read by\n"
+        "all. Its class must know ReadWriteMany (NFS, EFS, Filestore, Azure Files).",
+        _claim(settings),
+    )
+    identity = Part(
+        "Who the pods are to Google: bind it to an account that may read and write the bucket. The cluster needs\n"
+        "the driver of Cloud Storage FUSE and workload identity.",
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _named(settings, "-bucket")},
+    )
     return [
-        Part(
-            "The folder that all pods share: token stores, checkpoints and artefacts are written by one and read by\n"
-            "all. Its class must know ReadWriteMany (NFS, EFS, Filestore, Azure Files).",
-            _claim(settings),
-        ),
+        identity if settings.bucket else claim,
         Part(
             "Pods of the cluster reach each other, KubeRay reaches the head, and pods with the label rtrain-client\n"
             "the endpoint; nobody else reaches any. The network plug-in must know NetworkPolicy.",
@@ -230,17 +263,23 @@ def _spec(settings: Settings, probe: Map | None = None, least: int = 0, gpus: in
         {"containerPort": 8265, "name": "dashboard"},
         {"containerPort": PORT, "name": "serve"},
     ]
+    groups = [Group("workers", ROLE, settings.workers, least, gpus)]
+    if settings.data_workers and probe is None:  # an endpoint has no data tasks
+        groups.append(Group("data", DATA_ROLE, settings.data_workers))
     # KubeRay does not tell jobs what it may start.
-    types = {"workers": {"resources": {"CPU": settings.cpus, **({"GPU": gpus} if gpus else {})}}}
-    may = {"max_workers": settings.workers, "available_node_types": types}
+    types = {
+        group.name: {
+            "resources": {"CPU": settings.cpus, **({"GPU": group.gpus} if group.gpus else {})},
+            "labels": dict(group.labels),
+            **({"max_workers": group.most} if len(groups) > 1 else {}),
+        }
+        for group in groups
+    }
+    may = {"max_workers": sum(group.most for group in groups), "available_node_types": types}
     head["spec"]["containers"][0]["env"].append({"name": supply.AUTOSCALER_FILE, "value": json.dumps(may)})
-    worker = _pod(settings, "ray-worker", _resources(settings.cpus, settings.memory, gpus))
-    worker["spec"]["automountServiceAccountToken"] = False
-    drain = ["python", "-m", "rtrain.cluster.spot", "now", "--wait", "--seconds", str(DRAIN_S)]
-    worker["spec"]["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": drain}}}
-    worker["spec"]["terminationGracePeriodSeconds"] = DRAIN_S + SPARE_S
-    if probe is not None:
-        worker["spec"]["containers"][0]["readinessProbe"] = probe
+    leave = ["python", "-m", "rtrain.cluster.leave", "--seconds", str(DRAIN_S)]
+    head["spec"]["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": leave}}}
+    head["spec"]["terminationGracePeriodSeconds"] = DRAIN_S + SPARE_S
     return {
         "rayVersion": RAY,
         "authOptions": {"mode": "token"},
@@ -251,26 +290,50 @@ def _spec(settings: Settings, probe: Map | None = None, least: int = 0, gpus: in
             "rayStartParams": {"num-cpus": "0"},
             "template": head,
         },
-        "workerGroupSpecs": [
-            {
-                "groupName": "workers",
-                "replicas": least,
-                "minReplicas": least,
-                "maxReplicas": settings.workers,
-                "idleTimeoutSeconds": IDLE_S,
-                "labels": {"rtrain-role": "workers"},
-                "rayStartParams": {},
-                "template": worker,
-            }
-        ],
+        "workerGroupSpecs": [_group(settings, group, probe) for group in groups],
+    }
+
+
+class Group(NamedTuple):
+    """A group of workers' pods."""
+
+    name: str
+    labels: Map
+    most: int
+    least: int = 0
+    gpus: int = 0
+
+
+def _group(settings: Settings, group: Group, probe: Map | None) -> Map:
+    worker = _pod(settings, "ray-worker", _resources(settings.cpus, settings.memory, group.gpus))
+    worker["spec"]["automountServiceAccountToken"] = False
+    drain = ["python", "-m", "rtrain.cluster.spot", "now", "--wait", "--seconds", str(DRAIN_S)]
+    worker["spec"]["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": drain}}}
+    worker["spec"]["terminationGracePeriodSeconds"] = DRAIN_S + SPARE_S
+    if probe is not None:
+        worker["spec"]["containers"][0]["readinessProbe"] = probe
+    return {
+        "groupName": group.name,
+        "replicas": group.least,
+        "minReplicas": group.least,
+        "maxReplicas": group.most,
+        "idleTimeoutSeconds": IDLE_S,
+        "labels": dict(group.labels),
+        "rayStartParams": {},
+        "template": worker,
     }
 
 
 def _pod(settings: Settings, container: str, resources: Map) -> Map:
+    shared: Map = {"persistentVolumeClaim": {"claimName": f"{settings.name}-shared"}}
+    if settings.bucket:
+        attributes = {"bucketName": settings.bucket, "mountOptions": BUCKET_OPTIONS}
+        shared = {"csi": {"driver": BUCKET_DRIVER, "volumeAttributes": attributes}}
     return {
-        "metadata": {"labels": dict(LABELS)},
+        "metadata": {"labels": dict(LABELS), **({"annotations": dict(BUCKET_SIDECAR)} if settings.bucket else {})},
         "spec": {
             **_pod_security(),
+            **({"serviceAccountName": f"{settings.name}-bucket"} if settings.bucket else {}),
             "restartPolicy": "Never",
             "containers": [
                 {
@@ -286,7 +349,7 @@ def _pod(settings: Settings, container: str, resources: Map) -> Map:
                 }
             ],
             "volumes": [
-                {"name": "shared", "persistentVolumeClaim": {"claimName": f"{settings.name}-shared"}},
+                {"name": "shared", **shared},
                 {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}},
             ],
         },

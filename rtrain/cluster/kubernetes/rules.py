@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 import yaml
 
 from rtrain.cluster.jobs import naming
-from rtrain.cluster.kubernetes import policies, walk
+from rtrain.cluster.kubernetes import manifests, policies, walk
 from rtrain.cluster.lint import secrets
 from rtrain.cluster.lint.around import Around
 from rtrain.cluster.lint.clouds import get
@@ -38,7 +38,8 @@ QUANTITY = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([KMGTPE]i|[munkMGTPE]|[eE][+-]?
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 LONGEST_NAME = 47
 """KubeRay appends to a cluster's name; a name of Kubernetes has 63 characters at most."""
-KINDS = (*walk.CLUSTERS, "PersistentVolumeClaim", "NetworkPolicy", "Service", "Secret", "ConfigMap", "Namespace")
+OTHERS = ("Service", "ServiceAccount", "Secret", "ConfigMap", "Namespace")
+KINDS = (*walk.CLUSTERS, "PersistentVolumeClaim", "NetworkPolicy", *OTHERS)
 
 
 def kinds(documents: Documents, around: Around) -> Found:
@@ -161,14 +162,14 @@ def enums(documents: Documents, around: Around) -> Found:
 
 def leaving(documents: Documents, around: Around) -> Found:
     for group in walk.groups(documents):
-        if walk.is_head(group):
-            continue
-        pod = group.within("template", "spec")
+        pod, is_head = group.within("template", "spec"), walk.is_head(group)
         for container in list(pod.each("containers"))[:1]:
             command = list(map(str, container.get("lifecycle", "preStop", "exec", "command") or ()))
-            if "rtrain.cluster.spot" not in command:
-                what = "a pod that is to go does not drain its node: its last updates are lost"
-                yield container.line("lifecycle"), what, "let preStop run python -m rtrain.cluster.spot now --wait"
+            if ("rtrain.cluster.leave" if is_head else "rtrain.cluster.spot") not in command:
+                does = "tell its jobs" if is_head else "drain its node"
+                mend = "python -m rtrain.cluster.leave" if is_head else "python -m rtrain.cluster.spot now --wait"
+                what = f"a pod that is to go does not {does}: the last updates are lost"
+                yield container.line("lifecycle"), what, f"let preStop run {mend}"
                 continue
             seconds, grace = (
                 float(options(command).get("--seconds", 60)),
@@ -235,8 +236,16 @@ def storage(documents: Documents, around: Around) -> Found:
                 yield mounted[name].line("name"), f"there is no volume {name}", "name one of spec.volumes"
         claimed = [(volume, volume.get("persistentVolumeClaim", "claimName")) for volume in volumes.values()]
         named = [(volume, claim) for volume, claim in claimed if claim]
-        if not named:
+        mounts_bucket = any(volume.get("csi", "driver") == manifests.BUCKET_DRIVER for volume in volumes.values())
+        if not named and not mounts_bucket:
             yield pod.line("volumes"), "this pod does not mount the folder that all share", "mount a claim"
+        if (
+            mounts_bucket
+            and manifests.BUCKET_SIDECAR.items() - (group.get("template", "metadata", "annotations") or {}).items()
+        ):
+            what = "the bucket is not mounted: the driver looks for pods that say so"
+            mend = f"write annotations: {manifests.BUCKET_SIDECAR}"
+            yield group.line("template", "metadata"), what, mend
         for volume, claim in named:
             if claim not in claims:
                 yield (
@@ -264,6 +273,10 @@ def jobs(documents: Documents, around: Around) -> Found:
         if document.get("spec", "shutdownAfterJobFinishes") is not True:
             what = "the job's cluster stays, and is paid for"
             yield document.line("spec", "shutdownAfterJobFinishes"), what, "write shutdownAfterJobFinishes: true"
+        brought = yaml.safe_load(str(document.get("spec", "runtimeEnvYAML", default=""))) or {}
+        if others := sorted(set(brought) - {"env_vars"}):
+            what = f"the job brings {others[0]} along: each pod fetches it anew, in whatever version there is then"
+            yield document.line("spec", "runtimeEnvYAML"), what, "put it into the image; bring env_vars alone"
         line = document.line("spec", "entrypoint")
         try:
             words = shlex.split(entry)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 
-from rtrain.cluster.lint import nodes, pins, running, secrets
+from rtrain.cluster.lint import nodes, pins, running, secrets, spot
 from rtrain.cluster.lint.around import Around
 from rtrain.cluster.lint.document import Document, Unreadable, read
 from rtrain.cluster.lint.findings import Finding, Found, Level, Rule, shown
@@ -50,8 +50,11 @@ RULES: tuple[tuple[str, Level, Check, str], ...] = (
     ("rights", "error", nodes.rights, "A node that is taken over should not rule the account."),
     ("disk", "error", nodes.disks, "Disks are read after, and paid for after, their node."),
     ("stopped-nodes", "error", nodes.stopped_nodes, "Stopped nodes cost, and keep old state."),
-    ("spot-head", "error", nodes.spot_head, "With the head the cluster is lost."),
-    ("spot-watch", "warning", nodes.spot_watch, "A notice that nobody hears costs the updates since a checkpoint."),
+    ("zone", "error", nodes.zone, "A zone lies in one region."),
+    ("spot-head", "error", spot.head, "With the head the cluster is lost."),
+    ("spot-watch", "warning", spot.watch, "A notice that nobody hears costs the updates since a checkpoint."),
+    ("spot-label", "warning", spot.label, "A spot node that is lost is no crash of the run."),
+    ("spot-request", "error", spot.request, "What is taken away should be gone, and not be paid for."),
     ("head-tasks", "warning", nodes.head_without_tasks, "Tasks on the head can take the cluster with them."),
     ("resources", "error", nodes.resources, "The autoscaler counts with what the file says."),
     ("price", "warning", nodes.price, "What an hour may cost at most should be known before it is spent."),
@@ -59,12 +62,16 @@ RULES: tuple[tuple[str, Level, Check, str], ...] = (
     ("secret", "error", secrets.in_file, "A secret in a file is in its history, and on every node."),
     ("credentials", "error", secrets.credentials, "The file is copied to the head."),
     ("secret-file", "error", secrets.carried, "What is mounted is on every node."),
+    ("host-key", "error", secrets.host_key, "A tunnel to nobody knows whom is none."),
+    ("tls", "error", running.tls, "A token in plain text is everyone's on the way."),
     ("token-mode", "error", secrets.token_mode, "Without a token whoever reaches Ray may run code."),
     ("token-file", "error", secrets.token_file, "The token is for its owner alone."),
     ("token-of-workers", "error", secrets.token_of_workers, "Workers join with the head's token."),
     ("public-storage", "error", secrets.public_storage, "Public data can be read, and replaced, by anyone."),
     ("image", "error", pins.images, "An image that moves is another cluster tomorrow."),
     ("package", "error", pins.packages, "A package without a version is another one tomorrow."),
+    ("hashes", "warning", pins.hashes, "A version is a name; a digest is the file."),
+    ("runtime-env", "error", running.runtime_env, "What runs on nodes is installed before, and pinned."),
     ("script", "error", pins.scripts, "What is fetched and run at once was read by nobody."),
     ("version", "error", pins.versions, "Both ends of a job must have the same Ray and rtrain."),
     ("mount", "error", pins.missing_mounts, "Nodes need what the setup commands install."),

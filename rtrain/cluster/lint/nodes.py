@@ -1,11 +1,12 @@
 """Rules about nodes: who reaches them, what they may do, what they are made of, what they cost."""
 
+import re
+
 from rtrain.cluster.instances import BY_NAME
 from rtrain.cluster.lint.around import Around
 from rtrain.cluster.lint.clouds import get, nodes
 from rtrain.cluster.lint.document import Document
 from rtrain.cluster.lint.findings import Found, shown
-from rtrain.cluster.lint.shell import WORKER_START, commands
 
 EVERYONE = ("0.0.0.0/0", "::/0")
 LONGEST_IDLE_MINUTES = 60
@@ -103,20 +104,15 @@ def stopped_nodes(document: Document, around: Around) -> Found:
         yield document.line("provider", "cache_stopped_nodes"), what, "write cache_stopped_nodes: false under provider"
 
 
-def spot_head(document: Document, around: Around) -> Found:
-    for node in nodes(document):
-        if node.is_head and node.is_spot:
-            what = "the head is a spot node: with it the whole cluster goes, and its jobs"
-            yield document.line(*node.place()), what, "let the head be on demand"
-
-
-def spot_watch(document: Document, around: Around) -> Found:
-    spot = [node for node in nodes(document) if node.is_spot and not node.is_head]
-    watched = any("rtrain.cluster.spot" in one.text for one in commands(document) if not one.on_head_alone)
-    if spot and not watched:
-        what = f"nobody listens for the spot notice of {spot[0].name}: its last updates are lost"
-        mend = "start the watcher in the background: python -m rtrain.cluster.spot &"
-        yield document.line(WORKER_START), what, mend
+def zone(document: Document, around: Around) -> Found:
+    provider = document.get("provider", default={})
+    region, named = provider.get("region"), provider.get("availability_zone")
+    if provider.get("type") not in ("aws", "gcp") or not region or not named:
+        return
+    for one in map(str.strip, str(named).split(",")):
+        if not re.fullmatch(rf"{re.escape(str(region))}-?[a-z]\d*", one):
+            what = f"the zone {one} is not in the region {region}: no node starts"
+            yield document.line("provider", "availability_zone"), what, f"name zones of {region}"
 
 
 def head_without_tasks(document: Document, around: Around) -> Found:

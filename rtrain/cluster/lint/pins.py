@@ -41,6 +41,33 @@ def packages(document: Document, around: Around) -> Found:
                 yield line, what, "append #sha256=..., or install a release from the index"
 
 
+REQUIREMENTS = ("-r", "--requirement")
+
+
+def hashes(document: Document, around: Around) -> Found:
+    """What is fetched is what was tested only where its digest says so; above all where an index that others write to
+    may answer in another's place."""
+    for install in installs(document):
+        given = {word.partition("=")[0] for word in install.words}
+        plain = [word for word in install.words if re.match(r"(--[\w-]+=)?http://", word)]
+        if "--require-hashes" in given and "--trusted-host" not in given:
+            continue
+        for name, told in (
+            ("--extra-index-url", "a package of the same name and a higher version on either index is taken"),
+            ("--trusted-host", "whoever is in between may answer"),
+        ):
+            if name in given:
+                line = document.within(install.command.place, name)
+                yield line, f"pip install {name}: {told}", "name one index, or --require-hashes -r FILE"
+        for word in plain:
+            what = f"packages come from {word}, in plain text: whoever is in between may answer"
+            yield document.within(install.command.place, "http://"), what, "write https://, or --require-hashes -r FILE"
+        if given & set(REQUIREMENTS):
+            what = "a file of requirements is installed without digests: a release that was replaced goes unseen"
+            line = document.within(install.command.place, "pip")
+            yield line, what, "add --require-hashes, with a file that pip-compile --generate-hashes has written"
+
+
 def scripts(document: Document, around: Around) -> Found:
     for command in commands(document):
         if found := re.search(r"\b(?:curl|wget)\b[^;&\n]*\|\s*(?:sudo\s+)?(?:ba|z)?sh\b", command.text):

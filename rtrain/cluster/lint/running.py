@@ -7,6 +7,7 @@ import re
 from rtrain import config
 from rtrain.cluster import feasible, supply
 from rtrain.cluster.lint.around import Around
+from rtrain.cluster.lint.clouds import nodes
 from rtrain.cluster.lint.document import Document
 from rtrain.cluster.lint.findings import Found
 from rtrain.cluster.lint.shell import HEAD_START, commands, starts
@@ -25,6 +26,37 @@ def dashboard(document: Document, around: Around) -> Found:
             what = f"the dashboard and the job API listen on {host}"
             mend = "write --dashboard-host=127.0.0.1, and reach them by SSH: ray dashboard FILE"
             yield document.within(start.command.place, "--dashboard-host"), what, mend
+
+
+TLS = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
+ON = ("1", "true", "True")
+
+
+def tls(document: Document, around: Around) -> Found:
+    """Where nodes are reached over the internet, the token must not cross it in plain text; and TLS is for all or for
+    none."""
+    every = list(starts(document))
+    with_tls = [start for start in every if start.environment.get("RAY_USE_TLS") in ON]
+    public = any(not node.cloud.internal(document.get("provider", default={}), node.config) for node in nodes(document))
+    for start in every:
+        line = document.within(start.command.place, "ray start")
+        if start not in with_tls and (public or with_tls):
+            why = "other nodes have it, and do not talk to it" if with_tls else "the token crosses the internet"
+            mend = "export RAY_USE_TLS=1 with each node's certificate, or TLS nowhere, in a private network"
+            yield line, f"{start.command.place[0]} starts Ray without TLS: {why}", mend
+        lacking = [name for name in TLS if not start.environment.get(name)] if start in with_tls else []
+        if lacking:
+            what = f"{start.command.place[0]} starts Ray with TLS and without {', '.join(lacking)}: it does not start"
+            yield document.within(start.command.place, "RAY_USE_TLS"), what, "export the paths of the node's own files"
+
+
+def runtime_env(document: Document, around: Around) -> Found:
+    """What a job brings along is installed on the nodes while they are paid for, by whoever may submit it."""
+    for number, line in enumerate(document.text.splitlines(), 1):
+        given = re.search(r"--runtime-env-json[= ]|--runtime-env[= ](?!-)", line)
+        if given and (brought := re.search(r"\b(pip|conda|uv|py_modules|image_uri|container)\b", line[given.end() :])):
+            what = f"a job brings {brought[1]} along: each node fetches it anew, in whatever version there is then"
+            yield number, what, "install it in setup_commands, pinned; a job brings environment variables alone"
 
 
 def client_port(document: Document, around: Around) -> Found:

@@ -4,7 +4,7 @@ import re
 from pathlib import PurePosixPath
 
 from rtrain.cluster.lint.around import Around
-from rtrain.cluster.lint.document import Document
+from rtrain.cluster.lint.document import Document, Place
 from rtrain.cluster.lint.findings import Found, shown
 from rtrain.cluster.lint.shell import HEAD_START, WORKER_START, commands, starts
 
@@ -46,12 +46,25 @@ def credentials(document: Document, around: Around) -> Found:
 
 
 def carried(document: Document, around: Around) -> Found:
-    mounts = document.get("file_mounts", default={})
-    for remote, local in mounts.items() if isinstance(mounts, dict) else ():
-        parts = PurePosixPath(str(local)).parts
-        if found := [name for name in SECRET_FILES if name in parts]:
+    mounts, synced = document.get("file_mounts", default={}), document.get("cluster_synced_files") or []
+    taken: list[tuple[Place, str]] = [
+        *((("file_mounts", remote), str(local)) for remote, local in mounts.items() if isinstance(mounts, dict)),
+        *((("cluster_synced_files", number), str(path)) for number, path in enumerate(synced)),
+    ]
+    for place, path in taken:
+        if found := [name for name in SECRET_FILES if name in PurePosixPath(path).parts]:
             what = f"{found[0]} is copied to every node, with the secrets in it"
-            yield document.line("file_mounts", remote), what, "leave it out: nodes have rights of their own"
+            yield document.line(*place), what, "leave it out: nodes have rights of their own"
+
+
+def host_key(document: Document, around: Around) -> Found:
+    """Ray itself asks for no host's key: a proxy is what can."""
+    command = str(document.get("auth", "ssh_proxy_command") or "")
+    pattern = r"(?i)StrictHostKeyChecking[= ]+(?:no|off)\b|UserKnownHostsFile[= ]+/dev/null"
+    if found := re.search(pattern, command):
+        what = f"{found[0]}: whoever answers in the bastion's place reads all that is sent, the token among it"
+        line = document.within(("auth", "ssh_proxy_command"), found[0])
+        yield line, what, "leave it out, and put the bastion's key into ~/.ssh/known_hosts"
 
 
 def token_mode(document: Document, around: Around) -> Found:

@@ -110,6 +110,8 @@ class Install:
     packages: tuple[str, ...]
     constrained: bool
     """Whether it names a file with versions (`-c`, `--constraint`, `-r`)."""
+    words: tuple[str, ...] = ()
+    """All that follows `install`."""
 
 
 VALUED = ("-c", "--constraint", "-r", "--requirement", "-i", "--index-url", "--extra-index-url", "-t", "--target")
@@ -125,4 +127,4 @@ def installs(document: Document) -> Iterator[Install]:
                     packages.append(word)
                 skip = word in VALUED
             constrained = any(word.split("=")[0] in VALUED[:4] for word in listed)
-            yield Install(command, tuple(packages), constrained)
+            yield Install(command, tuple(packages), constrained, tuple(listed))

@@ -110,12 +110,11 @@ class Layout:
 def laid_out(config: Config, cluster: Cluster, *, searches: bool = False) -> Layout:
     """The layout of a run, or of a search (`searches`), on the cluster. Raises `ConfigError` where it would wait for
     ever: a start on the cluster refuses the same, and says the same."""
-    train, settings, may = config.recipe.train, config.deploy.cluster, cluster.may
-    of_gpus = supply.needs(settings, "gpu")
-    gpus = supply.count(supply.reachable(may, "gpu", settings.labels), "gpu")
+    train, may, of_gpus = config.recipe.train, cluster.may, supply.needs(config, "gpu")
+    gpus = supply.count(supply.reachable(may, "gpu", of_gpus.labels), "gpu")
     room = gpus and feasible.workers([], may, of_gpus, train.workers)
     chosen = device.choose(train.device, train.workers, train.min_workers, gpus, usable=True, room=room)
-    needs = of_gpus if chosen.device == "gpu" else supply.needs(settings, "cpu")
+    needs = of_gpus if chosen.device == "gpu" else supply.needs(config, "cpu")
     if problems := preflight.capacity(config.recipe, needs, [], may):
         raise ConfigError(problems)
     trials = 1

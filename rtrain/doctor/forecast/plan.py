@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from rtrain.cluster import supply
 from rtrain.cluster.prices import Price
 from rtrain.config import Config
 from rtrain.doctor.forecast import fitting, layouts, money as pricing, pace as paces, parted, scaling
@@ -45,16 +46,17 @@ def ways(config: Config, folder: Path, workers: int) -> Iterator[Way]:
     return found if train.strategy == "auto" else strategies.beginning_with(strategies.own(train, workers), found)
 
 
-def holds(need: Need, device: str) -> layouts.Holds:
+def holds(need: Need, needs: supply.Needs) -> layouts.Holds:
     """How many workers' memory a node has. One whose instance type is not known holds as many as it has places for."""
 
     def count(kind: Kind) -> int:
         if kind.instance is None:
             return 1 << 30
-        if device == "gpu":
+        if needs.device == "gpu":
             known = paces.PEAK.get(kind.instance.gpu or "")
-            fits = known is None or need.total - need.process <= fitting.USABLE_GPU * known[2] * 1e9
-            return kind.instance.gpus if fits else 0
+            own = None if known is None else needs.share * fitting.USABLE_GPU * known[2] * 1e9
+            fits = own is None or need.total - need.process <= own
+            return needs.places({"GPU": float(kind.instance.gpus)}) if fits else 0
         left = USABLE * kind.instance.memory_gb * 1e9 - need.checkpoint
         return max(0, int(left // (need.total - need.checkpoint)))
 
@@ -91,7 +93,7 @@ def choose(
 
     larger: list[str] = []
     for way, need in needs:
-        room = holds(need, layout.device)
+        room = holds(need, layout.needs)
         nodes = layouts.fewest(cluster, layout.needs, layout.need, price, room)
         if nodes is not None:
             why = _why(config, way, larger)

@@ -1,5 +1,6 @@
 """What a user sees while a command runs: one live line on a terminal, plain lines elsewhere; all of it on stderr."""
 
+import math
 import shlex
 import sys
 import threading
@@ -44,6 +45,8 @@ SCORES = ("evaluated", "best", "unseen", "sliced")
 ROWS = ("tokenised", "tokens_reused", "bad_rows", "unlabelled", "label_column", "head", "labels", "overlap")
 ALIKE = (*ROWS, "device", "transport", "pass_size", "speeds")
 """Kinds of events that are the same in every trial of a search, each time that it goes on: trial 0 tells, once."""
+WAITING_S = 25.0
+"""Seconds after which a search says again that trials wait for nodes; each trial says so every 30 s."""
 PULSE = 60.0
 """Seconds without a line after which, off a terminal, a search says how far it is."""
 
@@ -61,6 +64,8 @@ class Line:
         self._search: Search | None = None
         self._alike: set[tuple[str, Any]] = set()
         """What was told of all trials of a search."""
+        self._waiting_told = -math.inf
+        """When it was last said that trials wait for nodes."""
         self._kept = 0.0
         self._lock = threading.Lock()
         """A search's own events and those of its trials come from different threads."""
@@ -175,6 +180,10 @@ class Line:
         kind = event["kind"]
         if kind in SCORES:
             return True
+        if kind == "waiting":  # for one trial or for all: they wait for the same nodes
+            is_known: bool = event["time"] - self._waiting_told < WAITING_S
+            self._waiting_told = self._waiting_told if is_known else event["time"]
+            return is_known
         if kind not in ALIKE:
             return False
         told = ("rows" if kind in ROWS[:2] else kind, event.get("split"))

@@ -44,7 +44,9 @@ def marks(run: Collected) -> list[Mark]:
             if epoch % every == 0
         ]
     crashes = run.of("crashed")[:MOST_MARKS]
-    found += [Mark(event["resumes_from"], "crash", "crash") for event in crashes]
+    found += [
+        Mark(event["resumes_from"], "lost node" if event["cause"] == "lost" else "crash", "crash") for event in crashes
+    ]
     crashed = {event["resumes_from"] for event in crashes}
     again = [start["update"] for start in run.starts[1:] if start["update"] not in crashed]
     return found + [Mark(update, "restart", "restart") for update in again[:MOST_MARKS]]
@@ -166,7 +168,8 @@ def _faults(run: Collected) -> list[Block]:
 
 def _what(run: Collected, event: Event) -> str:
     if event["kind"] == "crashed":
-        return f"{event['cause']}: {short(event['error'], 160)}; went on from update {event['resumes_from']}"
+        cause = "lost node" if event["cause"] == "lost" else event["cause"]
+        return f"{cause}: {short(event['error'], 160)}; went on from update {event['resumes_from']}"
     if event["kind"] == "yielded":
         return f"{event['reason']}: saved at update {event['update']}, and went on from it"
     if event["kind"] == "failed":

@@ -35,9 +35,15 @@ def tiles(run: Collected) -> list[Tile]:
         Tile(
             "total time", duration(found["seconds"]["total"]), f"{duration(found['seconds']['train'])} of it training"
         ),
-        Tile("restarts", str(found["restarts"]), f"{len(run.of('crashed'))} after a crash"),
+        Tile("restarts", str(found["restarts"]), _restarts(run)),
     ]
     return shown
+
+
+def _restarts(run: Collected) -> str:
+    lost = sum(event["cause"] == "lost" for event in run.of("crashed"))
+    crashes = f"{len(run.of('crashed')) - lost} after a crash"
+    return f"{crashes}, {lost} after a lost node" if lost else crashes
 
 
 def _intro(run: Collected) -> str:

@@ -1,0 +1,80 @@
+"""CPUs of replicas: how many one reserves, and what is said while replicas wait for nodes."""
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rtrain.cluster import demand, supply
+from rtrain.config import Serve
+from rtrain.errors import Problem
+
+Nodes = Sequence[supply.Node]
+SAY_EVERY_S = 30.0
+UNPLACED = re.compile(r"has (\d+) replicas that have taken more than \S+ to be scheduled")
+"""What Ray Serve writes into the status of a deployment, some of whose replicas have no node."""
+
+
+def reserved(settings: Serve, free: Nodes, up: Nodes, may: Nodes, models: int = 1) -> tuple[int, str]:
+    """How many logical CPUs a replica is to reserve, and what to tell where that is not as many as it has threads, or
+    not at once: those of an engine for each model. `free`: what nobody holds of each node that is up; `up`: all that
+    these nodes have; `may`: the nodes that there can be.
+
+    Ray starts nodes for what is reserved and missing, where it can. Where it cannot, a replica would wait for ever
+    without a word; without a reservation its threads share what processors there are.
+    """
+    each = settings.threads * models
+    now, coming = _room(free, each), _room(may, each) - _room(up, each)
+    if now >= settings.copies:
+        return each, ""
+    beside = f" for each of {models} models" if models > 1 else ""
+    wanted = f"serve.replicas={settings.copies} with serve.threads={settings.threads}{beside} ask for more CPUs than"
+    if now + coming >= settings.copies:
+        return each, f"{wanted} are free: waiting for nodes"
+    has = sum(node.get("CPU", 0.0) for node in free)
+    return 0, f"{wanted} Ray has free ({has:g}), and no node can come: replicas reserve none, and share what there is"
+
+
+def without_gpus(settings: Serve, nodes: Nodes) -> Problem | None:
+    """The problem of `serve.gpus` where no node has so many, nor may have: replicas would wait for ever."""
+    most = max((node.get("GPU", 0.0) for node in nodes), default=0.0)
+    if settings.gpus <= most:
+        return None
+    reason = f"the node with most GPUs has {most:g}, and no node with more can come"
+    return Problem("serve.gpus", settings.gpus, reason, f"write {most:g}, or start nodes with GPUs")
+
+
+def _room(nodes: Nodes, cpus: int) -> int:
+    """How many replicas of so many CPUs the nodes have room for."""
+    return sum(int(node.get("CPU", 0.0) // cpus) for node in nodes)
+
+
+def waiting(message: str, place: demand.Place, may: supply.Startable, seconds: float) -> str | None:
+    """What to say of replicas that have no node yet, by the message of their deployment's status; None where all have
+    one. `place`: what one of them takes."""
+    found = UNPLACED.search(message)
+    if found is None or not may.kinds:
+        return None
+    count = int(found[1])
+    asked = demand.told([place] * count, may, seconds)
+    return f"{count} replica{' waits' if count == 1 else 's wait'} for nodes: {asked}"
+
+
+@contextmanager
+def said(what: Callable[[float], str | None], tell: Callable[[str], None]) -> Iterator[None]:
+    """While the block runs, tell every 30 s what `what` returns, if anything, of the seconds since it began."""
+    begun, ended = time.monotonic(), threading.Event()
+
+    def look() -> None:
+        while not ended.wait(SAY_EVERY_S):
+            if text := what(time.monotonic() - begun):
+                tell(text)
+
+    thread = threading.Thread(target=look, daemon=True, name="rtrain-waiting")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
