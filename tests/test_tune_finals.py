@@ -16,7 +16,7 @@ from rtrain.errors import UserError
 from rtrain.metrics.additive import means
 from tests.histories import FULL, Event, asked, finished, reached
 from tune.ending.chance import Held
-from tune.ending.finals import Run, Verdict, candidates, failures, next_runs, overrides
+from tune.ending.finals import Run, Verdict, failures, next_runs, overrides
 from tune.known.aim import Aim
 from tune.known.history import History, replay
 
@@ -106,48 +106,6 @@ def play(
 
 def numbers(runs: Sequence[Run]) -> list[int]:
     return [run.of for run in runs]
-
-
-# ------------------------------------------------------------------------------------------------------ the candidates
-
-
-@pytest.mark.parametrize(
-    ("events", "chosen"),
-    [
-        (searched(0.5, 0.6, 0.9, 0.7), (0, 2, 3)),
-        (searched(0.9, 0.6), (0, 1)),
-        (searched(0.9), (0,)),
-        (searched(None, 0.6, None, 0.7), (3, 1)),
-        (searched(0.9, None, None), (0,)),
-        (searched(None), ()),
-    ],
-)
-def test_trial_0_and_the_two_best_others_are_trained_to_their_ends(
-    events: list[Event], chosen: tuple[int, ...]
-) -> None:
-    assert candidates(replay(events), SCORE) == chosen
-
-
-def test_a_later_rung_is_better_than_a_higher_score_at_an_earlier_one() -> None:
-    events = [*map(asked, range(4)), reached(1, 1, 0.5), reached(2, 0, 0.9), reached(3, 0, 0.95)]
-    assert candidates(replay(events), SCORE) == (0, 1, 3)
-
-
-def test_of_equal_scores_the_lower_loss_is_better_and_then_the_lower_number() -> None:
-    losses = {1: None, 2: 0.3, 3: 0.2, 4: 0.3}
-    events = [*map(asked, range(5)), *(reached(number, 0, 0.9, loss=loss) for number, loss in losses.items())]
-    assert candidates(replay(events), SCORE) == (0, 3, 2)
-
-
-def test_a_diverged_trial_is_no_candidate() -> None:
-    events = [*searched(0.5, 0.9, 0.8, 0.7), {"kind": "diverged", "trial": 1, "why": "loss"}]
-    assert candidates(replay(events), SCORE) == (0, 2, 3)
-
-
-def test_for_the_least_time_those_that_reached_the_target_first_are_candidates() -> None:
-    events = [*map(asked, range(4)), *(reached(trial, 0, 0.7 + trial / 20, seconds=trial) for trial in range(1, 4))]
-    assert candidates(replay(events), Aim("time", 0.7)) == (0, 1, 2)
-    assert candidates(replay(events), SCORE) == (0, 3, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------- what next
