@@ -2,20 +2,14 @@
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from rtrain.checkpoints import checkpoint
 from rtrain.cluster.rehearsal import (
-    compared,
     faults as sabotage,
-    following,
     plan as plans,
 )
 from rtrain.cluster.rehearsal.certificate import Certificate
@@ -24,8 +18,6 @@ from rtrain.cluster.rehearsal.machines.book import Machine
 from rtrain.cluster.rehearsal.machines.commands import Commands
 from rtrain.cluster.rehearsal.measured import Resized, Rows, Served, Weights, dollars_between, most_at_a_time, nodes_of
 from rtrain.cluster.rehearsal.ports import Listener
-from rtrain.errors import UserError
-from rtrain.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
@@ -293,66 +285,3 @@ def test_what_is_not_rehearsed_is_said() -> None:
     assert own[3].endswith(f"{'x' * 96} ...")
     assert "trained on CPUs, as it asks for" in "\n".join(made(plan=gpu).not_rehearsed())
     assert "GPU" not in "\n".join(made().not_rehearsed())
-
-
-# ----------------------------------------------------------------------------------------------------------- its runs
-
-
-def test_a_head_that_is_late_is_asked_again_and_one_that_is_gone_is_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(following, "LOOK_EVERY_S", 0.0)
-    answers: list[Any] = [UserError("late"), UserError("late"), {"job": SimpleNamespace(status="RUNNING")}]
-
-    def all_jobs() -> dict[str, Any]:
-        answer = answers.pop(0)
-        if isinstance(answer, UserError):
-            raise answer
-        return dict(answer)
-
-    made: Any = SimpleNamespace(jobs=SimpleNamespace(all=all_jobs), head="head-1", book=SimpleNamespace())
-    made.site, made.book.up = SimpleNamespace(metrics_port=1), lambda: {"head-1": None}
-    follower = following.Follower(made, tmp_path, lambda text: None)
-    assert follower.status("job") == "RUNNING"
-    answers.append({"another": SimpleNamespace(status="RUNNING")})
-    with pytest.raises(following.Broken, match="started anew, and knows the job job no more"):
-        follower.status("job")
-    made.book.up = dict
-    answers.append(UserError("gone"))
-    with pytest.raises(UserError, match="gone"):
-        follower.status("job")
-
-
-def test_the_last_weights_of_two_runs_are_compared(tmp_path: Path) -> None:
-    def run(name: str, off: float, updates: tuple[int, ...] = (3,)) -> Run:
-        for update in updates:
-            folder = checkpoint.path_of(Run(tmp_path / name).checkpoints, update)
-            folder.mkdir(parents=True)
-            tensors = {"a": np.full((3, 4), 2.0 + off, np.float32), "b": np.ones(2, np.float32)}
-            save_file(tensors, folder / "model.safetensors")
-            (folder / "MANIFEST.json").write_text("{}")
-        return Run(tmp_path / name)
-
-    control = run("control", 0.0, (2, 3))
-    assert compared.weights(control, run("same", 0.0), True) == Weights(True, 0.0, True)
-    other = compared.weights(control, run("other", 0.5), False)
-    assert (other.identical, other.same_workers) == (False, False)
-    assert other.difference == pytest.approx((12 * 0.25 / (12 * 4 + 2)) ** 0.5)
-
-
-def test_weights_are_compared_by_how_far_they_have_moved(tmp_path: Path) -> None:
-    def run(name: str, **by_update: tuple[str, float]) -> Run:
-        for update, (ledger, value) in by_update.items():
-            folder = checkpoint.path_of(Run(tmp_path / name).checkpoints, int(update[1:]))
-            folder.mkdir(parents=True)
-            save_file({"a": np.full(4, value)}, folder / "model.safetensors")
-            state = checkpoint.State(update=3, ledger=ledger, best_update=None, best_score=None, run="r")
-            (folder / "state.json").write_text(json.dumps({"schema_version": 1, **asdict(state)}))
-            (folder / "MANIFEST.json").write_text("{}")
-        return Run(tmp_path / name)
-
-    steady = run("steady", u3=("aa", 1.0), u6=("bb", 3.0))
-    same, off = compared.at(run("resized", u4=("cc", 0.0), u6=("bb", 3.0 + 2e-10)), steady, 6)
-    assert same
-    assert off == pytest.approx(1e-10, rel=1e-5)
-    assert compared.at(run("other", u6=("cc", 3.0)), steady, 6) == (False, 0.0)

@@ -1,0 +1,122 @@
+"""The runs of a rehearsal: followed to their end, and compared with each other."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rtrain.checkpoints import checkpoint
+from rtrain.cluster.rehearsal import (
+    compared,
+    following,
+)
+from rtrain.cluster.rehearsal.measured import Weights
+from rtrain.errors import UserError
+from rtrain.run import Run
+
+
+def test_a_head_that_is_late_is_asked_again_and_one_that_is_gone_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(following, "LOOK_EVERY_S", 0.0)
+    answers: list[Any] = [UserError("late"), UserError("late"), {"job": SimpleNamespace(status="RUNNING")}]
+
+    def all_jobs() -> dict[str, Any]:
+        answer = answers.pop(0)
+        if isinstance(answer, UserError):
+            raise answer
+        return dict(answer)
+
+    made: Any = SimpleNamespace(jobs=SimpleNamespace(all=all_jobs), head="head-1", book=SimpleNamespace())
+    made.site, made.book.up = SimpleNamespace(metrics_port=1), lambda: {"head-1": None}
+    follower = following.Follower(made, tmp_path, lambda text: None)
+    assert follower.status("job") == "RUNNING"
+    answers.append({"another": SimpleNamespace(status="RUNNING")})
+    with pytest.raises(following.Broken, match="started anew, and knows the job job no more"):
+        follower.status("job")
+    made.book.up = dict
+    answers.append(UserError("gone"))
+    with pytest.raises(UserError, match="gone"):
+        follower.status("job")
+
+
+class Cluster:
+    """A cluster with one job, whose run logs a line at each look."""
+
+    def __init__(self, run: Run, ends_as: str = "RUNNING"):
+        self.run, self.jobs, self.head, self.site = run, self, "head-1", SimpleNamespace(metrics_port=1)
+        self.book, self.stopped, self._looks = SimpleNamespace(up=dict), False, 0
+        self._ends_as = ends_as
+
+    def all(self) -> dict[str, Any]:
+        self._looks += 1
+        self.run.append("progress", update=self._looks)
+        over = self._looks > 5 and self._ends_as != "RUNNING"
+        return {"job": SimpleNamespace(status="STOPPED" if self.stopped else self._ends_as if over else "RUNNING")}
+
+    def stop(self, job: str) -> bool:
+        self.stopped = True
+        return True
+
+    def logs(self, job: str) -> str:
+        return "the last line"
+
+
+def test_a_job_is_followed_to_its_end_or_until_its_log_is_enough(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(following, "LOOK_EVERY_S", 0.0)
+
+    def follower(cluster: Any) -> following.Follower:
+        cluster.run.folder.mkdir()
+        return following.Follower(cluster, tmp_path, lambda text: None)
+
+    ended: Any = Cluster(Run(tmp_path / "ended"), "SUCCEEDED")
+    follower(ended).training("job", ended.run, "ended")
+    assert not ended.stopped
+    enough: Any = Cluster(Run(tmp_path / "enough"))
+    follower(enough).training("job", enough.run, "enough", until=lambda log: len(log) >= 3)
+    assert enough.stopped
+    failed: Any = Cluster(Run(tmp_path / "failed"), "FAILED")
+    with pytest.raises(following.Broken, match="the failed run has ended as FAILED; its last lines:\nthe last line"):
+        follower(failed).training("job", failed.run, "failed")
+
+
+def test_the_last_weights_of_two_runs_are_compared(tmp_path: Path) -> None:
+    def run(name: str, off: float, updates: tuple[int, ...] = (3,)) -> Run:
+        for update in updates:
+            folder = checkpoint.path_of(Run(tmp_path / name).checkpoints, update)
+            folder.mkdir(parents=True)
+            tensors = {"a": np.full((3, 4), 2.0 + off, np.float32), "b": np.ones(2, np.float32)}
+            save_file(tensors, folder / "model.safetensors")
+            (folder / "MANIFEST.json").write_text("{}")
+        return Run(tmp_path / name)
+
+    control = run("control", 0.0, (2, 3))
+    assert compared.weights(control, run("same", 0.0), True) == Weights(True, 0.0, True)
+    other = compared.weights(control, run("other", 0.5), False)
+    assert (other.identical, other.same_workers) == (False, False)
+    assert other.difference == pytest.approx((12 * 0.25 / (12 * 4 + 2)) ** 0.5)
+
+
+def test_weights_are_compared_by_how_far_they_have_moved(tmp_path: Path) -> None:
+    def run(name: str, **by_update: tuple[str, float]) -> Run:
+        for update, (ledger, value) in by_update.items():
+            folder = checkpoint.path_of(Run(tmp_path / name).checkpoints, int(update[1:]))
+            folder.mkdir(parents=True)
+            save_file({"a": np.full(4, value)}, folder / "model.safetensors")
+            state = checkpoint.State(update=3, ledger=ledger, best_update=None, best_score=None, run="r")
+            (folder / "state.json").write_text(json.dumps({"schema_version": 1, **asdict(state)}))
+            (folder / "MANIFEST.json").write_text("{}")
+        return Run(tmp_path / name)
+
+    steady = run("steady", u3=("aa", 1.0), u6=("bb", 3.0))
+    same, off = compared.at(run("resized", u4=("cc", 0.0), u6=("bb", 3.0 + 2e-10)), steady, 6)
+    assert same
+    assert off == pytest.approx(1e-10, rel=1e-5)
+    assert compared.at(run("other", u6=("cc", 3.0)), steady, 6) == (False, 0.0)
