@@ -2,8 +2,8 @@
 
 hours      seconds of three runs, of messages, questions and essays: foretold by the pace of a pilot over some of the
            same rows, and by that of the messages' pilot for all three
-frequency  seconds until an accuracy for k = 1, 2, 4 and 8: foretold by the noise scale and the clock of a pilot with
-           k = 4, and measured
+frequency  seconds until a score for k = 1, 2, 4 and 8, of messages and of questions: foretold by the noise scale and
+           the clock of a pilot (`rtrain profile --choose-k`), and measured, to 0.90 where every run has come so far
 
 Every run is a command of rtrain in its own process, and stays beside the results: one that has ended is not made again.
 Starts, checkpoints and what follows training are in no figure.
@@ -28,10 +28,8 @@ import yaml
 from benchmarks import ours, rows, sets, sides
 from benchmarks.results import Found, Keep, Results
 from benchmarks.search import commands
-from benchmarks.search.parts import best_valid
-from rtrain import config as configuration
+from rtrain.doctor import frequency as frequency_of
 from rtrain.doctor.forecast import choose_k
-from rtrain.exchange import noise
 from rtrain.run import Run
 
 VALUES: dict[str, Any] = {"train.keep": 1, "train.log_every": 1, "report.attributions": 0}
@@ -39,14 +37,8 @@ VALUES: dict[str, Any] = {"train.keep": 1, "train.log_every": 1, "report.attribu
 PILOT = 0.15
 """Share of a run's rows that its pilot has, over all epochs."""
 OF_A_PILOT: dict[str, Any] = {"train.epochs": 1, "data.valid_share": 0}
-RECIPE, HEADLINE = "intent", "accuracy"
-PILOT_K = 4
-SCORED = 500
-"""Messages by which it is told how far a run is."""
-EVERY_ROWS = 512
-"""Rows of training between two evaluations."""
-FEWEST_UPDATES = 3 * noise.EVERY
-"""Updates of the shortest pilot that tells a noise scale: three measurements of it."""
+GOAL = 0.90
+"""The score until which seconds are counted."""
 
 
 @dataclass(frozen=True)
@@ -180,70 +172,127 @@ def compared(
 
 # ---------------------------------------------------------------------------------------------------------- frequency
 
-ROWS, EPOCHS = 3500, 3
+
+@dataclass(frozen=True)
+class Study:
+    """What is trained with each frequency."""
+
+    recipe: str
+    headline: str
+    prepare: Callable[[Path, Path, int], list[str]]
+    """As that of a `Job`."""
+    rows: int
+    scored: int
+    """Rows by which it is told how far a run is."""
+    every_rows: int
+    """Rows of training between two evaluations."""
+    epochs: int = 3
+
+
+STUDIES = {
+    "messages": Study("intent", "accuracy", messages, 3500, 500, 512),
+    "questions": Study("squad", "f1", questions, 1200, 300, 256),
+}
 
 
 def frequency(work: Work, keep: Keep) -> Found:
-    """How much longer than the best of them the chosen frequency takes to an accuracy that every run has reached."""
-    count = work.count(ROWS)
-    pilot = commands.train(
-        work.place("k-pilot"), RECIPE, files(work, "k-pilot", pilot_rows(count)), settings(PILOT_K, 1.0, 0, 1)
-    )
-    told = plan("--choose-k", "--like", str(pilot.folder))
+    """By set, how much longer than the best of them the chosen frequency takes to a score."""
+    found: dict[str, Any] = {}
+
+    def studied(name: str) -> Found:
+        def kept(known: Found) -> None:
+            keep({**found, name: known})
+
+        return study(work, name, STUDIES[name], kept)
+
+    for name in STUDIES:
+        found[name] = studied(name)
+        keep(dict(found))
+    return found
+
+
+def study(work: Work, name: str, job: Study, keep: Keep) -> Found:
+    given = files(work, name, job)
+    told = decided(work.place(f"{name}-choose-k"), job, given)
     keep({"foretold": told})
     runs: dict[int, list[Run]] = {}
     for seed in range(work.seeds):
         for option in told["options"]:
-            k, values = option["k"], settings(option["k"], option["lr_factor"], seed, EPOCHS)
-            made = commands.train(work.place(f"k-{k}-{seed}"), RECIPE, files(work, "k", count), values)
+            k = option["k"]
+            made = commands.train(work.place(f"{name}-k-{k}-{seed}"), job.recipe, given, settings(job, option, seed))
             runs.setdefault(k, []).append(made)
-            keep({"foretold": told, "best": {k: [best_valid(one) for one in of] for k, of in runs.items()}})
-    target = min(best_valid(one) for of in runs.values() for one in of)
-    return {"foretold": told, **reached(told, {k: [one.events() for one in of] for k, of in runs.items()}, target)}
+            keep({"foretold": told, "best": {k: [best_of(one, job.headline) for one in of] for k, of in runs.items()}})
+    least = min(best_of(one, job.headline) for of in runs.values() for one in of)
+    logs = {k: [one.events() for one in of] for k, of in runs.items()}
+    return {"foretold": told, **reached(told, logs, job.headline, target(least))}
 
 
-def pilot_rows(count: int) -> int:
-    """Raises `SystemExit` where a pilot of a run over so many rows would tell no noise scale."""
-    found = round(PILOT * EPOCHS * count)
-    fewest = FEWEST_UPDATES * settings(PILOT_K, 1.0, 0, 1)["train.rows_per_update"]
-    if found < fewest:
-        raise SystemExit(f"--share: a pilot of {found} rows is too short for a noise scale; it needs {fewest}")
+def decided(folder: Path, job: Study, given: Sequence[str]) -> dict[str, Any]:
+    """What `rtrain profile --choose-k` says; a decision that is there already stands."""
+    path = folder / frequency_of.JSON
+    if not path.is_file():
+        values = {**VALUES, "data.valid_share": None, "train.epochs": job.epochs}
+        asked = ["profile", job.recipe, "--choose-k", *given, *commands.settings(values), "--out", str(folder)]
+        commands.run(asked, folder.parent / f"{folder.name}.log")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
-def files(work: Work, name: str, count: int) -> list[str]:
-    """Messages, and others by which a run is scored while it trains and at its end."""
-    folder = work.place(f"{name}-rows")
-    folder.mkdir(parents=True, exist_ok=True)
-    others = list(dict.fromkeys(rows.read(work.data / "banking77" / "test.csv")))
-    random.Random(0).shuffle(others)
-    scored = str(rows.write(folder / "scored.csv", others[:SCORED]))
-    return [*messages(work.data, folder, count), "--valid", scored, "--test", scored]
+def target(least: float) -> float:
+    """The score until which seconds are counted, where `least` is the best of the run that came least far: `GOAL` where
+    all have reached it, else what all have."""
+    return GOAL if least >= GOAL else least
 
 
-def settings(k: int, lr_factor: float, seed: int, epochs: int) -> dict[str, Any]:
-    """A run with the frequency `k`, whose rate is the recipe's times `lr_factor`."""
-    recipe = configuration.load(RECIPE, {"data.path": "rows.csv"}).recipe
-    per_update = recipe.train.workers * recipe.train.micro_batch * k
+def best_of(made: Run, headline: str) -> float:
+    return max(float(one["scores"][headline]) for one in made.events("evaluated") if one["split"] == "valid")
+
+
+def files(work: Work, name: str, job: Study) -> list[str]:
+    """The rows of a study, and others by which its runs are scored while they train and at their end."""
+    folder, count = work.place(f"{name}-k-rows"), work.count(job.rows)
+    whole, few = folder / "whole", folder / "train"
+    for place in (whole, few):
+        place.mkdir(parents=True, exist_ok=True)
+    # Rows of a smaller number are the first of a larger one.
+    _, every = job.prepare(work.data, whole, count + job.scored)
+    _, trained = job.prepare(work.data, few, count)
+    scored = str(rest(Path(every), Path(trained), folder))
+    return ["--data", trained, "--valid", scored, "--test", scored]
+
+
+def rest(every: Path, trained: Path, folder: Path) -> Path:
+    """A file of the rows, or passages, of `every` that `trained` has not."""
+    path = folder / f"scored{every.suffix}"
+    if every.suffix == ".csv":
+        found, known = (rows.read(one, "label") for one in (every, trained))
+        return rows.write(path, found[len(known) :])
+    whole, part = (json.loads(one.read_text(encoding="utf-8")) for one in (every, trained))
+    path.write_text(json.dumps({**whole, "data": whole["data"][len(part["data"]) :]}), encoding="utf-8")
+    return path
+
+
+def settings(job: Study, option: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """A run with the frequency of an option, whose rate is carried as a search carries it."""
     return {
         **VALUES,
         "data.valid_share": None,
-        "optim.lr": recipe.optim.lr * lr_factor,
-        "train.epochs": epochs,
-        "train.rows_per_update": per_update,
-        "train.evaluate_every": max(1, EVERY_ROWS // per_update),
+        "train.epochs": job.epochs,
+        **option["settings"],
+        "train.evaluate_every": max(1, job.every_rows // option["rows_per_update"]),
         "train.seed": seed,
     }
 
 
-def reached(told: Mapping[str, Any], logs: Mapping[int, Sequence[ours.Events]], accuracy: float) -> Found:
-    """Seconds until the `accuracy` by the runs' logs, beside what was foretold; all runs have reached it."""
-    seconds = {k: [ours.seconds_until(log, HEADLINE, accuracy) for log in of] for k, of in logs.items()}
+def reached(told: Mapping[str, Any], logs: Mapping[int, Sequence[ours.Events]], headline: str, score: float) -> Found:
+    """Seconds until the `score` by the runs' logs, beside what was foretold; all runs have reached it."""
+    seconds = {k: [ours.seconds_until(log, headline, score) for log in of] for k, of in logs.items()}
     taken = {k: [one for one in of if one is not None] for k, of in seconds.items()}
     medians = {k: statistics.median(of) for k, of in taken.items()}
     chosen = told["aggregation_frequency"]
     return {
-        "accuracy": accuracy,
+        headline: score,
+        "goal": {headline: GOAL, "reached": score >= GOAL},
         "chosen": chosen,
         "over_the_best": choose_k.miss(taken, chosen),
         "by_k": [
@@ -269,7 +318,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("data", type=Path, help="folder that holds the sets, each in a folder of its name")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("--only", choices=tuple(PARTS), help="one part alone")
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each frequency")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each frequency")
     parser.add_argument("--share", type=float, default=1.0, help="of the rows of each part")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/foretold.json"), help="file of the results")
     chosen = parser.parse_args(arguments)

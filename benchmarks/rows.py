@@ -29,10 +29,10 @@ def write(path: Path, rows: Iterable[Row]) -> Path:
     return path
 
 
-def read(path: Path) -> list[Row]:
-    """Rows of a file of banking77."""
+def read(path: Path, label: str = "category") -> list[Row]:
+    """Rows of a file of banking77, or of what `write` has written, whose labels are in another column."""
     with path.open(encoding="utf-8", newline="") as file:
-        return [(row["text"], row["category"]) for row in csv.DictReader(file)]
+        return [(row["text"], row[label]) for row in csv.DictReader(file)]
 
 
 def sample(source: Path, folder: Path, count: int) -> Files:

@@ -273,3 +273,22 @@ def contracts(source: Path, work: Path, share: float = 1) -> Arguments:
     found = [{"text": row["text"], "split": row["split"]} for row in parquet(source / "contracts.parquet")]
     rows = [row for row in part(found, share) if row["split"] == "train" or number(row["text"]) % 8 == 0]
     return ["--data", str(write(work / "contracts.jsonl", rows)), *setting(split="split", valid_share=0.1)]
+
+
+TYPES = {
+    "Affiliate Agreement": "Affiliate_Agreements",
+    "Endorsement Agreement": "Endorsement",
+    "Joint Venture _ Filing": "Joint Venture",
+}
+"""Types of contract that CUAD spells in two ways."""
+
+
+def contract_types(source: Path) -> list[dict[str, str]]:
+    """Whole contract -> its type. A contract without one is left out, and so is a type that no training row has."""
+    rows = [
+        {"text": row["text"], "label": TYPES.get(row["contract_type"], row["contract_type"]), "split": row["split"]}
+        for row in parquet(source / "contracts.parquet")
+        if row["contract_type"]
+    ]
+    trained = {row["label"] for row in rows if row["split"] == "train"}
+    return [row for row in rows if row["label"] in trained]

@@ -3,7 +3,7 @@
 config.json  model.safetensors  tokenizer.json ...   what `AutoModelFor...from_pretrained` loads; it refuses to where
                                                      the head reads the mean of the tokens, which it would not
 modules.json  1_Pooling/config.json ...              of a sentence encoder: what sentence-transformers loads
-model.int8.xml  model.int8.bin                       the int8 graph, when quantized
+model.int8.xml  model.int8.bin                       the int8 graph, when quantized; or both with .gz
 artifact.json                                        what rtrain needs to answer
 MANIFEST.json                                        size and SHA-256 of each file; written last
 """
@@ -77,7 +77,7 @@ def write(
     inputs: Sequence[Any] = GOLDEN_INPUTS,
 ) -> Artifact:
     """Complete a folder that holds the model files: version, golden answers by `answer`, artifact.json, manifest."""
-    answering = {*engines.get(artifact.engine).files, "tokenizer.json"}
+    answering = {*(path.name for path in engines.get(artifact.engine).present(folder)), "tokenizer.json"}
     parts = [path for path in sorted(folder.iterdir()) if path.name in answering]
     total = hashlib.sha256("\n".join(artifact.labels).encode())
     if artifact.facts:
@@ -154,7 +154,7 @@ def document_of(folder: Path) -> dict[str, Any]:
 
 def size_mb(folder: Path, engine: str) -> float:
     """Megabytes of the weights that answer."""
-    return sum((folder / name).stat().st_size for name in engines.get(engine).files) / 1e6
+    return sum(path.stat().st_size for path in engines.get(engine).present(folder)) / 1e6
 
 
 def publish(draft: Path, final: Path) -> Path:

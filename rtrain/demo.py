@@ -30,6 +30,8 @@ ASKED_TOGETHER = 16
 # The endpoint and `rtrain predict` load the same artefact, so that their labels must be equal. Their scores may differ
 # by so much, since an int8 engine's scores move a little with the batch.
 SCORE_TOLERANCE = 0.02
+ALONE: dict[str, Any] = {"num_cpus": 1, "max_calls": 1}
+"""A task in a process that ends with it, which frees the memory of scikit-learn, or of torch, NNCF and two engines."""
 
 
 @dataclass
@@ -46,6 +48,7 @@ class Stage:
 
 @dataclass
 class Report:
+    memory: PeakMemory
     stages: list[Stage] = field(default_factory=list)
     baseline: float = 0.0
     default_score: float = 0.0
@@ -55,7 +58,7 @@ class Report:
     @contextmanager
     def stage(self, name: str, line: Line) -> Iterator[Stage]:
         """Time the stage in the `with` block, and say when it begins and when it is done."""
-        stage, start = Stage(name), time.perf_counter()
+        stage, start, self.memory.stage = Stage(name), time.perf_counter(), name
         line({"kind": "stage", "text": f"{name} ..."})
         yield stage
         stage.seconds = round(time.perf_counter() - start, 1)
@@ -81,18 +84,18 @@ def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
     config = _with_data(config, folder, refuse=out is not None)
     preparing.check(config)
     access.check(config.deploy.serve, say)
-    report = Report()
     with PeakMemory() as memory, Line() as line, session(config, folder, line):
+        report = Report(memory)
         _train_stages(report, config, folder, line)
         with _serve_stages(report, config, folder, line) as url:
-            document = _finish(report, folder, time.perf_counter() - started, memory.peak_mb)
+            document = _finish(report, folder, time.perf_counter() - started)
             if keep:
                 say(f"serving at {url} (Ctrl-C ends it)\nnext: {access.curl(url, config.deploy.serve)}")
                 until_interrupted()
     return document
 
 
-def _finish(report: Report, folder: Path, seconds: float, peak_mb: float) -> dict[str, Any]:
+def _finish(report: Report, folder: Path, seconds: float) -> dict[str, Any]:
     """Write and show the result. It must come before the endpoint is kept, which only Ctrl-C ends."""
     document = {
         "stages": [{"name": stage.name, "seconds": stage.seconds, "score": stage.score} for stage in report.stages],
@@ -100,7 +103,8 @@ def _finish(report: Report, folder: Path, seconds: float, peak_mb: float) -> dic
         "default_score": round(report.default_score, 4),
         "winner_score": round(report.winner_score, 4),
         "answer_matches": report.answer_matches,
-        "peak_memory_mb": round(peak_mb),
+        "peak_memory_mb": round(report.memory.peak_mb),
+        "at_peak": report.memory.at_peak,
         "seconds": round(seconds, 1),
         "run": str(folder),
     }
@@ -129,7 +133,7 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
         source = records.inspect(recipe.data)
         store, _ = tokens.ensure(recipe, source, model.resolve(recipe.model.name), folder)
         stage.rows = sum(store.manifest.rows.values())
-        report.baseline = ray.get(ray.remote(num_cpus=1)(_baseline).remote(recipe))
+        report.baseline = ray.get(ray.remote(**ALONE)(_baseline).remote(recipe))
     headline = metric_for(base.get(recipe.task).output).headline
     with report.stage("search", line) as stage:
         with line.following(table.Follower(headline, config.deploy.tune)):
@@ -143,8 +147,7 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
         student, summary = distill.run(settings, teacher, folder / "student", on_event=line)
         stage.score, stage.rows = summary["metrics"]["test"][headline], summary["rows_seen"]
     with report.stage("quantize", line) as stage:
-        # It runs in a process of its own, whose end frees the memory of torch, NNCF and two engines.
-        task = ray.remote(num_cpus=1)(quantize.run)
+        task = ray.remote(**ALONE)(quantize.run)
         made = ray.get(task.remote(recipe, store.folder, student, student / "artifact-int8"))
         stage.score, stage.size_mb, stage.rows = (
             made["test"][headline],

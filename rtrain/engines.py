@@ -7,9 +7,13 @@ it is used, and an int8 artefact is served without torch.
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rtrain.errors import UserError
+
+PACKED = ".gz"
+"""Ends the names of a graph's files that are kept compressed (`quantize.compressed`)."""
 
 
 class Entry(NamedTuple):
@@ -33,6 +37,14 @@ class Entry(NamedTuple):
     learns: bool = False
     """Whether it makes a graph of what a network has learned to round (`rtrain.network.rounding`)."""
 
+    narrows: bool = False
+    """Whether its word table can have 4 bits (`rtrain.compress.int4`)."""
+
+    def present(self, folder: Path) -> list[Path]:
+        """Its files in an artefact's folder, as they are or compressed."""
+        both = ((folder / name, folder / f"{name}{PACKED}") for name in self.files)
+        return [found for pair in both if (found := next((one for one in pair if one.is_file()), None)) is not None]
+
     @property
     def gradients(self) -> bool:
         """Whether it is the float model, with gradients: it is explained, distilled and quantized."""
@@ -51,6 +63,7 @@ ENGINES: Mapping[str, Entry] = {
         cuts_vocabulary=True,
         step=8,
         learns=True,
+        narrows=True,
     ),
     "onnxruntime": Entry(
         "rtrain.predict:open_onnxruntime",

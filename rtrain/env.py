@@ -6,8 +6,9 @@ A value that the user has set already always wins.
 
 import contextlib
 import ctypes
+import gc
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 
 SETTINGS = {
     # Ray's own progress bars and forwarded logs flood the terminal (a line per operator and worker); rtrain prints one.
@@ -33,9 +34,6 @@ SETTINGS = {
     # rtrain itself watches for nodes that are about to go (runs/notice.py). A second watch would be one more process,
     # and even an idle one takes 1 % of a core, which the workers of a small machine would lack.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    # The agent of each node would measure its processes every 5 s, for a dashboard that a private cluster does not
-    # have.
-    "REPORTER_UPDATE_INTERVAL_MS": "60000",
     # Ray's own metrics need a Prometheus, which a laptop does not run.
     "RAY_TRAIN_METRICS_ENABLED": "0",
     # Tune's default is to change into a folder per trial; relative paths would then point elsewhere in each worker.
@@ -60,6 +58,12 @@ SETTINGS = {
 }
 
 
+_LIMITS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""By which glibc's `mallopt` knows them (malloc.h)."""
+RETURNED, RETURNED_AT_END = 1 << 20, 64 << 20
+"""Bytes, in place of these settings; see `freed_goes_back`."""
+COLLECTED_AFTER = 10_000
 CACHE = "RTRAIN_CACHE"
 """Folder in which compiled graphs are kept (`rtrain.network.compiled`); empty: none is."""
 COUNTED_GPUS = "RTRAIN_COUNTED_GPUS"
@@ -91,6 +95,43 @@ def give_memory_back() -> None:
     two trainings there is none."""
     with contextlib.suppress(OSError, AttributeError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextlib.contextmanager
+def freed_goes_back(wanted: bool = True) -> Iterator[None]:
+    """Inside, this process returns freed blocks of `RETURNED` bytes and more to the system at once, if `wanted`.
+
+    By `SETTINGS` it keeps them for the next pass, which asks for the same sizes in the same order. Where blocks of many
+    sizes come and go, as weights that are gathered for a layer do, what is kept is holes: up to 1.7 times what is
+    alive, and from run to run another factor. Where the user has set either figure, it stays.
+    """
+    ours = all(os.environ.get(name) == SETTINGS[name] for name in _LIMITS)
+    if not (wanted and ours and _limit(RETURNED, RETURNED_AT_END)):
+        yield
+        return
+    try:
+        yield
+    finally:
+        _limit(*(int(SETTINGS[name]) for name in _LIMITS))
+        give_memory_back()
+
+
+def _limit(block: int, end: int) -> bool:
+    """Bytes from which a block has a mapping of its own, and of free memory at the heap's end above which it is
+    returned. Whether the C library took both."""
+    with contextlib.suppress(OSError, AttributeError):  # another one than glibc
+        libc = ctypes.CDLL(None)
+        return bool(libc.mallopt(M_MMAP_THRESHOLD, block) and libc.mallopt(M_TRIM_THRESHOLD, end))
+    return False
+
+
+def collect_less() -> None:
+    """Look for garbage after 10,000 new objects in place of Python's 700 or 2,000, unless it is less often already.
+    Importing Ray, torch and transformers makes hundreds of thousands, none of them garbage; every eighth second of that
+    went by with looking."""
+    first, *others = gc.get_threshold()
+    if 0 < first < COLLECTED_AFTER:
+        gc.set_threshold(COLLECTED_AFTER, *others)
 
 
 def prepare(environ: MutableMapping[str, str] | None = None) -> None:

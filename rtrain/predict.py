@@ -352,7 +352,18 @@ def _openvino() -> Any:
 
 def open_openvino(folder: Path, artifact: Artifact, threads: int | None) -> OpenVino:
     """The int8 graph of an artefact."""
-    return OpenVino(folder / engines.get(artifact.engine).files[0], threads, compiled.folder(artifact.version))
+    cache, files = compiled.folder(artifact.version), engines.get(artifact.engine).present(folder)
+    if not _is_packed(files):
+        return OpenVino(folder / engines.get(artifact.engine).files[0], threads, cache)
+    if cache is not None:
+        return OpenVino(compiled.unpacked(files, cache)[0], threads, cache)
+    graph, weights = map(compiled.contents, files)
+    numbers = _openvino().Tensor(np.frombuffer(weights, dtype=np.uint8))
+    return OpenVino(_openvino().Core().read_model(graph, numbers), threads)
+
+
+def _is_packed(files: Sequence[Path]) -> bool:
+    return any(path.name.endswith(engines.PACKED) for path in files)
 
 
 class OnnxRuntime:
@@ -378,7 +389,10 @@ class OnnxRuntime:
 
 def open_onnxruntime(folder: Path, artifact: Artifact, threads: int | None) -> OnnxRuntime:
     """The int8 graph of an artefact."""
-    return OnnxRuntime(folder / engines.get(artifact.engine).files[0], threads)
+    files = engines.get(artifact.engine).present(folder)
+    if not _is_packed(files):
+        return OnnxRuntime(folder / engines.get(artifact.engine).files[0], threads)
+    return OnnxRuntime(compiled.contents(files[0]), threads)
 
 
 def _one(outputs: Sequence[Floats]) -> Floats:

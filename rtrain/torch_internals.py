@@ -6,7 +6,7 @@ Torch is not imported before a function is called.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,12 +44,53 @@ def multiply(tensors: "Sequence[torch.Tensor]", factor: "float | torch.Tensor") 
     torch._foreach_mul_(list(tensors), factor)
 
 
+def share_of(tensor: "torch.Tensor") -> "torch.Tensor":
+    """The tensor itself in which a DTensor has this worker's share, of which `to_local` gives a view; of another tensor
+    that one."""
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+@contextlib.contextmanager
+def around_waits(made: "Callable[[], contextlib.AbstractContextManager[Any]]") -> Iterator[None]:
+    """Inside, a context that `made` gives stands around each wait for a collective of cut tensors. In the whole
+    process: no other thread may use such tensors meanwhile."""
+    from torch.distributed import _functional_collectives as collectives
+
+    wait: Callable[[torch.Tensor], torch.Tensor] = collectives.wait_tensor
+
+    def waited(tensor: "torch.Tensor") -> Any:
+        with made():
+            return wait(tensor)
+
+    collectives.wait_tensor = waited
+    try:
+        yield
+    finally:
+        collectives.wait_tensor = wait
+
+
 def hush_redistribution() -> None:
     """Leave out what torch says, on every rank, where a tensor that is cut two ways is gathered one way after the
     other: it is rare, and for a checkpoint."""
     import logging
 
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def shares_of_several(dim: int, several: int) -> Any:
+    """The placement of a tensor whose axis `dim` is so many parts after each other, of each of which a worker has a
+    share; torch's `Shard` gives a worker one stretch of the whole axis."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=several)
+
+
+def is_of_several(placement: Any) -> bool:
+    """Whether a placement is one of `shares_of_several`."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, _StridedShard)
 
 
 def softmax_backward(gradient: "torch.Tensor", answer: "torch.Tensor") -> "torch.Tensor":

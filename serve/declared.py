@@ -82,3 +82,13 @@ def document(artifacts: Mapping[str, Path], settings: Serve) -> dict[str, Any]:
 def actor_options(settings: Serve, cpus: int) -> dict[str, Any]:
     """What Ray is told of a replica's place: the CPUs that it reserves, and the labels of its node."""
     return {"num_cpus": cpus, **({"label_selector": dict(settings.labels)} if settings.labels else {})}
+
+
+def most_replicas(settings: Serve) -> int:
+    return settings.max_replicas or settings.copies
+
+
+def most_requests(settings: Serve, models: int = 1) -> int:
+    """Requests of a replica at a time. Each holds a text at least, so that this many reach the models' own queues,
+    whose 503 says when to come back."""
+    return max(64, settings.max_queue_rows + 2 * settings.max_batch_rows) * models

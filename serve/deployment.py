@@ -8,7 +8,8 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,11 @@ from serve import declared, named
 from serve.change import judge, rollout, scaling
 from serve.change.application import Application
 from serve.change.rollout import Rollout
+from serve.declared import most_replicas, most_requests
 from serve.door import access
 from serve.front import ingress
 from serve.front.address import Address, free_address
-from serve.replica import Replica, most_replicas, most_requests
+from serve.replica import Replica
 from serve.watching import tracing
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,8 @@ HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 5.0
 and two minutes for that."""
 READY_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 30.0
+LOOK_S = 0.05
+"""Between two looks whether the application runs."""
 
 
 Nodes = Sequence[supply.Node]
@@ -143,10 +147,12 @@ def start(
     settings: Serve,
     name: str | None = None,
     tell: Callable[[str], None] = lambda line: None,
+    chosen: ingress.Chosen | None = None,
 ) -> Endpoint:
     """Serve the artefact on the Ray that this process is connected to, or several, each by the name that it is given;
     returns when `/v2/health/ready` answers 200. `name`: the application's on Ray Serve.
     `tell` gets a line where it is served otherwise than asked: by the slower proxy, or without CPUs of its own.
+    `chosen`: what takes the requests, where that was settled before this Ray was started.
 
     Refuses, before anything starts, an address that is open to others, a damaged artefact, a port in use and a Ray that
     serves already: the HTTP settings of a running Ray Serve cannot be changed, and `close` would end the other's
@@ -166,10 +172,15 @@ def start(
     if settings.grpc_port and not Address(settings.host, settings.grpc_port).is_free():
         place = f"port {settings.grpc_port} on {settings.host} is in use"
         raise UserError(f"serve.grpc_port: {place}; end the program that has it, or write another port")
-    front = ingress.choose(settings, most_requests(settings, len(artifacts)), most_replicas(settings), tell)
+    if chosen is None:
+        front = ingress.choose(settings, most_requests(settings, len(artifacts)), most_replicas(settings), tell)
+        environment = {"runtime_env": {"env_vars": ingress.variables(front)}}
+    else:  # Ray's processes have inherited the variables, and processes are there that have no others
+        front, environment = chosen.front, {}
+    ray_internals.look_every(LOOK_S)
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     try:
-        deployment = _configured(settings, len(artifacts), front, quiet, tell)
+        deployment = _configured(settings, len(artifacts), environment, quiet, tell)
         application = Application(deployment, name or "-".join(artifacts), settings, artifacts, quiet)
     except BaseException:
         if front is not None:
@@ -177,7 +188,7 @@ def start(
         raise
     endpoint = Endpoint(address, settings, front, application)
     try:
-        _deploy(settings, application, address.port, front, quiet)
+        _deploy(settings, application, address.port, front, environment, quiet)
         _await_ready(address)
     except BaseException:  # Ctrl-C too must leave nothing behind
         endpoint.close()
@@ -190,19 +201,20 @@ def _called(artifact: Path) -> str:
 
 
 def _configured(
-    settings: Serve, models: int, front: ingress.Ingress | None, quiet: LoggingConfig, tell: Callable[[str], None]
+    settings: Serve, models: int, environment: Mapping[str, Any], quiet: LoggingConfig, tell: Callable[[str], None]
 ) -> ray.serve.Deployment:
     labels = settings.labels
     if problems := supply.absent("serve.labels", labels):
         raise ConfigError(problems)
-    cpus, line = reserved(settings, supply.free(labels=labels), supply.here(labels), supply.may("cpu", labels), models)
+    free = [host.has for host in supply.free() if supply.has(host.labels, labels)]
+    cpus, line = reserved(settings, free, supply.here(labels), supply.may("cpu", labels), models)
     if line:
         tell(line)
     ongoing = most_requests(settings, models)
     configured = ray.serve.deployment(
         name=DEPLOYMENT,
         **_number(settings),
-        ray_actor_options={**declared.actor_options(settings, cpus), **_environment(front)},
+        ray_actor_options={**declared.actor_options(settings, cpus), **environment},
         max_ongoing_requests=ongoing,
         max_queued_requests=ongoing,
         backpressure_config=BackpressureConfig(status_code=503, retry_after_s=1),
@@ -224,33 +236,36 @@ def _number(settings: Serve) -> dict[str, Any]:
     return {"autoscaling_config": AutoscalingConfig(**scaling.bounds(settings.copies, most_replicas(settings)))}
 
 
-def _environment(front: ingress.Ingress | None) -> dict[str, Any]:
-    return {"runtime_env": {"env_vars": {**declared.RAY_SERVE, **(front.environment if front else {})}}}
-
-
 def _deploy(
     settings: Serve,
     application: Application,
     port: int,
     front: ingress.Ingress | None,
+    environment: Mapping[str, Any],
     quiet: LoggingConfig,
 ) -> None:
-    try:
-        ray.serve.start(
-            proxy_location=ProxyLocation.HeadOnly,
-            http_options=_options(settings, port, front),
-            controller_options=_environment(front),
-            logging_config=quiet,
+    """The proxy and the replicas start beside each other."""
+    with _explained(front):
+        proxies_are_up = ray_internals.begin_serve(
+            ProxyLocation.HeadOnly, _options(settings, port, front), environment, quiet
         )
-    except (ray.exceptions.RayError, TimeoutError) as error:
-        hint = "; or write serve.ingress=stock" if front else ""
-        raise UserError(f"the proxy does not start: {cause(str(error))}{hint}") from None
     try:
         application.begin()
     except RuntimeError as error:
         status = ray.serve.status().applications.get(application.name)
         message = status.deployments[DEPLOYMENT].message if status and status.deployments else str(error)
         raise UserError(f"the model cannot be served: {cause(message)}") from None
+    with _explained(front):
+        proxies_are_up()
+
+
+@contextmanager
+def _explained(front: ingress.Ingress | None) -> Iterator[None]:
+    try:
+        yield
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        hint = "; or write serve.ingress=stock" if front else ""
+        raise UserError(f"the proxy does not start: {cause(str(error))}{hint}") from None
 
 
 def _options(settings: Serve, port: int, front: ingress.Ingress | None) -> HTTPOptions:

@@ -24,6 +24,7 @@ from serve.answering import Lasting
 from serve.app import build_app
 from serve.change.application import PROVEN
 from serve.change.versions import Plan
+from serve.declared import most_replicas, most_requests
 from serve.desk import build_desk
 from serve.door import access, guard
 from serve.front import direct
@@ -38,16 +39,6 @@ ALL_S, AGAIN_S = 120.0, 0.1
 """Seconds in which all replicas have loaded what is wished, and between two questions where not all have answered."""
 Wish = dict[str, Any]
 """What Ray hands to replicas as `user_config`: `{"models": {NAME: FOLDER}}`, and `PROVEN`."""
-
-
-def most_replicas(settings: Serve) -> int:
-    return settings.max_replicas or settings.copies
-
-
-def most_requests(settings: Serve, models: int = 1) -> int:
-    """Requests of a replica at a time. Each holds a text at least, so that this many reach the models' own queues,
-    whose 503 says when to come back."""
-    return max(64, settings.max_queue_rows + 2 * settings.max_batch_rows) * models
 
 
 @ray.serve.ingress()

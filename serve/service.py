@@ -10,14 +10,14 @@ import rtrain.artifact
 from rtrain import config
 from rtrain.errors import ConfigError, Problem
 from serve import named
-from serve.declared import actor_options
+from serve.declared import actor_options, most_requests
 from serve.deployment import (
     CONSTRUCTOR_ATTEMPTS,
     DEPLOYMENT,
     HEALTH_PERIOD_S,
     HEALTH_TIMEOUT_S,
 )
-from serve.replica import Replica, most_requests
+from serve.replica import Replica
 
 
 def application(arguments: Mapping[str, Any]) -> ray.serve.Application:

@@ -1,8 +1,11 @@
-"""How many replicas there are where nobody has said it: as many as the machine has room for. Pure, but for `host`."""
+"""How many replicas there are where nobody has said it: as many as the machine has room for. Pure, but for `alone` and
+`host`."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from rtrain import env
 from rtrain.config import Serve
@@ -24,8 +27,13 @@ class Host(NamedTuple):
     """Whether there are several machines, or may be."""
 
 
+def alone() -> Host:
+    """This machine, before it has a Ray of its own."""
+    return Host(env.cores(), psutil.virtual_memory().available / 1e6)
+
+
 def host(free: Iterable[Mapping[str, float]], several: bool) -> Host:
-    """This machine. `free`: what Ray's nodes have free; a machine that is alone is one of them."""
+    """This machine, as part of a Ray that is there. `free`: what its nodes have free."""
     return Host(env.cores(), sum(node.get("memory", 0.0) for node in free) / 1e6, several)
 
 

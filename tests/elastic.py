@@ -2,6 +2,7 @@
 
     python -m tests.elastic FOLDER
     python -m tests.elastic FOLDER short      the run needs more than the head alone: it waits for a node to come back
+    python -m tests.elastic FOLDER shards     four workers have shares of the weights, and three of them vanish
 
 A process of its own, since the nodes are processes that a test session's Ray must not know of.
 """
@@ -24,7 +25,7 @@ DRAIN_S = 20
 NODES: list[Any] = []
 
 
-def settings(folder: Path, address: str, least: int) -> config.Config:
+def settings(folder: Path, address: str, least: int, shard: int = 0) -> config.Config:
     overrides = {
         "data.path": str(write_rows(folder / "rows.csv", labelled_rows(403))),
         "model.name": str(make_encoder(folder / "encoder")),
@@ -33,6 +34,7 @@ def settings(folder: Path, address: str, least: int) -> config.Config:
         "train.rows_per_update": 48,
         "train.workers": 4,
         "train.min_workers": least,
+        "train.shard": shard,
         "train.save_every": SAVE_EVERY,
         "train.evaluate_every": 1000,
         "train.log_every": 1,
@@ -41,7 +43,7 @@ def settings(folder: Path, address: str, least: int) -> config.Config:
     return config.load("intent", overrides)
 
 
-def main(folder: Path, short: bool) -> None:
+def main(folder: Path, way: str) -> None:
     env.prepare()
     os.environ["RAY_AUTH_MODE"] = "disabled"
     from ray.cluster_utils import Cluster
@@ -49,21 +51,22 @@ def main(folder: Path, short: bool) -> None:
     # One worker and the data tasks fit on the head; with a second node there are four, too many for either alone.
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
     try:
-        sys.stdout.write(json.dumps(_drive(cluster, folder, short)))
+        sys.stdout.write(json.dumps(_drive(cluster, folder, way)))
     finally:
         cluster.shutdown()
 
 
-def _drive(cluster: Any, folder: Path, short: bool) -> dict[str, Any]:
+def _drive(cluster: Any, folder: Path, way: str) -> dict[str, Any]:
     from rtrain.cluster.session import session
     from rtrain.proof import ledger
     from rtrain.runs import driver, preparing
 
     changes = [("joins", _join), ("drained", _drain), ("joins again", _join), ("vanishes", _vanish)]
-    if short:
+    short = way == "short"
+    if way:
         _join(cluster)
         changes = [("vanishes", _vanish)]
-    chosen = settings(folder, cluster.address, least=2 if short else 1)
+    chosen = settings(folder, cluster.address, least=2 if short else 1, shard=3 if way == "shards" else 0)
     log: list[dict[str, Any]] = []
     with session(chosen, folder):
         prepared = preparing.prepare(chosen, folder / "run")
@@ -133,4 +136,4 @@ def _drain(cluster: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), "short" in sys.argv[2:])
+    main(Path(sys.argv[1]), "".join(sys.argv[2:]))

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rtrain import env
+from rtrain.config import Train
+from rtrain.strategies import ways
 
 if TYPE_CHECKING:
     import torch
@@ -64,8 +66,15 @@ def measured(folder: Path, settings: dict[str, Any]) -> dict[str, int]:
     env.give_memory_back()
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    _train(folder, settings, UPDATES)
-    return {"peak": status("VmHWM") - before, "process": before}
+    with env.freed_goes_back(ways.gives_back(_settings_of(settings))):
+        _train(folder, settings, UPDATES)
+        return {"peak": status("VmHWM") - before, "process": before}
+
+
+def _settings_of(settings: dict[str, Any]) -> Train:
+    told = {name: settings[name] for name in ("shard", "tensor", "pipeline", "schedule") if name in settings}
+    again = settings.get("recomputed", False)
+    return Train(**told, gradient_checkpointing=again, workers=settings["workers"], transport="stock")
 
 
 def _train(folder: Path, settings: dict[str, Any], updates: int) -> None:
@@ -74,7 +83,6 @@ def _train(folder: Path, settings: dict[str, Any], updates: int) -> None:
 
     from rtrain.batch import single
     from rtrain.config import Model, Recipe
-    from rtrain.config.recipe import Train
     from rtrain.network import model
     from rtrain.strategies import choose
     from rtrain.tasks import base
@@ -83,13 +91,11 @@ def _train(folder: Path, settings: dict[str, Any], updates: int) -> None:
     torch.set_num_threads(1)
     task = base.get(settings["task"])
     labels = tuple("abcdefgh"[: settings.get("outputs", 2)])
-    chosen = Model(**settings.get("model", {}))
+    chosen, train = Model(**settings.get("model", {})), _settings_of(settings)
     network = model.build(folder, task, labels if settings["task"] != "masked_lm" else (), 0, chosen)
-    if settings.get("recomputed"):
+    if train.gradient_checkpointing:
         model.keep_inputs_alone(network)
     network.train()
-    told = {name: settings[name] for name in ("shard", "tensor", "pipeline", "schedule") if name in settings}
-    train = Train(**told, workers=settings["workers"], transport="stock")
     exchange = choose.build(network, train)
     optimizer = optim.of_run(exchange, Recipe(name="a", task=settings["task"], train=train))
     lengths = np.asarray(settings["lengths"], dtype=np.int32)

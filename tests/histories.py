@@ -74,8 +74,8 @@ def events(trials: int = 20, *, failed: tuple[int, ...] = (7,), end: bool = True
             yield asked(trials + place, {}, "seed", of=number, seed=7)
             yield finished(trials + place, score_of(*tried[number], FULL) - 0.002)
     if left:
-        yield {"kind": "spent", "seconds": 1234.5}
-        yield {"kind": "chosen", "best": left[0], "verdict": {"text": f"trial {left[0]} is better than the recipe"}}
+        yield {"kind": "spent", "seconds": 1234.5, "slot_seconds": 2400.0}
+        yield {"kind": "chosen", "best": left[0], "verdict": {"kind": "alone", "best": left[0]}}
 
 
 def history(*args: Any, **options: Any) -> History:
@@ -101,7 +101,7 @@ def make_search(folder: Path, journal: Sequence[Event], recipe: str = "intent", 
         came = {one.rows: one.score for one in trial.reached}
         came |= {trial.finished.rows: trial.finished.score} if trial.finished else {}
         for rows in range(320, max(came, default=0) + 1, 320):
-            run.append("progress", update=rows // per, of=FULL // per, loss=640 / rows + trial.number / 100)
+            run.append("progress", update=rows // per, of=FULL // per, rows=rows, loss=640 / rows + trial.number / 100)
         for rows, score in came.items():
             run.append("evaluated", split="valid", update=rows // per, scores={"accuracy": score, "rows": 500})
     return found

@@ -26,7 +26,7 @@ import yaml
 from rtrain import env, ray_internals
 from rtrain.cluster import supply
 from rtrain.cluster.jobs import naming, upload
-from rtrain.cluster.rehearsal import certificate, plan as plans
+from rtrain.cluster.rehearsal import measured, plan as plans
 from rtrain.cluster.rehearsal.up import Up, free_ports, up
 from rtrain.run import Run
 from tests.conftest import labelled_rows, write_rows
@@ -160,8 +160,8 @@ def grow(folder: Path) -> dict[str, Any]:
         "seconds": seconds,
         "needed": small.needed(4, supply.data_cpus(None, 4), "cpu"),
         "started": len(machines),
-        "at_a_time": certificate.most_at_a_time(
-            certificate.nodes_of({one.name: one for one in machines}, {}, small, [], begin)
+        "at_a_time": measured.most_at_a_time(
+            measured.nodes_of({one.name: one for one in machines}, {}, small, [], begin)
         ),
         "in_the_end": count,
         "asked_s": [round(one.asked - begin, 1) for one in machines],

@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,11 @@ from benchmarks.compress import (
 )
 from benchmarks.compress.figures import Aim
 from rtrain.batch import pack, padded
+from rtrain.compress import quantize
+from rtrain.gate import inspection
 from rtrain.predict import Predictor
 from rtrain.run import Run
-from tests import tiny
+from tests import quantizing, tiny
 
 # ------------------------------------------------------------------------------------------------------------- figures
 
@@ -49,11 +53,11 @@ def test_a_figure_reaches_its_goal_its_floor_or_neither(aim: Aim, value: float, 
 def test_figures_of_parts_and_of_sets_stand_in_the_table_beside_their_aims() -> None:
     results = {
         "scores": {"sets": {"banking77": {"student_score_ratio": 0.99, "teacher": 0.9}}},
-        "starts": {"cold_start_s": 0.5, "cold": [0.5], "about": {"rows": 3000}},
+        "starts": {"limits": {"cold_start_s": 0.25}, "cold_start_s": 0.5, "cold": [0.5], "about": {"rows": 3000}},
     }
     assert figures.table(results).splitlines()[2:] == [
-        "| `student_score_ratio` | banking77 | 0.99 | 0.98 | 0.995 | floor |",
-        "| `cold_start_s` |  | 0.5 s | 0.7 s | 0.45 s | floor |",
+        "| `student_score_ratio` | banking77 | 0.99 | 0.98 | 0.995 |  | floor |",
+        "| `cold_start_s` |  | 0.5 s | 0.7 s | 0.45 s | 0.25 s | floor |",
     ]
 
 
@@ -180,13 +184,46 @@ def test_every_set_is_a_line_of_the_task_benchmark_and_can_be_thinned() -> None:
         assert job.folder in command.NAMES
 
 
+def test_other_rows_seeds_or_settings_of_students_have_folders_of_their_own(tmp_path: Path) -> None:
+    """Models that are finished are not made again: those of other settings would be taken for them."""
+    work = making.Work(tmp_path, tmp_path, 3000, 2)
+    others = [replace(work, rows=None), replace(work, epochs=3), replace(work, seed=1)]
+    assert len({making.place(one, making.BANKING) for one in (work, *others)}) == 4
+    wider = [replace(work, student=student) for student in ((), ("distill.layers=4",), ("distill.layers=2",))]
+    assert len({making.students(one, making.BANKING) for one in wider}) == 3
+    assert {making.place(one, making.BANKING) for one in wider} == {making.place(work, making.BANKING)}
+    both = [replace(work, student=given) for given in (("a=1", "b=2"), ("b=2", "a=1"))]
+    assert len({making.students(one, making.BANKING) for one in both}) == 1
+
+
+def test_limits_are_measured_on_an_artefact_itself(tmp_path: Path) -> None:
+    made = quantizing.make(tmp_path, rows=40)
+    small = quantizing.complete(made, tmp_path / "int8", calibration_rows=8)
+    parts = inspection.inspect(small)["parts"]
+    whole = sum(parts[name]["precisions"]["i8"] for name in ("layers", "word table")) / 1e6
+    assert 0.5 * whole < limit.served_mb(small) < making.megabytes(small)
+    packed = shutil.copytree(small, tmp_path / "packed")
+    quantize._pack(packed)
+    assert limit.served_mb(packed) == limit.served_mb(small)
+    assert 0 < limit.cold_s(small, tries=1) < 60
+    one, more = (limit.fallback_s(small, made.store, 8, count, 1) for count in (2, 2000))
+    assert 0 < one < more
+
+
 # -------------------------------------------------------------------------------------------------------- command line
 
 
 def test_parts_sets_and_rows_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = command.parse(["data", "--only", "starts", "--sets", "banking77", "--rows", "3000"])
     assert (chosen.only, chosen.sets, chosen.rows) == (["starts"], ["banking77"], 3000)
-    for wrong in (["data", "--rows", "3"], ["data", "--only", "speed"], ["data", "--epochs", "0"], []):
+    assert command.parse(["data", "--rows", "300", "--sets", "squadshifts", "--seed", "1"]).seed == 1
+    for wrong in (
+        ["data", "--rows", "300"],
+        ["data", "--rows", "3", "--sets", "squadshifts"],
+        ["data", "--only", "speed"],
+        ["data", "--epochs", "0"],
+        [],
+    ):
         with pytest.raises(SystemExit):
             command.parse(wrong)
     capsys.readouterr()

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from benchmarks import foretold
 from benchmarks.foretold import Work
 from rtrain import config as configuration
+from rtrain.doctor import frequency
 from rtrain.doctor.forecast import layouts, plan as planning
 
 # ------------------------------------------------------------------------------------------------------------- the rows
@@ -51,10 +53,23 @@ def test_questions_are_those_of_whole_passages(data: Path, tmp_path: Path) -> No
 
 
 def test_a_run_is_scored_on_other_messages_than_it_learns(data: Path, tmp_path: Path) -> None:
-    given = foretold.files(Work(data, tmp_path, 1, 1.0), "k", 30)
+    job = replace(foretold.STUDIES["messages"], rows=20, scored=10)
+    given = foretold.files(Work(data, tmp_path, 1, 1.0), "messages", job)
     found = dict(zip(given[::2], given[1::2], strict=True))
     assert found["--valid"] == found["--test"]
-    assert not set(texts(found["--data"])) & set(texts(found["--valid"]))
+    learned, scored = texts(found["--data"]), texts(found["--valid"])
+    assert (len(learned), len(scored)) == (20, 10)
+    assert not set(learned) & set(scored)
+
+
+def test_a_run_is_scored_on_other_passages_than_it_learns(data: Path, tmp_path: Path) -> None:
+    job = replace(foretold.STUDIES["questions"], rows=8, scored=8)
+    given = foretold.files(Work(data, tmp_path, 1, 1.0), "questions", job)
+    found = dict(zip(given[::2], given[1::2], strict=True))
+    titles = [
+        [one["title"] for one in json.loads(Path(found[name]).read_text())["data"]] for name in ("--data", "--test")
+    ]
+    assert titles == [["0", "1"], ["2", "3"]]
 
 
 def _made(folder: Path) -> Path:
@@ -66,18 +81,19 @@ def _made(folder: Path) -> Path:
 
 
 def test_every_frequency_is_scored_after_as_many_rows() -> None:
-    found = {k: foretold.settings(k, 1.0, 0, 3) for k in (1, 2, 4, 8)}
-    assert {one["train.rows_per_update"] * one["train.evaluate_every"] for one in found.values()} == {
-        foretold.EVERY_ROWS
-    }
-    assert foretold.settings(4, 2.0, 0, 3)["optim.lr"] == pytest.approx(2 * found[4]["optim.lr"])
-    configuration.load("intent", {"data.path": "rows.csv", "data.valid": "valid.csv", **found[8]})
+    """And its learning rate is carried as a search carries it."""
+    job, recipe = foretold.STUDIES["messages"], configuration.load("intent", {"data.path": "rows.csv"})
+    for k in (1, 2, 4, 8):
+        found = foretold.settings(job, {"rows_per_update": 16 * k, "settings": frequency.settings(recipe, k)}, 1)
+        assert 16 * k * found["train.evaluate_every"] == job.every_rows
+        made = configuration.load("intent", {"data.path": "rows.csv", "data.valid": "valid.csv", **found}).recipe
+        assert made.rows_per_update == 16 * k
+        assert made.peak_lr == pytest.approx(recipe.recipe.peak_lr * (k / 4) ** 0.5)
+        assert made.train.seed == 1
 
 
-def test_too_short_a_pilot_is_refused() -> None:
-    with pytest.raises(SystemExit, match=r"a pilot of 450 rows is too short .* needs 1536"):
-        foretold.pilot_rows(1000)
-    assert foretold.pilot_rows(5000) == 2250
+def test_seconds_are_counted_until_the_goal_where_all_runs_have_reached_it() -> None:
+    assert [foretold.target(least) for least in (0.95, 0.9, 0.87)] == [0.9, 0.9, 0.87]
 
 
 def test_this_machine_is_a_cluster_of_its_own(tmp_path: Path) -> None:
@@ -110,14 +126,15 @@ def test_the_choice_is_compared_with_the_best_of_the_runs() -> None:
     options = [{"k": k, "relative": relative} for k, relative in ((1, 1.3), (2, 1.0), (4, 1.1))]
     told = {"options": options, "aggregation_frequency": 2}
     logs = {1: [log(1.0, 10)], 2: [log(2.0, 4)], 4: [log(3.0, 2)]}
-    found = foretold.reached(told, logs, 0.8)
+    found = foretold.reached(told, logs, "accuracy", 0.8)
+    assert (found["accuracy"], found["goal"]) == (0.8, {"accuracy": 0.9, "reached": False})
     assert [one["seconds"] for one in found["by_k"]] == [[10.0], [8.0], [6.0]]
     assert [one["measured"] for one in found["by_k"]] == pytest.approx([10 / 6, 8 / 6, 1.0])
     assert (found["chosen"], found["over_the_best"]) == (2, pytest.approx(1 / 3))
 
 
 def test_what_is_asked_of_it_is_checked() -> None:
-    assert foretold.parse(["DATA", "--only", "hours"]).seeds == 1
+    assert foretold.parse(["DATA", "--only", "hours"]).seeds == 3
     for wrong in (["--seeds", "0"], ["--share", "0"], ["--share", "2"], ["--only", "money"]):
         with pytest.raises(SystemExit):
             foretold.parse(["DATA", *wrong])

@@ -14,11 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import __main__ as command, memory, profile, report, runner, score
+from benchmarks.gpu import __main__ as command, memory, profile, report, right, runner, score, speed
 from benchmarks.gpu.bench import largest
 from benchmarks.gpu.resume import differing
+from rtrain.doctor.forecast import memory as forecast
+from rtrain.proof import planted
+from rtrain.training import step
 from tests.conftest import STARTUP, labelled_rows, write_rows
 from tests.test_imports import ROOT
+from tests.test_training_step import make_network, make_rows, pick
 from tests.tiny import make_encoder
 
 FORBIDDEN = ("ray", "datasets", "openvino", "nncf", "sklearn", "fastapi", "typer", "rich", "jinja2", "sacrebleu")
@@ -216,6 +220,20 @@ def test_a_section_is_cut_off_at_its_share(carried: Path, tmp_path: Path) -> Non
 # ------------------------------------------------------------------------------------------------------- pure parts
 
 
+def test_passes_of_any_size_are_one_training_and_a_planted_bug_shows(tmp_path: Path) -> None:
+    start, rows = make_network(make_encoder(tmp_path / "encoder")).eval(), make_rows(8)
+
+    def trained(most: int, run_update: step.RunUpdate = step.run_update) -> right._Run:
+        found = right._Run(start)
+        found.update(run_update, [pick(rows, range(first, min(first + most, 8))) for first in range(0, 8, most)])
+        return found
+
+    weights, gradient, worst = trained(3).differences(trained(8))
+    assert 0 < max(weights, gradient) < right.TOLERANCE
+    assert worst in dict(start.named_parameters())
+    assert max(trained(3, planted.BUGS["k ignored"]).differences(trained(8))[:2]) > right.SEEN
+
+
 def test_time_that_is_left_over_goes_to_those_that_come_after() -> None:
     names = list(runner.SHARES)
     assert sum(runner.SHARES.values()) == 40
@@ -281,8 +299,18 @@ def test_tensors_that_differ_are_named(tmp_path: Path) -> None:
     assert differing(tmp_path / "a", tmp_path / "a") == ([], 3, 0.0)
 
 
-def test_the_forecast_counts_state_and_activations() -> None:
-    shape = memory.Shape(weights=1000, linear=800, layers=2, hidden=10)
-    assert memory.activations(shape, 3, "fp32", False) == 3 * 10 * (2 * 70 + 9)
-    assert memory.activations(shape, 3, "bf16", True) == 3 * 10 * (2 * 4 + 38 + 9)
-    assert memory.forecast(shape, 3, "bf16", False) == 16_000 + 1600 + 3 * 10 * (2 * 38 + 9)
+def test_memory_is_compared_with_what_plan_foretells(tmp_path: Path) -> None:
+    made: Any = make_network(make_encoder(tmp_path / "encoder")).float()
+    found = {again: memory.traced(made, [40, 9], "fp32", again) for again in (False, True)}
+    assert found[False].weights == sum(one.nbytes for one in (*made.parameters(), *made.buffers()))
+    assert 0 < found[True].activations < found[False].activations
+    assert (
+        memory.foretold(found[False]) == forecast.needed(found[False], 1, process=0.0).total > 4 * found[False].weights
+    )
+
+
+def test_each_kind_of_texts_has_bounds() -> None:
+    assert [speed.over_peer(kind) for kind in ("long", "squadshifts")] == [
+        {"floor": 1.3, "goal": 2.0},
+        {"floor": 1.2, "goal": 1.5},
+    ]

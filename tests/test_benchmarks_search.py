@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.search import __main__ as command, commands, figures, kills, parts
+from benchmarks import tasks
+from benchmarks.search import __main__ as command, commands, figures, kills, others, parts
 from benchmarks.search.figures import Ended, Trained
+from rtrain import config
 from rtrain.run import Run
+from tests.histories import asked, finished, make_search, reached as came_to
 from tests.test_imports import ROOT
+from tune.asking import space
 from tune.known.history import Finished, History, Reached, Trial
 
 # ------------------------------------------------------------------------------------------------------------- the rows
@@ -31,10 +35,12 @@ def test_rows_up_to_the_last_rung_are_the_search_s_and_the_others_its_end() -> N
         Trial(2, diverged="the loss rose"),
         Trial(3, reached=(reached(0, 200),), error="no disk"),
         Trial(4, of=0, seed=1, finished=finished),
+        Trial(5, of=1, seed=1, reached=(reached(0, 200),)),
     )
+    # Trial 5 was begun to see how much a seed makes.
     # Trial 2 diverged after 70 rows; trial 3 failed at 250, on its way to the next rung.
-    found = figures.rows_of_search(History(trials), {0: 1000, 1: 200, 2: 70, 3: 250, 4: 990})
-    assert found == (400 + 200 + 70 + 250, 600 + 990)
+    found = figures.rows_of_search(History(trials), {0: 1000, 1: 200, 2: 70, 3: 250, 4: 990, 5: 200})
+    assert found == (400 + 200 + 70 + 250 + 200, 600 + 990)
 
 
 def test_rows_of_a_log_are_those_of_all_starts(tmp_path: Path) -> None:
@@ -89,8 +95,8 @@ def test_the_best_of_random_runs_is_chosen_by_validation_and_told_by_test() -> N
 def test_the_rows_of_random_search_are_those_of_the_runs_that_it_takes() -> None:
     # 0.71 less a deviation of 0.01 is expected of two runs, which are 2,000 rows.
     found = figures.against_random(POOL, [ended(0.71, rows=500)], [0.69, 0.70, 0.71], full_rows=1000)
-    assert (found["random_runs_needed"], found["rows_vs_random"]) == (2, 4.0)
-    assert found["rows_vs_random_more_than"] is None
+    assert (found["random_runs_needed"], found["rows_vs_random"]) == (2, 0.25)
+    assert found["rows_vs_random_less_than"] is None
     # Student's t of 2 degrees of freedom is 4.303: 0.70 +- 4.303 x 0.01 x sqrt(4 / 3).
     assert found["default_interval"] == pytest.approx((0.6503, 0.7497), abs=1e-4)
     assert found["runs_above_the_default"] == 1
@@ -98,11 +104,27 @@ def test_the_rows_of_random_search_are_those_of_the_runs_that_it_takes() -> None
 
 def test_a_pool_that_never_comes_there_tells_how_many_rows_are_too_few() -> None:
     found = figures.against_random(POOL, [ended(0.99, rows=500)], [0.70], full_rows=1000)
-    assert (found["random_runs_needed"], found["rows_vs_random"], found["rows_vs_random_more_than"]) == (None, None, 6)
+    assert (found["random_runs_needed"], found["rows_vs_random"]) == (None, None)
+    assert found["rows_vs_random_less_than"] == pytest.approx(1 / 6)
     assert found["runs_above_the_default"] is None
 
 
 # ---------------------------------------------------------------------------------------------------------------- times
+
+
+def test_the_time_is_told_as_a_share_of_that_with_an_exchange_after_every_pass() -> None:
+    found = figures.time_vs_k1([(6.0, 10.0), (5.0, 10.0), (9.0, 10.0), (None, 10.0), (3.0, None)])
+    assert (found["time_vs_k1"], found["seeds_that_reached_it"]) == (pytest.approx(0.6), 3)
+    assert figures.time_vs_k1([(None, 10.0)])["time_vs_k1"] is None
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_trainings_of_all_frequencies_are_evaluated_after_equal_rows(k: int) -> None:
+    searched = config.load("intent", {"data.path": "rows.csv", **parts.aim(0.9)})
+    rows = space.evaluated_every(searched)
+    chosen = config.load("intent", {"data.path": "rows.csv", "train.aggregation_frequency": k})
+    every = parts.evaluated(chosen, rows)["train.evaluate_every"]
+    assert every * chosen.recipe.rows_per_update == rows == 256
 
 
 def progress(*times: float) -> list[dict[str, Any]]:
@@ -160,8 +182,6 @@ def test_made_up_rows_are_the_same_each_time_and_distinct(tmp_path: Path) -> Non
 
 
 def test_settings_are_written_as_the_command_reads_them() -> None:
-    from rtrain import config
-
     values = {"data.path": "rows.csv", "train.rows_per_update": None, "optim.lr": 1e-5, "tune.target": 0.9}
     given = commands.settings({**values, "tune.space": {"optim.lr": [1e-4, 2e-4]}, "tune.objective": "time"})
     made = config.load("intent", dict(config.parse_assignment(text) for text in given[1::2]))
@@ -196,6 +216,31 @@ def test_a_command_that_fails_names_its_output(tmp_path: Path) -> None:
     assert "no-such-recipe" in (tmp_path / "log").read_text()
 
 
+# ------------------------------------------------------------------------------------------------------ other tasks
+
+
+def test_a_search_of_other_rows_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    job = next(job for job in tasks.JOBS if job.name == others.SETS[0])
+    one, two = (others.place(parts.Work(tmp_path, tmp_path, rows, 2, 3, 24, 5), job) for rows in (1000, 2000))
+    assert one != two
+    assert one.name == two.name == job.folder
+
+
+def test_essays_are_told_by_the_error_that_was_searched_for_and_kappa_beside(tmp_path: Path) -> None:
+    """The winner has the lower error, and the lower kappa."""
+    journal = [asked(0, by="recipe"), asked(1, {"optim.lr": 1e-4})]
+    journal += [came_to(number, 0, score) for number, score in enumerate((-0.5, -0.4))]
+    journal += [finished(number, -0.4) for number in range(2)]
+    journal += [{"kind": "chosen", "best": 1, "verdict": {"kind": "better"}}]
+    made = make_search(tmp_path, journal, "essay")
+    made.append("searched", best=1, trials=2)
+    for number, scores in enumerate(({"neg_rmse": -0.5, "qwk": 0.7}, {"neg_rmse": -0.4, "qwk": 0.6})):
+        made.trial(number).summary.write_text(json.dumps({"metrics": {"test": scores}}))
+    found = others.told(made)
+    assert (found["score"], found["gain"]) == ("neg_rmse", pytest.approx(0.1))
+    assert found["beside"] == {"qwk": {"winner": 0.6, "default": 0.7}}
+
+
 # --------------------------------------------------------------------------------------------------------- command line
 
 
@@ -212,6 +257,7 @@ def test_the_folder_may_stand_behind_the_parts() -> None:
         (["data", "--only", "gains"], "no such part: gains"),
         (["data", "--rows", "10"], "--rows 10: write 1000 or more"),
         (["data", "--searches", "0"], "--searches 0: write 1 or more"),
+        (["data", "--target", "90"], "--target 90: write a share, e.g. 0.9"),
     ],
 )
 def test_what_the_command_line_cannot_do_is_refused(

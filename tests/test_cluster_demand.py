@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,8 @@ from hypothesis import given, strategies
 
 from rtrain import config, ray_internals
 from rtrain.cluster import supply
-from rtrain.cluster.demand import EXPIRE_S, REPEAT_S, Bundle, Demand, places, told
-from rtrain.cluster.supply import Node
+from rtrain.cluster.demand import EXPIRE_S, REPEAT_S, Demand, Place, places, told
+from rtrain.cluster.supply import Host, Needs, Node
 from rtrain.run import Run
 from rtrain.runs import driver
 
@@ -32,40 +32,60 @@ NODES = strategies.lists(
 
 @given(
     most=strategies.integers(1, 20),
-    spare=strategies.integers(0, 4),
+    spare=strategies.none() | strategies.integers(0, 4),
     device=strategies.sampled_from(["cpu", "gpu"]),
     may=NODES,
 )
 def test_what_is_asked_for_is_the_whole_run_and_fits_what_may_come(
-    most: int, spare: int, device: str, may: list[Node]
+    most: int, spare: int | None, device: str, may: list[Node]
 ) -> None:
     workers = min(most, supply.fits(may, device, spare))
-    asked = places(most, spare, device, may)
-    assert len(asked) == (workers + spare if workers else 0)
+    asked = places(most, Needs(device, spare), list(map(Host, may)), NOTHING)
+    assert len(asked) == (workers + supply.data_cpus(spare, workers) if workers else 0)
     for name in ("CPU", "GPU"):
-        assert sum(bundle.get(name, 0.0) for bundle in asked) <= sum(node[name] for node in may)
+        assert sum(place.resource == name for place in asked) <= sum(node[name] for node in may)
 
 
-EIGHT: list[Node] = [{"CPU": 8.0}]
+NOTHING = supply.startable({})
+EIGHT = Host({"CPU": 8.0})
+CPU, GPU = Place("CPU"), Place("GPU")
 
 
 def test_workers_and_data_tasks_have_places_of_their_own() -> None:
-    assert places(8, 2, "cpu", EIGHT * 4) == [{"CPU": 1.0}] * 10  # two nodes, and no third
-    assert places(2, 2, "gpu", [{"CPU": 8.0, "GPU": 4.0}]) == [{"GPU": 1.0}] * 2 + [{"CPU": 1.0}] * 2
-    assert places(4, 2, "cpu", [{"CPU": 2.0}]) == []
+    assert places(8, Needs("cpu", 2), [EIGHT] * 4, NOTHING) == [CPU] * 10  # two nodes, and no third
+    assert places(2, Needs("gpu", 2), [Host({"CPU": 8.0, "GPU": 4.0})], NOTHING) == [GPU] * 2 + [CPU] * 2
+    assert places(4, Needs("cpu", 2), [Host({"CPU": 2.0})], NOTHING) == []
+    # Data tasks of 2 workers, and not of the 32 that it would rather have: those take 6 of the 4 CPUs.
+    assert places(32, Needs("cpu"), [Host({"CPU": 4.0})], NOTHING) == [CPU] * 4
+
+
+def test_data_tasks_are_not_asked_for_on_the_workers_nodes_unless_that_is_said() -> None:
+    hosts, training = [Host({"CPU": 1.0, "GPU": 2.0}, {"for": "training"}), EIGHT], {"for": "training"}
+    assert places(2, Needs("gpu", 2, training), hosts, NOTHING) == [Place("GPU", training)] * 2 + [CPU] * 2
+    assert places(2, Needs("gpu", 1, training, training), hosts, NOTHING) == [
+        *[Place("GPU", training)] * 2,
+        Place("CPU", training),
+    ]
+    assert places(2, Needs("gpu", 2, training, training), hosts, NOTHING) == []
+
+
+def test_a_node_less_is_asked_for_where_all_of_one_type_leave_no_place_for_another() -> None:
+    kinds = {"gpu": {"resources": {"GPU": 1}}, "cpu": {"resources": {"CPU": 8}}}
+    may = supply.startable({"max_workers": 4, "available_node_types": kinds})
+    assert places(4, Needs("gpu"), [], may) == [GPU] * 3 + [CPU] * 2
 
 
 class Book:
     """Takes requests, and keeps them."""
 
     def __init__(self) -> None:
-        self.given: list[tuple[list[Bundle], float]] = []
-        self.labels: list[Mapping[str, str]] = []
+        self.given: list[tuple[list[dict[str, float]], float]] = []
+        self.labels: list[list[dict[str, str]]] = []
         self.taken_back = 0
 
-    def ask(self, bundles: Sequence[Bundle], labels: Mapping[str, str], expire_s: float) -> None:
+    def ask(self, bundles: Sequence[dict[str, float]], labels: Sequence[dict[str, str]], expire_s: float) -> None:
         self.given.append((list(bundles), expire_s))
-        self.labels.append(labels)
+        self.labels.append(list(labels))
 
     def take_back(self) -> None:
         self.taken_back += 1
@@ -73,21 +93,21 @@ class Book:
 
 def test_a_request_is_repeated_before_it_expires_changed_at_once_and_taken_back_once() -> None:
     book, now = Book(), [100.0]
-    demand = Demand(book, {"for": "training"}, lambda: now[0])
-    one, two = [{"CPU": 1.0}], [{"CPU": 1.0}] * 2
+    demand = Demand(book, lambda: now[0])
+    one, two = [Place("CPU", {"for": "training"})], [Place("CPU", {"for": "training"}), CPU]
     for second in range(40):
         now[0] = 100.0 + second
         demand.want(one)
     assert REPEAT_S < EXPIRE_S
-    assert book.given == [(one, EXPIRE_S)] * 3  # at 0, 15 and 30 s
+    assert book.given == [([{"CPU": 1.0}], EXPIRE_S)] * 3  # at 0, 15 and 30 s
     assert demand.seconds == 39.0
     demand.want(two)
-    assert book.given[-1] == (two, EXPIRE_S)
-    assert (demand.bundles, demand.seconds) == (two, 39.0)
+    assert book.given[-1] == ([{"CPU": 1.0}] * 2, EXPIRE_S)
+    assert (demand.places, demand.seconds) == (two, 39.0)
     demand.want([])
     demand.end()
-    assert (book.taken_back, demand.bundles, demand.seconds) == (1, [], 0.0)
-    assert book.labels == [{"for": "training"}] * 4
+    assert (book.taken_back, demand.places, demand.seconds) == (1, [], 0.0)
+    assert book.labels == [[{"for": "training"}]] * 3 + [[{"for": "training"}, {}]]
 
 
 def test_a_run_asks_from_its_start_to_its_end_and_only_where_there_is_an_autoscaler(
@@ -95,7 +115,7 @@ def test_a_run_asks_from_its_start_to_its_end_and_only_where_there_is_an_autosca
 ) -> None:
     book, document = Book(), {"max_workers": 2, "available_node_types": {"big": {"resources": {"CPU": 8}}}}
     monkeypatch.setattr(ray_internals, "Requests", lambda name: book)
-    monkeypatch.setattr(supply, "here", lambda labels=supply.ANY: EIGHT)
+    monkeypatch.setattr(supply, "up", lambda: [EIGHT])
     prepared: Any = SimpleNamespace(
         device=SimpleNamespace(workers=10, device="cpu"),
         config=config.load("intent", {"train.workers": 10, "train.min_workers": 1}),
@@ -111,14 +131,17 @@ def test_a_run_asks_from_its_start_to_its_end_and_only_where_there_is_an_autosca
 
 
 def test_it_says_what_is_waited_for_with_which_nodes_and_for_how_long() -> None:
-    types: dict[str, Node] = {"worker": {"CPU": 8.0}, "gpu": {"CPU": 8.0, "GPU": 1.0}, "store": {"disk": 1.0}}
-    assert told([{"CPU": 1.0}] * 3, types, 42.4) == (
-        "the autoscaler is asked for 3 CPUs on gpu or worker nodes, for 42 s now"
-    )
-    assert told([{"GPU": 1.0}], types, 0) == "the autoscaler is asked for 1 GPU on gpu nodes, for 0 s now"
-    assert told([{"CPU": 1.0}, {"GPU": 1.0}], {}, 1).startswith(
-        "the autoscaler is asked for 1 CPU and 1 GPU on no nodes"
-    )
+    kinds = {
+        "worker": {"resources": {"CPU": 8}, "labels": {"for": "data"}},
+        "gpu": {"resources": {"CPU": 8, "GPU": 1}},
+        "store": {"resources": {"disk": 1}},
+    }
+    may = supply.startable({"max_workers": 4, "available_node_types": kinds})
+    assert told([CPU] * 3, may, 42.4) == "the autoscaler is asked for 3 CPUs on gpu or worker nodes, for 42 s now"
+    assert told([GPU], may, 0) == "the autoscaler is asked for 1 GPU on gpu nodes, for 0 s now"
+    of_data = [Place("CPU", {"for": "data"})]
+    assert told(of_data, may, 0) == "the autoscaler is asked for 1 CPU on worker nodes, for 0 s now"
+    assert told([CPU, GPU], NOTHING, 1).startswith("the autoscaler is asked for 1 CPU and 1 GPU on no nodes")
 
 
 # ------------------------------------------------------------------------------------------------ what may be started
@@ -133,13 +156,13 @@ def test_the_types_come_from_the_file_or_from_the_variable_itself(
         "available_node_types": {"head": {"resources": {"CPU": 0}}, "big": {"resources": {"CPU": 16}}},
     }
     (tmp_path / "file.yaml").write_text(json.dumps(document))
-    monkeypatch.setattr(supply, "here", lambda labels=supply.ANY: [{"CPU": 0.0}])
+    monkeypatch.setattr(supply, "up", lambda: [Host({"CPU": 0.0})])
     for value in (json.dumps(document), str(tmp_path / "file.yaml")):
         monkeypatch.setenv(supply.AUTOSCALER_FILE, value)
         assert supply.types() == {"big": {"CPU": 16.0}}
         assert supply.may("cpu") == [{"CPU": 0.0}, {"CPU": 16.0}, {"CPU": 16.0}]
         assert supply.most("cpu") == 32
-    monkeypatch.setattr(supply, "here", lambda labels=supply.ANY: [{"CPU": 64.0}])
+    monkeypatch.setattr(supply, "up", lambda: [Host({"CPU": 64.0})])
     assert supply.may("cpu") == [{"CPU": 64.0}]
 
 

@@ -127,6 +127,21 @@ BROKEN = (
 )
 
 
+def test_room_is_counted_on_nodes_that_may_be_up_together() -> None:
+    """GPUs and CPUs are both there, and not at a time."""
+    text = TEXT.replace("max_workers: 4\n#", "max_workers: 1\n#").replace("resources: {CPU: 8}", "resources: {CPU: 1}")
+    more = "  big:\n    resources: {CPU: 3, GPU: 8}\n    max_workers: 1\n    node_config: {}\n"
+    text = text.replace("available_node_types:\n", f"available_node_types:\n{more}", 1)
+    assert not [one for one in lint.check(text, HERE) if one.rule == "room"]
+    short = text.replace("{CPU: 3, GPU: 8}", "{CPU: 2, GPU: 8}")
+    [found] = [one for one in lint.check(short, HERE) if one.rule == "room"]
+    assert found.what == (
+        "no nodes that may be up together have 8 GPUs for workers and 3 CPUs for their data tasks; there may be "
+        "big (8 GPU and 2 CPU), worker (1 CPU); max_workers: 1 over all types"
+    )
+    assert found.mend == "raise max_workers, 1 over all types, or take larger nodes"
+
+
 def line_of(text: str, words_: str) -> int:
     assert words_ in text, words_
     return text[: text.index(words_)].count("\n") + 1

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, strategies
 
 from rtrain import config
-from rtrain.cluster import preflight
+from rtrain.cluster import demand, preflight, supply
 from rtrain.config import Recipe
-from rtrain.errors import UserError
+from rtrain.errors import Problem, UserError
+from rtrain.runs import notice
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,21 +37,54 @@ def test_a_row_for_every_worker_is_enough() -> None:
     assert preflight.rows(recipe(4), 4) == []
 
 
-@pytest.mark.parametrize(("cpus", "workers", "spare", "fix"), [(2, 2, 1, 1), (4, 8, 2, 2), (1, 2, 1, 1), (3, 3, 1, 2)])
+def test_workers_of_one_replica_share_a_row() -> None:
+    cut = recipe(4).model_copy(update={"train": recipe(4).train.model_copy(update={"tensor": 2})})
+    assert preflight.rows(cut, 2) == []
+    [problem] = preflight.rows(cut, 1)
+    assert problem.fix == "write --workers 2, or give more rows"
+
+
+def capacity(of: Recipe, device: str, asked: int | None, cpus: int) -> list[Problem]:
+    """The problems on one node of so many CPUs, which has GPUs too, and no autoscaler."""
+    needs, hosts = supply.Needs(device, asked), [supply.Host({"CPU": float(cpus), "GPU": 100.0})]
+    return preflight.capacity(of, needs, hosts, supply.startable({}))
+
+
+@pytest.mark.parametrize(("cpus", "workers", "spare", "fix"), [(2, 2, 1, 1), (4, 8, 2, 2), (1, 2, 1, 0), (3, 3, 1, 2)])
 def test_a_layout_that_can_never_be_placed_is_refused(cpus: int, workers: int, spare: int, fix: int) -> None:
-    [problem] = preflight.capacity(recipe(workers), cpus, spare)
+    [problem] = capacity(recipe(workers), "cpu", spare, cpus)
     assert problem.reason == (f"workers and data tasks need {workers + spare} logical CPUs, the Ray cluster has {cpus}")
-    assert problem.fix == f"write --workers {fix}, or start nodes with more --num-cpus"
+    assert problem.fix == f"{f'write --workers {fix}, or ' if fix else ''}start nodes with more --num-cpus"
 
 
 def test_a_layout_that_just_fits_is_taken() -> None:
-    assert preflight.capacity(recipe(2), 3, 1) == []
+    assert capacity(recipe(2), "cpu", 1, 3) == []
 
 
 def test_workers_with_gpus_need_cpus_for_their_data_alone() -> None:
-    assert preflight.capacity(recipe(8), 2, 2, "gpu") == []
-    [problem] = preflight.capacity(recipe(8), 1, 2, "gpu")
+    assert capacity(recipe(8), "gpu", 2, 2) == []
+    [problem] = capacity(recipe(8), "gpu", 2, 1)
     assert problem.reason == "data tasks need 2 logical CPUs beside the GPUs, the Ray cluster has 1"
+
+
+@given(
+    most=strategies.integers(1, 100),
+    share=strategies.floats(0, 1),
+    device=strategies.sampled_from(["cpu", "gpu"]),
+    asked=strategies.none() | strategies.integers(1, 6),
+    cpus=strategies.integers(0, 40),
+)
+def test_what_is_not_refused_starts_by_what_is_free(
+    most: int, share: float, device: str, asked: int | None, cpus: int
+) -> None:
+    """An elastic run waits for its least number; where that has room it must not wait for the data tasks of all."""
+    least = max(1, int(share * most))
+    hosts, needs = [supply.Host({"CPU": float(cpus), "GPU": 100.0})], supply.Needs(device, asked)
+    elastic = config.load("intent", {"train.workers": most, "train.min_workers": least}).recipe
+    refused = capacity(elastic, device, asked, cpus)
+    workers = notice.wanted(most, least, needs)(hosts)
+    assert bool(refused) == (workers == 0)
+    assert bool(refused) == (len(demand.places(most, needs, hosts, supply.startable({}))) < least)
 
 
 def test_a_full_disk_is_refused_also_for_a_folder_that_is_yet_to_be(
@@ -132,3 +167,35 @@ def test_a_node_with_another_folder_there_is_named(tmp_path: Path) -> None:
     refused, left = done.stdout.splitlines()[-2:]
     assert re.search(rf"^--out: {tmp_path} is another folder on 1 of 2 nodes \(\S+ [0-9a-f]{{8}}\)", refused)
     assert left == "left behind: []"
+
+
+@pytest.mark.parametrize(
+    ("concurrent", "workers", "fix"), [(5, 2, "write 4"), (2, 8, "write 1"), (4, 2, None), (None, 64, None)]
+)
+def test_a_search_with_more_workers_than_a_private_machine_can_carry_is_refused(
+    concurrent: int | None, workers: int, fix: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two cores."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    asked = {"data.path": "rows.csv", "tune.concurrent": concurrent, "train.workers": workers}
+    found = preflight.overbooked(config.load("intent", asked), 2)
+    if fix is None or concurrent is None:
+        assert found == []
+        return
+    told = f"{concurrent} trials of {workers} workers are {concurrent * workers} processes at a time, on 2 cores"
+    assert [(one.field, one.reason, one.fix) for one in found] == [("tune.concurrent", told, f"{fix}, or leave it out")]
+    assert preflight.overbooked(config.load("intent", {**asked, "cluster.address": "10.0.0.1:6379"}), 2) == []
+
+
+def test_the_verb_refuses_it_before_ray_is_imported_or_a_row_is_read(tmp_path: Path) -> None:
+    words = ["tune", "intent", "--data", "no-such-file.csv", "--set", "tune.concurrent=5000", "--out", "search"]
+    program = (
+        f"import atexit, sys\nfrom rtrain.cli.app import main\n"
+        "atexit.register(lambda: print(sorted({'ray', 'torch', 'transformers'} & sys.modules.keys())))\n"
+        f"main({words!r})"
+    )
+    own = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=own)
+    assert (done.returncode, done.stdout) == (2, "[]\n")
+    assert "5000 trials of 2 workers are 10000 processes at a time" in done.stderr
+    assert list(tmp_path.iterdir()) == []

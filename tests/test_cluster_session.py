@@ -1,15 +1,19 @@
 """What a private Ray is started with: processors for its data tasks, size and place of its object store."""
 
+import gc
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 
-from rtrain import config, ray_internals
+from rtrain import config, env, ray_internals
 from rtrain.cluster import session
 from rtrain.cluster.session import (
     LEAST_STORE_BYTES,
@@ -21,6 +25,7 @@ from rtrain.cluster.supply import DATA_CPUS, data_cpus
 from rtrain.errors import ConfigError, UserError
 from tests.conftest import STARTUP
 
+HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
 ROOT = Path(__file__).resolve().parents[1]
 MB = 1 << 20
 
@@ -158,3 +163,75 @@ def test_a_command_whose_own_ray_has_lost_its_store_ends_after_a_while(monkeypat
         session.until_interrupted()
     assert len(looks) == 2
     assert time.monotonic() - looks[1] >= 0.5
+
+
+# ----------------------------------------------------------------------------------------------------------- the start
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What Ray's `init` is called with, and what its raylet would be started with, in place of a start."""
+    import ray._private.services as services
+
+    calls: list[dict[str, Any]] = []
+
+    def start(command: list[str], kind: str, *given: Any, **named: Any) -> None:
+        calls[-1].update(named, command=command)
+
+    def init(**given: Any) -> None:
+        calls.append({"thread": threading.current_thread(), **given})
+        services.start_ray_process(["--num_prestart_python_workers=9"], "raylet", False)
+
+    monkeypatch.setattr(services, "start_ray_process", start)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray_internals, "mark", lambda: None)
+    monkeypatch.setenv("PYTHONPATH", "")
+    return calls
+
+
+def test_what_a_command_does_while_ray_starts_is_done_in_another_thread(started: list[dict[str, Any]]) -> None:
+    done: list[Any] = []
+
+    def work() -> None:
+        done.append(threading.current_thread())
+
+    session._start_local(2, session.Needs(ahead=1, environment={"A": "b"}, first="a.b", meanwhile=work))
+    [call] = started
+    assert call["thread"] is threading.current_thread()  # it sets handlers of signals
+    assert done[0] is not call["thread"]
+    assert (call["command"], call["env_updates"]) == (["--num_prestart_python_workers=1"], {"A": "b", HOOK: "a.b"})
+
+
+def test_an_error_of_it_is_the_command_s(started: list[dict[str, Any]]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        session._start_local(2, session.Needs(meanwhile=lambda: 1 / 0))
+
+
+def test_without_needs_there_is_a_process_ahead_for_each_core(started: list[dict[str, Any]]) -> None:
+    session._start_local(64, session.Needs())
+    [call] = started
+    assert call["num_cpus"] == 64
+    assert (call["command"], call["env_updates"]) == (
+        [f"--num_prestart_python_workers={env.cores()}"],
+        {HOOK: "rtrain.env.collect_less"},
+    )
+
+
+def test_a_cluster_that_is_named_is_none_of_this_command_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    assert session.starts_ray(config.load("intent"))
+    assert not session.starts_ray(config.load("intent", {"cluster.address": "10.0.0.1:6379"}))
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    assert not session.starts_ray(config.load("intent"))
+
+
+@pytest.mark.parametrize(("before", "after"), [(700, 10_000), (2000, 10_000), (100_000, 100_000), (0, 0)])
+def test_python_looks_for_garbage_no_more_often_than_before(before: int, after: int) -> None:
+    found = gc.get_threshold()
+    try:
+        gc.set_threshold(before, 7, 8)
+        env.collect_less()
+        assert gc.get_threshold() == (after, 7, 8)
+    finally:
+        gc.set_threshold(*found)

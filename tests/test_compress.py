@@ -68,7 +68,7 @@ def test_teacher_s_answers_are_kept_by_row(teacher: Path, student: Path) -> None
     assert kept.shape == (store.rows("train"), 3)
     answered = score.on_split(Predictor.load(teacher / "artifact"), store, "train", np.arange(store.rows("train")))
     assert np.abs(kept - np.stack(answered.outputs)).max() <= 1e-4
-    assert not teaching.ensure_answers(store, teacher / "artifact", made, "fp32")  # nothing is computed twice
+    assert not teaching.ensure_answers(store, teacher / "artifact", made)  # nothing is computed twice
 
 
 def test_distilled_run_names_its_teacher_and_trains_on_every_row(teacher: Path, student: Path) -> None:

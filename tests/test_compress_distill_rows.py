@@ -262,7 +262,7 @@ def test_a_store_with_answers_asks_nobody(tmp_path: Path, encoder: Path, monkeyp
     monkeypatch.setattr(teaching, "ensure_answers", ensure)
     for _ in range(3):
         for store in (own, rows):
-            teaching.teach(teacher, made, "fp32", store, encoder, Store, alike=True)
+            teaching.teach(teacher, made, store, encoder, Store, alike=True)
     assert asked == [own.folder, rows.folder]
 
 
@@ -270,7 +270,7 @@ def test_rows_of_other_labels_are_refused(tmp_path: Path, encoder: Path) -> None
     own, _ = stores(settings(tmp_path, encoder).recipe, encoder, tmp_path)
     teacher = make_artifact(tmp_path / "teacher", ("no", "yes"))
     with pytest.raises(UserError, match="these rows have 3 labels, and the teacher"):
-        teaching.teach(teacher, artifact.read(teacher), "fp32", own, encoder, Store, alike=True)
+        teaching.teach(teacher, artifact.read(teacher), own, encoder, Store, alike=True)
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
@@ -363,10 +363,29 @@ def test_other_architectures_are_refused_where_something_inside_is_learned(
     )
 
 
-def test_a_masked_language_model_does_not_teach(tmp_path: Path) -> None:
+def test_a_masked_language_model_teaches_what_is_inside_it_alone(tmp_path: Path, encoder: Path) -> None:
     from tests.tiny import make_task_artifact
 
     facts = {"mask": "[MASK]", "mask_id": 4, "vocabulary": 300, "special": [0, 1, 2, 3, 4]}
-    folder = make_task_artifact(tmp_path / "words", "masked_lm", Head((), facts))
-    with pytest.raises(UserError, match="answers with the words of a vocabulary"):
-        distill.Teacher.read(folder)
+    teacher = distill.Teacher.read(make_task_artifact(tmp_path / "words", "masked_lm", Head((), facts)))
+    chosen = masked(tmp_path, encoder)
+    assert distill.started(chosen, teacher, tmp_path).recipe.answers is None
+    for values, field in (
+        ({"distill.hidden": 0.0}, "distill.alpha"),
+        ({"distill.alpha": 0.7}, "distill.alpha"),
+        ({"distill.unlabelled": "rows.jsonl"}, "distill.unlabelled"),
+        ({"distill.teachers": ["runs/other"]}, "distill.teachers"),
+        ({"compress.vocabulary": "trim"}, "compress.vocabulary"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            distill.started(with_overrides(chosen, values), teacher, tmp_path)
+        assert [problem.field for problem in caught.value.problems] == [field]
+
+
+def masked(folder: Path, encoder: Path) -> Config:
+    """A student of a masked language model that learns what is inside it."""
+    path = write_rows(folder / "texts.csv", labelled_rows(60))
+    inside = {"distill.alpha": 0.0, "distill.hidden": 1.0, "distill.layers": 1}
+    return configuration.load(
+        "domain-adapt", {"data.path": str(path), "model.name": str(encoder), "data.label": None, **inside}
+    )

@@ -12,14 +12,15 @@ from safetensors.torch import load_file
 from rtrain import artifact, events
 from rtrain.checkpoints import checkpoint
 from rtrain.compress import distill, quantize, teacher as teaching
-from rtrain.config import Config
+from rtrain.config import Config, with_overrides
 from rtrain.data.stores.store import Store
 from rtrain.network import beside, trimming
 from rtrain.predict import Predictor
 from rtrain.report.live import said
 from rtrain.run import Run
-from rtrain.runs import opening
+from rtrain.runs import driver, opening, preparing
 from rtrain.runs.kept import Kept
+from tests import reports
 from tests.conftest import labelled_rows
 from tests.tiny import make_encoder
 from tests.trained import ROWS, TEST_ROWS, Trained
@@ -165,3 +166,52 @@ def test_a_student_by_name_may_have_another_tokenizer(
     assert np.array_equal(store.teacher(version)[:10], own.teacher(version)[places])
     assert opening.stored(run).recipe.model.name == str(stranger)
     assert trimming.size(run / "artifact") == trimming.size(stranger)
+
+
+@pytest.mark.slow
+def test_a_student_learns_the_mean_of_several_teachers(
+    trained: Trained, further: Path, kept_workers: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rows without labels too; resumed, it asks none of them again."""
+    other = trained.run.parent / "other-seed"
+    again = with_overrides(trained.config, {"train.seed": 5, "train.epochs": 2})
+    driver.fit(preparing.prepare(again, other), workers=kept_workers)
+    folder = trained.run.parent / "of-two"
+    config = asked(trained, **{"distill.unlabelled": str(further), "distill.teachers": [str(other)]})
+    assert distill.run(config, trained.run, folder, until=5, workers=kept_workers)[1]["status"] == "paused"
+    monkeypatch.setattr(teaching, "ensure_answers", never)
+    _, found = distill.run(opening.stored(trained.run), trained.run, folder, "resume", workers=kept_workers)
+    assert found["status"] == "finished"
+    store, versions = (
+        Store(quantize.store_of(folder)),
+        [artifact.read(run / "artifact").version for run in (trained.run, other)],
+    )
+    made = artifact.read(folder / "artifact")
+    assert (made.lineage["teacher"], made.lineage["co_teachers"]) == (versions[0], versions[1:])
+    own = Store(quantize.store_of(trained.run))
+    mean = np.mean([own.teacher(version) for version in versions], axis=0)
+    answers = store.teacher(str(opening.stored(folder).recipe.distill.answers))
+    assert np.allclose(answers[: own.rows("train")], mean, atol=1e-5)
+    assert store.labelled("train") == own.rows("train") < store.rows("train")
+
+
+@pytest.mark.slow
+def test_a_masked_language_model_s_student_learns_what_is_inside_it(ray_session: Path, kept_workers: Kept) -> None:
+    """With guesses of its own; none of the teacher's answers are kept."""
+    folder = ray_session / "masked-students"
+    folder.mkdir()
+    train = {"train.epochs": 2, "train.precision": "fp32", "train.rows_per_update": 8}
+    train |= {"train.aggregation_frequency": None, "gate.seconds": 0.5}
+    chosen = with_overrides(reports.settings_of("masked_lm", folder), train)
+    driver.fit(preparing.prepare(chosen, folder / "teacher"), workers=kept_workers)
+    inside = {"distill.alpha": 0.0, "distill.hidden": 1.0, "distill.relations": 1.0, "distill.relation_heads": 4}
+    config = opening.stored(folder / "teacher", {**STUDENT, **inside})
+    run, found = distill.run(config, folder / "teacher", folder / "student", workers=kept_workers)
+    assert found["status"] == "finished"
+    losses = [event["loss"] for event in events.read(run) if event["kind"] == "progress"]
+    assert losses[-1] < losses[0]
+    assert not list(Store(quantize.store_of(run)).folder.glob("teacher-*"))
+    gated = found["gate"]
+    assert gated["headline"]["name"] == "neg_loss"
+    assert gated["student"]
+    assert gated["rivals"][1]["absent"] == "none answers with words that are masked"

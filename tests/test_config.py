@@ -280,6 +280,11 @@ def test_all_problems_are_reported_at_once() -> None:
             "train.rows_per_update",
             "fewer rows than the 4 workers that share them",
         ),
+        (
+            {"train.rows_per_update": 1, "train.workers": 8, "train.tensor": 2, "train.pipeline": 2},
+            "train.rows_per_update",
+            "fewer rows than the 2 replicas of 4 workers each that share them",
+        ),
         ({"tune.objective": "time"}, "tune.target", "tune.objective=time needs a score to reach"),
         ({"serve.grpc_port": 8000}, "serve.grpc_port", "serve.port is that of HTTP"),
         ({"tune.money": 5}, "tune.price", "tune.money needs the price of a worker's hour"),
@@ -317,6 +322,12 @@ def test_all_problems_are_reported_at_once() -> None:
 def test_contradictions_are_refused(overrides: dict[str, Any], field: str, reason: str) -> None:
     [problem] = problems(INTENT, overrides)
     assert (problem.field, problem.reason) == (field, reason)
+
+
+@pytest.mark.parametrize("layout", [{"train.tensor": 4}, {"train.pipeline": 2, "train.tensor": 2}])
+def test_workers_of_one_replica_share_its_rows(layout: dict[str, Any]) -> None:
+    overrides = {"train.rows_per_update": 1, "train.workers": 4, **layout}
+    assert config.load("intent", overrides).recipe.train.replicas == 1
 
 
 def test_several_contradictions_are_reported_together() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import labelled_rows, write_rows
 from tests.test_inventory_parcel import ALONE, SERVING, modules_of
+from tests.test_serve_alone import answering, asked
 from tests.test_serve_deployment import openvino_artifact
 from tests.tiny import make_artifact
 
@@ -79,6 +80,7 @@ def test_rows_of_files_need_the_extra_rows(int8: Path, tmp_path: Path) -> None:
         (["gate", "{int8}", "--against", "{float}", "--data", "{rows}"], "train"),
         (["quantize", "{run}"], "train"),
         (["serve", "{int8}", "--ungated"], "serve"),
+        (["serve", "{int8}", "--ungated", "--alone"], "alone"),
         (["predict", "{float}", "where is my parcel"], "train"),
         (["demo"], "train"),
     ],
@@ -96,9 +98,16 @@ def test_a_verb_says_which_extra_has_what_it_lacks(int8: Path, tmp_path: Path, w
     }
     done = only(PROJECT["dependencies"], *(word.format(**places) for word in words))
     assert (done.returncode, done.stdout) == (1, "")
-    assert f"rtrain {words[0]} needs " in done.stderr
+    assert done.stderr.startswith(f"rtrain: rtrain {words[0]} ")
+    assert " needs " in done.stderr
     assert f"pip install 'rtrain[{extra}]'" in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_the_extra_alone_has_nothing_heavy() -> None:
+    tops = modules_of([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["alone"]])
+    assert {"fastapi", "uvicorn"} <= tops
+    assert tops & HEAVY == set()
 
 
 def test_what_serving_imports_is_in_the_extra_serve() -> None:
@@ -115,13 +124,14 @@ def test_what_serving_imports_is_in_the_extra_serve() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_an_installation_of_the_core_answers(int8: Path, tmp_path: Path) -> None:
-    """Downloads the core's dependencies from the package index."""
+@pytest.mark.parametrize("extra", ["", "[alone]"])
+def test_an_installation_of_the_core_answers(int8: Path, tmp_path: Path, extra: str) -> None:
+    """Downloads the core's dependencies, and those of the smallest endpoint, from the package index."""
     environment = tmp_path / "environment"
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True, env=own)
     pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
-    done = subprocess.run([*pip, str(ROOT)], capture_output=True, text=True, env=own)
+    done = subprocess.run([*pip, f"{ROOT}{extra}"], capture_output=True, text=True, env=own)
     if done.returncode and "No matching distribution" in done.stderr:
         pytest.skip("no package index can be reached")
     assert done.returncode == 0, done.stderr
@@ -131,3 +141,6 @@ def test_an_installation_of_the_core_answers(int8: Path, tmp_path: Path) -> None
     assert done.stdout.count("\t") == 1
     (packages,) = environment.glob("lib/python*/site-packages")
     assert {path.name for path in packages.iterdir()} & HEAVY == set()
+    if extra:
+        with answering([str(environment / "bin" / "rtrain")], int8, own) as (url, _):
+            assert asked(url, "where is my parcel")

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rtrain import config
+from rtrain import config, ray_internals
 from rtrain.batch import Tokens
 from rtrain.data import ingest
 from rtrain.data.ingest import IngestMismatch, Share, Update, plan_update
@@ -100,6 +100,19 @@ def test_a_pass_holds_the_tokens_of_its_rows(store: Store, order: Order) -> None
     assert not same(update.passes[0], update.passes[1])
 
 
+def test_rows_go_to_the_workers_by_their_speeds_and_none_is_lost(store: Store, order: Order) -> None:
+    shares = [Share(store.folder, order, 2, rank, 4, speeds=(1.0, 0.25)) for rank in range(2)]
+    updates = [plan_update(store, share, 2) for share in shares]
+    rows = [[int(row) for one in update.passes for row in one.row_ids] for update in updates]
+    assert sorted(rows[0] + rows[1]) == sorted(store.column("train", "row_id")[order.positions(2)].tolist())
+    fast, slow = (sum(int(one.lengths.sum()) for one in update.passes) for update in updates)
+    assert 3 < fast / slow < 5.5
+    assert updates[0].digest == updates[1].digest
+    # The update that measures noise has rows at random, and so as many on both.
+    measuring = [plan_update(store, replace(share, measures=True), 4).passes for share in shares]
+    assert [sum(map(len, passes)) for passes in measuring] == [8, 7]
+
+
 def test_a_worker_beyond_the_rows_gets_no_pass(store: Store) -> None:
     order = Order("digest", store.rows("train"), 2, epochs=1, seed=0)
     shares = [plan_update(store, Share(store.folder, order, 4, rank, 8), 0).passes for rank in range(4)]
@@ -178,6 +191,29 @@ def test_a_task_prepares_fewer_updates_where_they_are_large(
     assert 1 <= ingest._updates_per_task(share) <= most
     assert ingest._updates_per_task(replace(share, teacher="v1")) <= ingest._updates_per_task(share)
     assert (ingest._updates_per_task(share) == ingest.UPDATES_PER_TASK) == (rows_per_update == 64)
+
+
+def test_data_tasks_have_the_labels_that_are_asked_for(
+    store: Store, order: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No task is started: the plan of the data set has them."""
+    monkeypatch.setattr(ray_internals, "stream_within", lambda cpus: None)
+    for labels in ({"for": "data"}, {}):
+        monkeypatch.setattr(ray_internals, "numbers", lambda *_: Planned())
+        options = ingest._dataset(Share(store.folder, order, 1, 0, 4, labels=labels), 0, 2).context.execution_options
+        assert options.label_selector == (labels or None)
+
+
+class Planned:
+    """A data set before it is read."""
+
+    def __init__(self) -> None:
+        import ray.data
+
+        self.context = ray.data.DataContext()
+
+    def map_batches(self, function: Any, **_: Any) -> "Planned":
+        return self
 
 
 def test_another_update_than_the_expected_one_is_never_trained_on(

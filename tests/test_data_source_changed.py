@@ -47,7 +47,8 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         ]
 
     monkeypatch.setattr(tokens, "_run", run)
-    monkeypatch.setattr(supply, "most", {"cpu": 4, "gpu": 0}.get)
+    monkeypatch.setattr(supply, "up", lambda: [supply.Host({"CPU": 4.0})])
+    monkeypatch.setattr(supply, "autoscaler", lambda: None)
     return ran
 
 

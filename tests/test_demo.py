@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from rtrain import artifact, config, demo, predict
+from rtrain.report.live.peak_memory import PeakMemory
 from rtrain.report.live.progress import Line
 from serve.app import build_app
 from tests.processes import end
@@ -63,9 +64,10 @@ def test_answers_match_only_with_equal_labels_and_near_scores() -> None:
 
 
 def test_table_shows_baseline_and_default_beside_the_winner_also_when_it_loses() -> None:
-    report = demo.Report(baseline=0.9, default_score=0.8, winner_score=0.7, answer_matches=False)
+    report = demo.Report(PeakMemory(), baseline=0.9, default_score=0.8, winner_score=0.7, answer_matches=False)
     with report.stage("search", Line()) as stage:
         stage.score, stage.rows, stage.size_mb, stage.latency_ms = 0.7, 1234, 5.5, 6.25
+    assert report.memory.stage == "search"
     text = demo.table(report, {"seconds": 12.0, "peak_memory_mb": 3456, "run": "here"})
     assert "TF-IDF baseline 0.9000, default recipe 0.8000, winner 0.7000" in text
     assert "NOT THE SAME as rtrain predict's" in text

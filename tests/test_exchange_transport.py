@@ -64,6 +64,7 @@ def _worker(rank: int, folder: Path) -> None:
                 },
                 "full": _without_memory(rank, world),
                 "apart": _apart(rank, world),
+                "added": _added(rank, world, folder),
             }
             (folder / f"{world}-{rank}.json").write_text(json.dumps(found))
             dist.destroy_process_group()
@@ -86,6 +87,26 @@ def _vectors(rank: int, world: int, folder: Path) -> list[int]:
         assert len(segments_of(os.getpid())) == 1
         del made
     return segments_of(os.getpid())
+
+
+def _added(rank: int, world: int, folder: Path) -> int:
+    """Tensors of two types, large and small, added up; the number of calls that it took."""
+    calls, whole = [], dist.all_reduce
+
+    def counted(*given: Any, **named: Any) -> Any:
+        calls.append(1)
+        return whole(*given, **named)
+
+    small = [torch.full((number, 3), float(rank + number)) for number in range(40)]
+    large = torch.arange(2.0 * transport.SMALL).view(-1, 2) * (rank + 1)
+    given = [*(one.clone() for one in small), small[7].double(), large, large.clone().t()]
+    setattr(dist, "all_reduce", counted)  # noqa: B010
+    try:
+        transport.add_up(given, None)
+    finally:
+        setattr(dist, "all_reduce", whole)  # noqa: B010
+    torch.save(given, folder / f"added-{world}-{rank}.pt")
+    return len(calls)
 
 
 def segments_of(process: int) -> list[int]:
@@ -240,6 +261,20 @@ def test_compression_says_what_it_loses(world: int, by: str) -> None:
     if world == 2 and by == "shared_memory":
         stock = load(folder / f"network-{world}-0-stock-bf16.pt")
         assert all(torch.equal(stock[at][name], first[at][name]) for at in range(3) for name in stock[at])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_small_tensors_are_added_up_together(world: int) -> None:
+    results, folder = on_workers()
+    # Two large ones, of which one lies crosswise and goes with the small ones, of its type; and one of another type.
+    assert [results[world, rank]["added"] for rank in range(world)] == [3] * world
+    ranks = sum(range(world))
+    expected = [torch.full((number, 3), float(ranks + world * number)) for number in range(40)]
+    large = torch.arange(2.0 * transport.SMALL).view(-1, 2) * (ranks + world)
+    for rank in range(world):
+        found = load(folder / f"added-{world}-{rank}.pt")
+        for one, other in zip(found, [*expected, expected[7].double(), large, large.t()], strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from rtrain.config import load
 from rtrain.doctor.forecast import choose_k
 from rtrain.doctor.forecast.choose_k import Option, Pilot, chosen, miss, of_run, options
 from rtrain.doctor.forecast.scaling import Compute
@@ -44,11 +45,6 @@ def test_a_slow_exchange_asks_for_fewer_of_them() -> None:
 def test_of_equal_times_the_smaller_updates_are_taken() -> None:
     """Nothing but noise: all frequencies take as long to a hundredth."""
     assert chosen(options(pilot(1e9), Compute(0.0, 0.1))).k == 1
-
-
-def test_the_rate_follows_the_root_of_the_rows() -> None:
-    factors = [one.lr_factor for one in options(pilot(100.0), Compute(0.1, 0.2))]
-    assert factors == pytest.approx([0.5, 0.5**0.5, 1.0, 2**0.5])
 
 
 def test_an_open_interval_has_no_upper_time() -> None:
@@ -95,3 +91,35 @@ def test_a_choice_is_compared_with_the_best_that_was_measured() -> None:
     times = {1: [12.0, 10.0, 11.0], 2: [10.0, 10.5, 9.0], 4: [10.0, 11.0, 12.0]}
     assert miss(times, 2) == 0.0
     assert miss(times, 4) == pytest.approx(0.1)
+
+
+# ------------------------------------------------------------------------------------------------ what a search is told
+
+
+RECIPE = load("intent", {"train.workers": 2, "train.micro_batch": 8, "train.aggregation_frequency": 4}).recipe
+MOST_ROWS = 110
+"""The upper end of the log's noise scale, 900 to 1,000 over 9."""
+
+
+def test_a_search_tries_no_update_that_costs_more_than_it_gains() -> None:
+    """Noise of 106 rows; passes of 0.11 s, and 0.1 s beside them."""
+    _, found = choose_k.of_log(LOG, RECIPE, 1.0, choose_k.SEARCHED)
+    told = choose_k.prior(LOG, RECIPE, 1.0)
+    assert told is not None
+    worth = [one.rows_per_update for one in found if one.relative <= 1.1]
+    assert told.rows == choose_k.chosen(found).rows_per_update
+    assert told.rows <= told.most_rows
+    assert told.most_rows == min(max(worth), MOST_ROWS) < max(one.rows_per_update for one in found)
+
+
+def test_a_cap_is_the_noise_scale_s_where_the_clock_asks_for_more() -> None:
+    """The exchange is nearly all of an update."""
+    slow = [*LOG[:-1], {**LOG[-1], "exchange": {"seconds": 0.49, "bytes": 1}}]
+    told = choose_k.prior(slow, RECIPE, 1.0)
+    assert told is not None
+    assert told.most_rows == MOST_ROWS
+
+
+def test_a_search_is_told_nothing_before_its_first_trial_tells_enough() -> None:
+    assert choose_k.prior(LOG[:3], RECIPE, 1.0) is None
+    assert choose_k.prior(LOG[:-1], RECIPE, 1.0) is None

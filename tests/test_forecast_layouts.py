@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rtrain import config as configuration
-from rtrain.cluster import supply
+from rtrain.cluster import demand, supply
 from rtrain.config import Config
 from rtrain.doctor.forecast import layouts
 from rtrain.errors import ConfigError
@@ -22,8 +22,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def document(kinds: dict[str, tuple[dict[str, int], int]], limit: int = 4, head: int = 0) -> dict[str, Any]:
-    """A cluster's file: by name of the type its resources and how many there may be."""
-    types = {name: {"resources": has, "max_workers": most} for name, (has, most) in kinds.items()}
+    """A cluster's file: by name of the type its resources and how many there may be. Each type has its name for a
+    label."""
+    types = {
+        name: {"resources": has, "max_workers": most, "labels": {"type": name}} for name, (has, most) in kinds.items()
+    }
     return {
         "max_workers": limit,
         "head_node_type": "head",
@@ -36,6 +39,8 @@ GPUS = document({"worker": ({"CPU": 8, "GPU": 1}, 4)})
 MIXED = document({"cpu": ({"CPU": 4}, 2), "gpu": ({"CPU": 8, "GPU": 4}, 1)}, limit=3)
 BARE = document({"gpu": ({"CPU": 1, "GPU": 2}, 2)}, limit=2)
 NONE = document({}, limit=0, head=4)
+APART = document({"gpu": ({"GPU": 1}, 4), "cpu": ({"CPU": 8}, 4)})
+SINGLE = document({"both": ({"CPU": 1, "GPU": 1}, 1), "cpu": ({"CPU": 8}, 1)}, limit=1)
 
 LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any], bool, bool]] = [
     # name, cluster, settings, whether of a search, whether it fits
@@ -62,6 +67,33 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any], bool, bool]] = [
     ("a search as it fits", CPUS, {"train.workers": 6}, True, True),
     ("4 trials", CPUS, {"train.workers": 6, "tune.concurrent": 4}, True, True),
     ("5 trials", CPUS, {"train.workers": 6, "tune.concurrent": 5}, True, False),
+    ("a GPU node less, for the CPUs", APART, {"train.workers": 4}, False, True),
+    ("all GPU nodes, and no CPUs", APART, {"train.workers": 4, "train.min_workers": 4}, False, False),
+    ("GPU or CPUs, not both", SINGLE, {"train.workers": 1}, False, False),
+    ("trials on GPUs, CPUs elsewhere", APART, {"train.workers": 1}, True, True),
+    ("4 trials on GPUs", APART, {"train.workers": 1, "tune.concurrent": 4}, True, False),
+    (
+        "labels, data elsewhere",
+        BARE | {"max_workers": 3},
+        {"train.workers": 4, "cluster.labels": {"type": "gpu"}},
+        False,
+        True,
+    ),
+    (
+        "labels, data elsewhere by its own",
+        APART,
+        {"train.workers": 3, "cluster.labels": {"type": "gpu"}, "cluster.data_labels": {"type": "cpu"}},
+        False,
+        True,
+    ),
+    ("labels of nodes without CPUs", APART, {"train.workers": 3, "cluster.data_labels": {"type": "gpu"}}, False, False),
+    (
+        "labels of too few CPUs",
+        MIXED,
+        {"train.workers": 9, "train.device": "cpu", "cluster.labels": {"type": "cpu"}},
+        False,
+        False,
+    ),
 ]
 
 
@@ -79,7 +111,7 @@ def verdict(cluster: dict[str, Any], settings: dict[str, Any], searches: bool) -
 def started(config: Config, searches: bool, run: Run) -> tuple[str, int] | str:
     """What a start on the cluster itself says, by the code that every start goes through; no node is up yet."""
     try:
-        chosen = preparing._device(config, run)
+        chosen = preparing.device_of(config, run)
         if problems := preparing.capacity(config, chosen.device):
             raise ConfigError(problems)
         if searches:
@@ -105,7 +137,7 @@ def test_the_verdict_is_that_of_a_start(
     monkeypatch.setenv(supply.AUTOSCALER_FILE, str(file))
     # The head is up, and nothing else: Ray itself is not asked.
     head = cluster["available_node_types"]["head"]["resources"]
-    monkeypatch.setattr(supply, "here", lambda labels=supply.ANY: [head])
+    monkeypatch.setattr(supply, "up", lambda: [supply.Host(head)])
     monkeypatch.setattr(device, "usable", lambda: True)
     config = configured(settings)
     foretold, real = verdict(cluster, settings, searches), started(config, searches, Run(tmp_path / "run"))
@@ -113,12 +145,13 @@ def test_the_verdict_is_that_of_a_start(
     if isinstance(foretold, layouts.Layout) and not isinstance(real, str):
         assert (foretold.device, foretold.trials if searches else foretold.workers) == real
         # What the run would ask the autoscaler for is what it can have, so that it does not wait for ever.
-        room = supply.fits(supply.may(foretold.device), foretold.device, foretold.spare)
-        assert room >= foretold.least
-        assert layouts.fewest(layouts.of_document(cluster), foretold.least, foretold.device, foretold.spare) is not None
+        needs = foretold.needs
+        asked = demand.places(foretold.workers, needs, supply.up(), supply.may_start())
+        assert len(asked) >= foretold.least + needs.of(foretold.least).data
+        assert layouts.fewest(layouts.of_document(cluster), needs, needs.of(foretold.least)) is not None
     else:
         assert isinstance(foretold, str)
-        assert "write" in foretold or "start nodes" in foretold
+        assert any(mend in foretold for mend in ("write", "start nodes", "raise max_workers", "add a node type"))
 
 
 def test_what_no_nodes_have_together_is_refused_although_each_is_there() -> None:
@@ -126,7 +159,11 @@ def test_what_no_nodes_have_together_is_refused_although_each_is_there() -> None
     apart = document({"gpu": ({"CPU": 0, "GPU": 1}, 1), "cpu": ({"CPU": 8}, 1)}, limit=1)
     found = verdict(apart, {"train.workers": 1}, False)
     assert isinstance(found, str)
-    assert "no nodes that may be up together have 1 GPUs and 2 CPUs" in found
+    assert found.endswith(
+        "no nodes that may be up together have 1 GPUs for workers and 2 CPUs for their data tasks; there may be "
+        "gpu (1 GPU), cpu (8 CPU); max_workers: 1 over all types; raise max_workers, 1 over all types, in the "
+        "cluster's file"
+    )
     apart["max_workers"] = 2
     assert isinstance(verdict(apart, {"train.workers": 1}, False), layouts.Layout)
 
@@ -145,18 +182,21 @@ def test_the_cheapest_nodes_with_room_are_taken() -> None:
         return prices[kind.name]
 
     prices["large"] = 2.5
-    assert layouts.fewest(cluster, 10, "cpu", 2, price) == {"large": 1}
+    needs = supply.Needs("cpu", 2)
+    assert layouts.fewest(cluster, needs, needs.of(10), price) == {"large": 1}
     prices["large"] = 3.5
-    assert layouts.fewest(cluster, 10, "cpu", 2, price) == {"small": 3}
-    assert layouts.fewest(cluster, 60, "cpu", 2, price) is None
+    assert layouts.fewest(cluster, needs, needs.of(10), price) == {"small": 3}
+    assert layouts.fewest(cluster, needs, needs.of(60), price) is None
 
 
 def test_nodes_hold_no_more_workers_than_their_memory() -> None:
     cluster = layouts.of_document(document({"worker": ({"CPU": 8}, 4)}))
-    assert layouts.fewest(cluster, 6, "cpu", 2, holds=lambda kind: 8) == {"worker": 1}
-    assert layouts.fewest(cluster, 6, "cpu", 2, holds=lambda kind: 2 if kind.name == "worker" else 0) == {"worker": 3}
-    assert layouts.fewest(cluster, 6, "cpu", 2, holds=lambda kind: 0) is None
-    assert layouts.dealt(cluster, {"worker": 3}, 6, "cpu", lambda kind: 4) == 4
+    needs = supply.Needs("cpu", 2)
+    need = needs.of(6)
+    assert layouts.fewest(cluster, needs, need, holds=lambda kind: 8) == {"worker": 1}
+    assert layouts.fewest(cluster, needs, need, holds=lambda kind: 2 if kind.name == "worker" else 0) == {"worker": 3}
+    assert layouts.fewest(cluster, needs, need, holds=lambda kind: 0) is None
+    assert layouts.dealt(cluster, {"worker": 3}, 6, needs, lambda kind: 4) == 4
 
 
 def test_the_project_s_own_file_has_its_instances() -> None:
@@ -192,11 +232,11 @@ def test_a_refusal_comes_without_torch_and_at_once() -> None:
     assert "train.workers=999" in done.stderr
 
 
-def test_nodes_without_the_labels_have_no_room() -> None:
-    found = document({"small": ({"CPU": 4}, 8), "large": ({"CPU": 16}, 2)}, limit=8)
-    found["available_node_types"]["large"]["labels"] = {"for": "workers"}
-    cluster = layouts.of_document(found, {"for": "workers"})
-    assert [(kind.name, kind.node) for kind in cluster.kinds] == [("small", {}), ("large", {"CPU": 16.0})]
-    assert layouts.laid_out(configured({"train.workers": 8}), cluster).workers == 8
-    with pytest.raises(ConfigError):
-        layouts.laid_out(configured({"train.workers": 8}), layouts.of_document(found, {"for": "nobody"}))
+def test_nodes_without_the_labels_have_no_workers() -> None:
+    found = document({"small": ({"CPU": 4}, 8), "large": ({"CPU": 16}, 1)}, limit=8)
+    settings = {"train.workers": 16, "cluster.labels": {"type": "large"}}
+    layout = layouts.laid_out(configured(settings), layouts.of_document(found))
+    assert layouts.fewest(layouts.of_document(found), layout.needs, layout.need) == {"large": 1, "small": 1}
+    for other in ({"cluster.labels": {"type": "none"}}, {"train.workers": 17}):
+        with pytest.raises(ConfigError):
+            layouts.laid_out(configured(settings | other), layouts.of_document(found))

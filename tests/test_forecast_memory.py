@@ -48,18 +48,12 @@ def test_a_worker_that_is_alone_has_all_of_it() -> None:
     assert need.total == pytest.approx(1620 * MB + 100 * MB * memory.KEPT)
 
 
-def test_layers_that_are_computed_again_leave_as_many_holes_as_others() -> None:
-    """Fewer activations are alive at a time, but all of them come and go."""
-    again = replace(TRACED, activations=20 * MB)
-    held = needed(again, 1, passing=TRACED.activations).activations
-    assert held == pytest.approx(20 * MB + (memory.KEPT - 1) * 100 * MB)
-    assert needed(TRACED, 1, passing=TRACED.activations) == needed(TRACED, 1)
-
-
 def test_buckets_of_gradients_are_there_twice_for_a_moment() -> None:
     """Where that is more than the activations; the word embedding's gradient is in none."""
     assert needed(TRACED, 2).activations == (400 - 120) * MB
     assert needed(replace(TRACED, activations=300 * MB), 2, kept=1.0).activations == 300 * MB
+    # Replicas of cut layers exchange each gradient where it is.
+    assert needed(TRACED, 2, buckets=False, kept=1.0).activations == 100 * MB
 
 
 def test_the_optimizer_steps_with_all_gradients_and_no_activation() -> None:
@@ -253,22 +247,31 @@ def test_a_stage_has_its_own_layers_and_one_has_the_embeddings(encoder: Path) ->
         assert part.activations == pytest.approx(2 * whole.activations, rel=0.25)
 
 
-def test_holes_of_the_c_library_are_not_foretold_of_a_gpu(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And without them no pass that keeps all is traced."""
-    recipe, ways = Recipe(name="a", task="classification", train=Train(workers=1)), [Way(gradient_checkpointing=True)]
-    of_pass, traces = trace.of_pass, dict[bool, Traced]()
+@pytest.mark.parametrize(
+    ("way", "workers", "device", "factor"),
+    [
+        (Way(), 1, "cpu", memory.KEPT),
+        (Way(), 1, "gpu", 1.0),  # its memory is not the C library's
+        (Way(gradient_checkpointing=True), 1, "cpu", memory.RETURNED),
+        (Way(2), 2, "cpu", memory.RETURNED),
+        (Way(tensor=2), 4, "cpu", memory.RETURNED),
+        (Way(tensor=2), 4, "gpu", 1.0),
+    ],
+)
+def test_what_is_held_beside_what_is_alive_depends_on_the_way(
+    encoder: Path, monkeypatch: pytest.MonkeyPatch, way: Way, workers: int, device: str, factor: float
+) -> None:
+    """Of so many tokens that activations are more than all buckets."""
+    recipe, alive, of_pass = Recipe(name="a", task="classification"), list[int](), trace.of_pass
 
-    def kept(*given: Any, recomputed: bool, **more: Any) -> Traced:
-        traces[recomputed] = of_pass(*given, recomputed=recomputed, **more)
-        return traces[recomputed]
+    def looked_at(*given: Any, **named: Any) -> Traced:
+        found = of_pass(*given, **named)
+        alive.append(found.activations)
+        return found
 
-    monkeypatch.setattr(trace, "of_pass", kept)
-    for device, expected in (("gpu", [True]), ("cpu", [True, False])):
-        traces.clear()
-        [(_, need)] = fitting.needs(recipe, encoder, ways, fitting.Pass((64,) * 256), 1, device)
-        assert list(traces) == expected
-        passing = traces[device == "gpu"].activations
-        assert need.activations == pytest.approx(traces[True].activations + (memory.KEPT - 1) * passing)
+    monkeypatch.setattr(trace, "of_pass", looked_at)
+    [(_, need)] = fitting.needs(recipe, encoder, [way], fitting.Pass((64,) * 256), workers, device)
+    assert [need.activations] == pytest.approx([factor * one for one in alive])
 
 
 def test_a_plan_takes_the_fullest_stage(encoder: Path) -> None:

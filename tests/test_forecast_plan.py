@@ -17,10 +17,9 @@ from rtrain.cluster import prices
 from rtrain.config import Config
 from rtrain.doctor.forecast import facts, layouts, memory, money, pace, plan
 from rtrain.doctor.forecast.memory import Need
-from rtrain.errors import ConfigError, UserError
+from rtrain.errors import ConfigError
 from rtrain.run import Run
 from rtrain.strategies.ways import Way
-from tests.conftest import labelled_rows, write_rows
 from tests.test_forecast_choose_k import LOG
 from tests.tiny import make_encoder
 
@@ -143,7 +142,7 @@ def test_a_run_that_starts_with_fewer_is_planned_with_those_that_have_room(
 ) -> None:
     config = configured(train__workers=64, train__min_workers=8)
     layout = layouts.laid_out(config, cluster)
-    assert (layout.workers, layout.room, layout.least) == (64, 29, 8)  # 4 nodes of 8, less 3 for the data
+    assert (layout.workers, layout.room, layout.least) == (64, 27, 8)  # 4 nodes of 8, less 5 for the data of 27
     found = plan.choose(config, cluster, layout, needs(encoder, config, 64, 1), prices.table())
     assert found.nodes == {"worker": 4}
 
@@ -212,61 +211,18 @@ def test_an_interruption_repeats_what_is_not_saved(cluster: layouts.Cluster) -> 
     assert plan.repeated_s(often, found, watched=False) == pytest.approx(5 * found.update.seconds)
 
 
-def test_a_finished_run_tells_its_pace(tmp_path: Path, encoder: Path) -> None:
-    """50 updates of 8 rows in 20 s, on one worker: the pace by which the same run is foretold to take as long."""
-    run = Run(tmp_path / "run")
-    run.folder.mkdir()
-    config = configured(model__name=str(encoder), train__workers=1, train__rows_per_update=8)
-    run.config.write_text(configuration.to_yaml(config))
-    started = {"update": 0, "of": 50, "workers": 1, "device": "cpu", "precision": "fp32", "rows_per_update": 8}
-    events.append(run.folder, "started", **started)
-    with pytest.raises(UserError, match="has not come to its end"):
-        pace.of_run(run)
-    events.append(
-        run.folder, "trained", updates=50, rows_seen=400, real_tokens=400 * 20, seconds={"train": 20.0}, exchange=None
-    )
-    seen = pace.of_run(run)
-    assert (seen.update_s, seen.workers) == (0.4, 1)
-    shape = facts.of_model(encoder)
-    work = pace.work(config.recipe, shape, facts.given(1, 20))
-    assert seen.pace.compute(work).seconds(pace.passes(config.recipe, 1)) == pytest.approx(0.4, rel=0.01)
-    # The run goes on for ten updates: each start counts its own seconds and rows.
-    events.append(run.folder, "started", **{**started, "update": 50})
-    last = {"updates": 60, "rows_seen": 80, "real_tokens": 80 * 20, "seconds": {"train": 4.0}, "exchange": None}
-    events.append(run.folder, "trained", **last)
-    assert pace.of_run(run) == seen
-
-
-# ---------------------------------------------------------------------------------------------------- what is known
-
-
-def test_rows_are_counted_by_split_and_their_tokens_in_a_sample(tmp_path: Path, encoder: Path) -> None:
-    rows = labelled_rows(600)
-    recipe = configured(data__path=str(write_rows(tmp_path / "rows.csv", rows))).recipe
-    found = facts.of_rows(recipe, encoder)
-    assert found.train + found.valid + found.test == 600
-    assert found.train == pytest.approx(480, abs=40)
-    assert found.valid == pytest.approx(60, abs=25)
-    assert len(found.windows) == found.train  # all of them are in the sample
-    assert found.windows_of_row == 1.0
-    assert 3 < found.tokens_of_row < 64
-    noisy = configured(data__path=recipe.data.path, augment__copies=9, augment__typo=0.1).recipe
-    assert facts.of_rows(noisy, encoder).train == 10 * found.train
-    with pytest.raises(ConfigError, match="it has no row to train on"):
-        facts.of_rows(configured(data__path=str(write_rows(tmp_path / "none.csv", []))).recipe, encoder)
-
-
-def test_a_model_s_sizes_have_several_names(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"dim": 8, "n_layers": 2, "hidden_dim": 32, "vocab_size": 100}))
-    found = facts.of_model(tmp_path)
-    assert found == facts.Shape(8, 2, 32, 100)
-    assert found.weights == 4 * (800 + 2 * (4 * 64 + 2 * 256))
-    (tmp_path / "config.json").write_text(json.dumps({"dim": 8, "vocab_size": 100}))
-    with pytest.raises(ConfigError, match="num_hidden_layers, intermediate_size"):
-        facts.of_model(tmp_path)
-
-
 # ------------------------------------------------------------------------------------------------------------- the verb
+
+
+def test_the_head_s_outputs_are_in_what_a_pass_takes(encoder: Path, cluster: layouts.Cluster) -> None:
+    """Of tags, which are numbers for each token."""
+    from rtrain.cli import plan as verb
+
+    config = configuration.load("entities", {"model.name": str(encoder), "train.workers": 1})
+    layout = layouts.laid_out(config, cluster)
+    needs = [next(verb._needs(config, layout, encoder, replace(ROWS, outputs=number)))[1] for number in (2, 300)]
+    assert needs[1].activations > 1.2 * needs[0].activations
+
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -313,6 +269,34 @@ def test_a_plan_says_nodes_memory_hours_and_money(run: Cli, encoder: Path) -> No
     ]
 
 
+def test_a_pipeline_is_told_and_a_machine_that_is_there_needs_no_start(run: Cli, encoder: Path) -> None:
+    """On the head alone."""
+    kind = {"resources": {"CPU": 8}, "node_config": {}}
+    here = {"cluster_name": "here", "max_workers": 0, "head_node_type": "here", "available_node_types": {"here": kind}}
+    Path("here.yaml").write_text(yaml.safe_dump(here))
+    given = ("plan", "intent", "--model", encoder, "--rows", 1000, "--workers", 2, "--set", "train.pipeline=2")
+    code, out, err = run(*given, "--cluster", "here.yaml", "--json")
+    assert code == 0, err
+    made = json.loads(out)
+    assert (made["pipeline"], made["nodes"], made["seconds"]["start"]) == (2, {}, plan.START_S)
+    assert made["update_s"]["waiting"] > 0.1 * made["update_s"]["compute"]  # the stages for each other
+    assert [one["workers"] for one in made["scaling"]] == [2, 8, 64, 512, 4096]
+    assert "strategy   ddp, pipeline 2: " in run(*given, "--cluster", "here.yaml")[1]
+
+
+def test_it_says_how_a_run_would_scale_over_other_wires(run: Cli, encoder: Path) -> None:
+    given = ("plan", "intent", "--model", encoder, "--rows", 1000, "--workers", 2, "--wires", "efa", "--wires", "1gbit")
+    made = json.loads(run(*given, "--json")[1])
+    own, fast, slow = (
+        [one["efficiency"] for one in curve] for curve in (made["scaling"], *made["scaling_over"].values())
+    )
+    assert list(made["scaling_over"]) == ["efa", "1gbit"]
+    assert all(one > two > three for one, two, three in zip(fast[2:], own[2:], slow[2:], strict=True))  # 10gbit's own
+    assert "scaling    efficiency by workers, over efa: 1 100%" in run(*given)[1]
+    code, _, err = run("plan", "intent", "--rows", 1000, "--wires", "wifi")
+    assert (code, "--wires=wifi: not known" in err) == (2, True)
+
+
 def test_a_layout_that_would_wait_for_ever_is_refused(run: Cli) -> None:
     code, out, err = run("plan", "intent", "--workers", 64)
     assert (code, out) == (2, "")
@@ -352,9 +336,11 @@ def test_a_pilot_chooses_the_aggregation_frequency(run: Cli, encoder: Path, tmp_
     assert [one["k"] for one in made["options"]] == [1, 2, 4, 8]
     best = min(made["options"], key=lambda one: one["relative"])
     assert (best["relative"], made["aggregation_frequency"]) == (1.0, best["k"])
-    assert made["lr"] == pytest.approx(3e-4 * best["lr_factor"])
+    assert made["settings"] == best["settings"]
+    # As a search carries it: by the root of the rows.
+    assert [one["lr"] for one in made["options"]] == pytest.approx([3e-4 * (k / 4) ** 0.5 for k in (1, 2, 4, 8)])
     _, text, _ = run("plan", "--choose-k", "--like", pilot.folder)
-    assert text.splitlines()[-1].startswith(f"write --set train.aggregation_frequency={best['k']} --set optim.lr=")
+    assert text.splitlines()[-1].startswith(f"write --set train.aggregation_frequency={best['k']} --set ")
 
 
 @pytest.mark.parametrize(

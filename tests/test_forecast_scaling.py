@@ -1,13 +1,14 @@
 """How updates scale: exchanges by the wires, the slowest of many workers, and a published table."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from rtrain.doctor.forecast import links, scaling
-from rtrain.doctor.forecast.calibrate import Exchanged, fitted, on_workers, spread
+from rtrain.doctor.forecast.calibrate import Exchanged, fitted, on_workers
 from rtrain.doctor.forecast.links import PRESETS, Fabric, Link, quickest, ring, tree, uniform
-from rtrain.doctor.forecast.scaling import Compute, Host, Work, between, carried, of_epochs, slowest
+from rtrain.doctor.forecast.scaling import Compute, Host, Work, between, by_length, carried, of_epochs, slowest
 
 LINK = Link("made up", 0.0, 1e-3, 1e-3, 1e9)
 WORK = Work(flops=1e9, gradient=100e6, weights=400e6)
@@ -38,7 +39,7 @@ def test_workers_of_a_node_share_its_way_out() -> None:
 
 
 def test_presets_are_in_the_order_of_their_bandwidths() -> None:
-    order = ["nvlink", "efa", "pcie", "100gbit", "25gbit", "10gbit"]
+    order = ["nvlink", "efa", "pcie", "100gbit", "25gbit", "10gbit", "1gbit"]
     assert sorted(PRESETS, key=lambda name: -PRESETS[name].bytes_per_s) == order
 
 
@@ -57,17 +58,56 @@ def test_another_model_takes_its_products_and_its_weights() -> None:
     assert (found.step_s, found.pass_s) == pytest.approx((0.2, 0.6))
 
 
+def test_a_second_length_tells_what_tokens_do_not_change() -> None:
+    """A pass of 50 ms whatever its tokens, and 100 ms for each billion of operations."""
+    half = replace(WORK, flops=0.5e9, layers=1)
+    found = by_length(Compute(0.1, 0.15), WORK, half, 4, seconds=0.1 + 4 * 0.1)
+    assert (found.pass_s, found.calls_s) == pytest.approx((0.15, 0.05))
+    longer = carried(found, WORK, replace(WORK, flops=2e9))
+    assert longer.seconds(4) == pytest.approx(0.1 + 4 * 0.25)
+    deeper = carried(found, WORK, replace(WORK, flops=2e9, layers=2))
+    assert (deeper.pass_s, deeper.calls_s) == pytest.approx((0.3, 0.1))
+    # A shorter pass that took no longer than its products, or more than all of it.
+    assert by_length(Compute(0.1, 0.15), WORK, half, 4, seconds=0.2).calls_s == 0.0
+    assert by_length(Compute(0.1, 0.15), WORK, half, 4, seconds=9.0).calls_s == 0.15
+
+
+def test_workers_that_evict_each_other_are_told_by_one_update() -> None:
+    host, fabric = Host(2, FULL), uniform(LINK)
+
+    def seconds(workers: int, passes: int, of: Host) -> float:
+        return scaling.update(ALONE, WORK, fabric, workers, passes, hides=False, host=of).seconds
+
+    fitted = host.evicting(4, seconds(4, 2, host), 1.15 * seconds(4, 2, host))
+    assert fitted.eviction == pytest.approx(0.15)
+    assert [seconds(4, k, fitted) / seconds(4, k, host) for k in (1, 2, 8)] == pytest.approx([1.15] * 3)
+    assert seconds(8, 1, fitted) == pytest.approx(1.45 * seconds(8, 1, host))  # three further workers of a core
+    assert seconds(2, 1, fitted) == seconds(2, 1, host)
+    assert host.evicting(4, 2.0, 1.9) == host
+
+
 def test_products_are_those_of_the_matrices_and_of_attention() -> None:
     """MiniLM's 10.6 million weights, 128 tokens: 67 million operations a token, of which attention has a twentieth."""
     found = scaling.flops(384, 6, 1536, [128] * 4)
     assert found / 512 == pytest.approx(6 * 10.6e6 + 12 * 6 * 384 * 128, rel=0.01)
 
 
+def test_the_last_bucket_has_what_the_others_leave() -> None:
+    """The first has a megabyte, each other 25: as torch makes them."""
+    from torch.distributed import _DEFAULT_FIRST_BUCKET_BYTES
+
+    assert scaling.FIRST_BUCKET == _DEFAULT_FIRST_BUCKET_BYTES
+    mib = 1 << 20
+    assert [scaling.last_bucket(size * mib) / mib for size in (0.5, 1, 3, 26, 30, 51)] == [0.5, 1, 2, 25, 4, 25]
+
+
 def test_an_exchange_hides_behind_the_backward_pass_but_for_its_last_bucket() -> None:
     compute = Compute(0.01, 0.3)
     slow, quick = (scaling.update(compute, WORK, uniform(link), 2) for link in (PRESETS["10gbit"], PRESETS["nvlink"]))
     assert slow.exposed_s < slow.exchange_s
-    assert quick.exposed_s == pytest.approx(quickest(scaling.BUCKET, 2, PRESETS["nvlink"])[1])
+    last = scaling.last_bucket(WORK.gradient)
+    assert 0 < last < scaling.BUCKET
+    assert quick.exposed_s == pytest.approx(quickest(last, 2, PRESETS["nvlink"])[1])
     bare = scaling.update(compute, WORK, uniform(PRESETS["10gbit"]), 2, hides=False)
     assert bare.exposed_s == bare.exchange_s == slow.exchange_s
 
@@ -160,16 +200,11 @@ def test_small_exchanges_weigh_as_much_as_large_ones() -> None:
     assert fitted(found, 2).ring_s == pytest.approx(2e-4, rel=0.02)
 
 
-def test_the_spread_is_that_of_most_updates() -> None:
-    steady = [math.exp(0.1 * (place / 50 - 1)) for place in range(101)]
-    assert spread([*steady, 100.0]) == pytest.approx(spread(steady), rel=0.1)
-    assert spread([1.0] * 10) == 0.0
-
-
-def test_processes_exchange_and_are_timed() -> None:
+@pytest.mark.parametrize("transport", ["stock", "shared_memory"])
+def test_processes_exchange_and_are_timed(transport: str) -> None:
     from rtrain.doctor.forecast import calibrate
 
-    found = calibrate.exchanges(2, sizes=(1 << 10, 1 << 20), rounds=2)
+    found = calibrate.exchanges(2, sizes=(1 << 10, 1 << 20), rounds=2, transport=transport)
     assert [one.size for one in found] == [1 << 10, 1 << 20]
     assert all(0 < one.seconds < 60 for one in found)
     assert [one.seconds for one in calibrate.by_processor(found)] == [one.processor_s for one in found]

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from rtrain import artifact, predict
+from rtrain.compress import quantize
 from rtrain.config import Gate, load
 from rtrain.errors import ConfigError, UserError
 from rtrain.gate import gate, sides, static, told
+from rtrain.report import baseline
 from tests import gating
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.gating import Gated
@@ -61,6 +63,15 @@ def test_quantize_gates_what_it_makes(gated: Gated) -> None:
     assert found.gate["against"]["version"] == artifact.read(gated.float_one).version
     assert (found.gate["rows"], found.gate["source"]) == (TEST_ROWS, "test rows of the run")
     assert found.gate["seconds"] <= 30
+    own, tfidf, fixed = found.gate["rivals"]  # of the run's report: nothing was trained for it
+    document = baseline.read(gated.run)
+    assert document is not None
+    (known,) = (one for one in document["baselines"] if one["name"] == tfidf["name"])
+    assert (tfidf["score"], tfidf["ms"]) == (known["scores"]["test"], known["ms"])
+    assert own["score"] == found.gate["headline"]["other"]
+    assert fixed["absent"] or fixed["score"]
+    text = quantize.report_text(gated.report)
+    assert f"beside it, TF-IDF and a linear model: {tfidf['score']:.3f} at {tfidf['ms']:.2f} ms; " in text
 
 
 def test_the_honest_int8_is_promoted_on_a_file_too(gated: Gated, file_of_rows: Path) -> None:
@@ -220,7 +231,7 @@ def test_a_verdict_is_written_and_nothing_else_changes(gated: Gated, tmp_path: P
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     made = artifact.read(folder)
     found = against_float(folder, gated)
-    gate.record(folder, {**found, "rivals": []})
+    gate.record(folder, found)
     after = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert {name for name in before if before[name] != after[name]} == set(artifact.REWRITTEN)
     assert set(before) == set(after)
@@ -268,7 +279,7 @@ def test_the_verb_measures_all_and_its_exit_code_is_the_verdict(gated: Gated, tm
     kept = artifact.read(gated.int8).gate
     assert kept is not None
     assert kept["made"] == document["made"]
-    assert "rivals" not in kept
+    assert kept["rivals"] == document["rivals"]
     swapped = gating.copy(gated.int8, tmp_path / "swapped", gating.swap_labels)
     code, text, _ = ask("gate", swapped, "--against", gated.run.folder, *QUICK)
     assert code == 1

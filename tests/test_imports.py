@@ -52,7 +52,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rtrain.__main__",),
 )
 RAY_ALLOWED = (
-    "rtrain.ray_internals",
+    "rtrain.ray_internals.",
     *(
         "rtrain.data.tokens",
         "rtrain.data.augment.rewriting",

@@ -1,17 +1,19 @@
 """`rtrain inspect`: its counts beside those of the model itself, of both kinds of artefact, and of damaged ones."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import transformers
 
-from rtrain import artifact
+from rtrain import artifact, config
 from rtrain.artifact import ArtifactError
 from rtrain.cli import app as cli
+from rtrain.compress import distill
 from rtrain.config import with_overrides
-from rtrain.gate import inspection
+from rtrain.gate import inspection, reproduction
 from rtrain.gate.graph import part_of
 from rtrain.run import Run
 from rtrain.runs import opening
@@ -138,9 +140,9 @@ def test_lineage_leads_to_data_and_run_and_to_the_commands(gated: Gated) -> None
         f"rtrain quantize {run} --out {run}/artifact-int8",
     ]
     student = replace(made, lineage={**made.lineage, "teacher": "0123456789ab"})
-    assert inspection.reproduce(gated.float_one, student) == [
-        f"rtrain distill TEACHER --out {run}-again  # TEACHER: the run of artefact 0123456789ab"
-    ]
+    assert reproduction.reproduce(gated.float_one, student)[0].endswith(
+        f" --out {run}-again  # TEACHER: the run of artefact 0123456789ab"
+    )
 
 
 def test_the_commands_have_the_settings_that_made_it(tmp_path: Path) -> None:
@@ -148,19 +150,56 @@ def test_the_commands_have_the_settings_that_made_it(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     opening.freeze(run, with_overrides(reports.settings(tmp_path, labelled_rows(60)), distilled))
     made = artifact.read(make_artifact(run.artifact))
-    student = {"teacher": "0123456789ab", "calibration_rows": 64, "flips": 0.01, "vocabulary": {"pieces": 100}}
-    found = inspection.reproduce(run.int8, replace(made, engine="onnxruntime", lineage=student))
-    assert found == [
-        f"rtrain distill TEACHER --set distill.layers=1 --set distill.hidden=0.5 --out {run}-again"
-        "  # TEACHER: the run of artefact 0123456789ab",
+    cut = {"pieces": 100, "at_least": 70, "unlabelled": {"path": "/rows.csv", "digest": "ab"}}
+    student = {"teacher": "0123456789ab", "calibration_rows": 64, "flips": 0.01, "vocabulary": cut}
+    first, second = reproduction.reproduce(run.int8, replace(made, engine="onnxruntime", lineage=student))
+    assert first.endswith("  # TEACHER: the run of artefact 0123456789ab")
+    assert "rtrain distill TEACHER --set data.path=" in first
+    assert "--set distill.layers=1 --set distill.hidden=0.5" in first
+    assert second == (
         f"rtrain quantize {run} --set quantize.calibration_rows=64 --set quantize.engine=onnxruntime"
-        f" --set compress.vocabulary=trim --out {run.int8}",
-    ]
-    weights = inspection.reproduce(run.int8, replace(made, engine="openvino", lineage={"kind": "weights"}))
-    assert weights[-1] == f"rtrain quantize {run} --set quantize.kind=weights --out {run.int8}"
+        f" --set compress.vocabulary=trim --set compress.vocabulary_pieces=70"
+        f" --set compress.unlabelled=/rows.csv --out {run.int8}"
+    )
+    weights = reproduction.reproduce(run.int8, replace(made, engine="openvino", lineage={"kind": "weights"}))
+    assert weights[-1] == (
+        f"rtrain quantize {run} --set quantize.kind=weights --set quantize.flips=null --out {run.int8}"
+    )
     with run.config.open("a", encoding="utf-8") as file:
         file.write("of_a_later_version: 7\n")
-    assert inspection.reproduce(run.int8, replace(made, engine="openvino", lineage=student)) == []
+    assert reproduction.reproduce(run.int8, replace(made, engine="openvino", lineage=student)) == []
+
+
+ASKED = {
+    **{"train.seed": 3, "optim.warmup": 0.25, "train.label_smoothing": 0.1, "data.max_tokens": 48},
+    **{"compress.vocabulary": "trim", "compress.vocabulary_pieces": 120, "distill.layers": 1, "distill.epochs": 2},
+    "data.label": "null",
+}
+"""Settings of a student of every section; the label's column has a name that YAML would read as nothing."""
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_settings_of_the_command_make_the_same_run(tmp_path: Path, known: bool) -> None:
+    """`known`: the verdict names the teacher's run. It was trained otherwise than the recipe says; what the student has
+    as the recipe again is then in the command too."""
+    taught, student, again = (Run(tmp_path / name) for name in ("taught", "student", "again"))
+    opening.freeze(taught, with_overrides(reports.settings(tmp_path, labelled_rows(60)), {"optim.weight_decay": 0.3}))
+    make_artifact(taught.artifact)
+    teacher = distill.Teacher.read(taught.artifact)
+    asked = {**ASKED, **({"optim.weight_decay": 0.01} if known else {})}
+    opening.freeze(student, distill.started(opening.stored(taught.folder, asked), teacher, tmp_path))
+    make_artifact(student.artifact)
+    against = {"version": teacher.made.version, "folder": str(taught.artifact)}
+    made = artifact.judged(student.artifact, {"verdict": "promote", "against": against} if known else {})
+    made = replace(made, lineage={"teacher": teacher.made.version})
+    [command] = reproduction.reproduce(student.artifact, made)
+    words = shlex.split(command, comments=True)
+    assert words[:3] == ["rtrain", "distill", str(taught.folder) if known else "TEACHER"]
+    sets = dict(config.parse_assignment(words[place + 1]) for place, word in enumerate(words) if word == "--set")
+    opening.freeze(again, distill.started(opening.stored(taught.folder, sets), teacher, tmp_path))
+    one, other = (opening.stored(run.folder).recipe for run in (student, again))
+    assert one == other
+    assert one.identity() == other.identity() != opening.stored(taught.folder).recipe.identity()
 
 
 @pytest.mark.ray

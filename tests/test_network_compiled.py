@@ -45,6 +45,20 @@ def test_only_the_newest_are_kept(cache: Path) -> None:
     assert {path.name for path in cache.iterdir()} == {f"version{number}" for number in range(2, compiled.KEPT + 2)}
 
 
+def test_what_is_used_is_kept_however_old_it_is(cache: Path) -> None:
+    for number in range(compiled.KEPT):
+        found = compiled.folder(f"version{number}")
+        assert found is not None
+        os.utime(found, (number, number))
+    assert compiled.folder("version0") is not None  # loaded again
+    compiled.folder("another")
+    assert {path.name for path in cache.iterdir()} == {
+        "another",
+        "version0",
+        *(f"version{number}" for number in range(2, compiled.KEPT)),
+    }
+
+
 def test_nothing_is_kept_where_there_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     for root in ("", str(tmp_path / "file")):

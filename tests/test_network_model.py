@@ -36,13 +36,46 @@ def test_attention_dropout_is_the_recipe_s_or_the_model_s(encoder: Path, wanted:
     }
 
 
-def test_a_model_without_attention_dropout_refuses_a_setting(tmp_path: Path) -> None:
-    transformers.FNetConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path)
+@pytest.mark.parametrize("wanted", [None, 0.0, 0.25])
+def test_dropout_of_hidden_values_is_the_recipe_s_or_the_model_s(encoder: Path, wanted: float | None) -> None:
+    network = model.build(encoder, TASK, ("a", "b"), 0, Model(dropout=wanted, attention_dropout=0.5))
+    own = transformers.AutoConfig.from_pretrained(encoder).hidden_dropout_prob
+    rates = {name: module.p for name, module in network.named_modules() if isinstance(module, torch.nn.Dropout)}
+    attention = {name for name in rates if name.endswith("attention.self.dropout")}
+    assert len(rates.keys() - attention) > 3  # embeddings, two of each layer, the head
+    assert {rates[name] for name in rates.keys() - attention} == {own if wanted is None else wanted}
+    assert {rates[name] for name in attention} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
+        ("distilbert", {"dropout"}),
+        ("modernbert", {"embedding_dropout", "mlp_dropout"}),
+        ("roberta", {"hidden_dropout_prob"}),
+    ],
+)
+def test_models_call_the_dropout_of_hidden_values_by_other_names(tmp_path: Path, kind: str, changed: set[str]) -> None:
+    transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    assert model._dropouts(tmp_path, Model(dropout=0.3)) == dict.fromkeys(changed, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "told"),
+    [
+        (transformers.FNetConfig, {"attention_dropout": 0.0}, "FNetConfig has no dropout of attention weights"),
+        (transformers.T5Config, {"dropout": 0.0}, "T5Config has no dropout of hidden values"),
+    ],
+)
+def test_a_model_without_a_dropout_refuses_a_setting(
+    tmp_path: Path, config: Any, asked: dict[str, Any], told: str
+) -> None:
+    config().save_pretrained(tmp_path)
     with pytest.raises(ConfigError) as raised:
-        model.build(tmp_path, TASK, ("a", "b"), 0, Model(attention_dropout=0.0))
+        model.build(tmp_path, TASK, ("a", "b"), 0, Model(**asked))
     [problem] = raised.value.problems
-    assert problem.field == "model.attention_dropout"
-    assert "FNetConfig has no dropout of attention weights" in problem.reason
+    assert [problem.field] == [f"model.{name}" for name in asked]
+    assert told in problem.reason
 
 
 @pytest.mark.parametrize(("kind", "reads"), [("roberta", 18), ("mpnet", 18), ("bert", 20)])

@@ -11,11 +11,11 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain.config import Model
 from rtrain.errors import ConfigError
-from rtrain.network import attention, dropout, layout, model, packed
+from rtrain.network import attention, cuts, dropout, layout, model, packed
 from rtrain.tasks import base
 from rtrain.training import step
 from tests.packing import HEADS, LENGTHS, WORDS, agree, rows
-from tests.tiny import make_encoder
+from tests.tiny import make_encoder, make_modern
 
 SMALL: dict[str, Any] = {
     **{"vocab_size": WORDS, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2},
@@ -217,6 +217,42 @@ def test_dropout_as_torch_draws_it_takes_as_many_and_leaves_the_rest_alone(tmp_p
     torch.manual_seed(0)
     taken = dropout.stock((700, 301), 0.1, torch.float32) == 0
     assert abs(float(taken.double().mean()) - 0.1) < 5 * (0.1 * 0.9 / taken.numel()) ** 0.5
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_cut_heads_drop_apart_and_all_else_alike_by_the_chosen_maker_of_masks(tmp_path: Path, fast: bool) -> None:
+    folder, masks, after = make_encoder(tmp_path / "encoder"), [], []
+    for place in range(2):
+        network: Any = model.build(folder, base.get("classification"), ("a", "b"), 0, fast_dropout=fast)
+        whole = network.config._attn_implementation
+        cuts.keep_heads(network, 2, place)
+        draw = transformers.AttentionInterface()[network.config._attn_implementation].keywords["draw"]
+        assert network.config._attn_implementation == f"{whole}_{place}_of_2"
+        assert draw.func is (dropout.mask if fast else dropout.stock_salted)
+        torch.manual_seed(3)
+        masks.append(draw((700, 301), 0.1, torch.float32) == 0)
+        after.append(torch.get_rng_state())
+        assert abs(float(masks[-1].double().mean()) - 0.1) < 5 * (0.1 * 0.9 / masks[-1].numel()) ** 0.5
+        torch.manual_seed(3)
+        assert torch.equal(draw((700, 301), 0.1, torch.float32) == 0, masks[-1])
+    both = float((masks[0] & masks[1]).double().mean())
+    assert abs(both - 0.01) < 5 * (0.01 * 0.99 / masks[0].numel()) ** 0.5
+    assert torch.equal(*after)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_dropout_inside_cut_layers_is_a_worker_s_own(tmp_path: Path, fast: bool) -> None:
+    folder, found, after = make_modern(tmp_path, mlp_dropout=0.25), [], []
+    for place in range(2):
+        network: Any = model.build(folder, base.get("classification"), ("a", "b"), 0, fast_dropout=fast).train()
+        cuts.drop_inside(network, network.model.layers, place)
+        torch.manual_seed(3)
+        found.append(network.model.layers[1].mlp.drop(torch.ones(700, 300)))
+        after.append(torch.get_rng_state())
+        assert abs(float((found[-1] == 0).double().mean()) - 0.25) < 5 * (0.25 * 0.75 / 210_000) ** 0.5
+        assert found[-1].max() == pytest.approx(1 / 0.75)
+    assert not torch.equal(*found)
+    assert torch.equal(*after)
 
 
 def test_layers_that_are_computed_again_give_the_same_gradient_bit_for_bit(tmp_path: Path) -> None:

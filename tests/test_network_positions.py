@@ -131,10 +131,10 @@ def test_others_cut_texts_no_sooner_than_the_model_has_to(tmp_path: Path) -> Non
 
 def test_what_has_no_table_is_refused(tmp_path: Path) -> None:
     transformers.ModernBertConfig(max_position_embeddings=64).save_pretrained(tmp_path)
-    [problem] = model.check_architecture(tmp_path, 64, asked=65)
+    [problem] = model.check_architecture(tmp_path, 64, chosen=Model(positions=65))
     assert (problem.field, problem.fix) == ("model.positions", "write null")
     assert "modernbert has no table of positions" in problem.reason
-    assert model.check_architecture(tmp_path, 64, asked=64) == []
+    assert model.check_architecture(tmp_path, 64, chosen=Model(positions=64)) == []
 
 
 def test_a_run_of_longer_texts_is_told_of_the_table(tmp_path: Path) -> None:
@@ -155,3 +155,21 @@ def test_runs_from_before_it_existed_are_resumed() -> None:
     plain = config.load("intent", {}).recipe
     assert "positions" not in plain.weights()["model"]
     assert config.load("intent", {"model.positions": 1024}).recipe.identity() != plain.identity()
+
+
+def test_a_graph_may_have_the_places_alone_that_its_texts_reach(folder: Path) -> None:
+    network = built(folder, None)
+    before, start = network.state_dict(), positions.first(network.config.to_dict())
+    with torch.inference_mode():
+        short, long = network(ids(9)).logits, network(ids(OWN)).logits
+        with positions.shortened(network, 9):
+            assert len(table_of(network)) == start + 9
+            assert torch.equal(network(ids(9)).logits, short)
+            with pytest.raises((IndexError, RuntimeError)):
+                network(ids(OWN))
+        assert torch.equal(network(ids(OWN)).logits, long)
+        with positions.shortened(network, OWN + 1):
+            assert len(table_of(network)) == start + OWN
+    after = network.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)

@@ -153,7 +153,7 @@ def family(kind: str, folder: Path) -> Path:
 def exported(network: Any, encoder: Path, folder: Path, mean: bool) -> Path:
     """An artefact of `network`, which started from `encoder`, as a run writes it."""
     facts = {pooling.FACT: "mean"} if mean else {}
-    pooling.save(network, folder, mean=mean)
+    pooling.save(network, folder, guarded=mean)
     for name in TOKENIZER_FILES:
         if (encoder / name).is_file():
             shutil.copyfile(encoder / name, folder / name)

@@ -102,6 +102,35 @@ def test_a_vocabulary_is_filled_up_in_its_own_order() -> None:
         assert [names[number] for number in ids] == ["[PAD]", "[UNK]", "a", "##a", *expected.split()]
 
 
+def test_of_more_pieces_than_are_wanted_the_first_stay() -> None:
+    """The used ones are named by frequency; what is filled up has no room beside them."""
+    names = ["[PAD]", "[UNK]", "a", "##a", "the", "of", "rare", "and"]
+    model = {"type": "WordPiece", "vocab": {name: place for place, name in enumerate(names)}, "unk_token": "[UNK]"}
+    document = {"model": {**model, "continuing_subword_prefix": "##"}, "added_tokens": [{"id": 0, "content": "[PAD]"}]}
+    used = [names.index(name) for name in ("and", "a", "of", "rare")]
+    for most, expected in (
+        (4, ""),
+        (5, "and"),
+        (6, "of and"),
+        (7, "of rare and"),
+        (8, "the of rare and"),
+        (99, "the of rare and"),
+    ):
+        ids = vocabulary.kept(document, used, at_least=99, most=most)
+        assert [names[number] for number in ids] == ["[PAD]", "[UNK]", "a", "##a", *expected.split()]
+    with pytest.raises(UserError, match=r"compress\.vocabulary_most=3: .* alone are 4 pieces; write more, or null"):
+        vocabulary.kept(document, used, most=3)
+
+
+def test_no_piece_is_kept_without_what_it_is_merged_from() -> None:
+    """`abc` needs two others that are not there yet, so that there is no room for it."""
+    merges = [["a", "b"], ["b", "c"], ["ab", "c"], ["a", "bc"], ["x", "y"]]
+    names = ["a", "b", "c", "x", "y", "ab", "bc", "abc", "xy"]
+    document = {"model": {"type": "BPE", "vocab": {name: place for place, name in enumerate(names)}, "merges": merges}}
+    ids = vocabulary.kept(document, [names.index("abc"), names.index("xy")], most=7)
+    assert [names[number] for number in ids] == ["a", "b", "c", "x", "y"]
+
+
 def test_the_padding_keeps_its_number() -> None:
     """RoBERTa counts positions from it: with another, every text would be read at other places."""
     names = ["<s>", "##", "xx", "<pad>", "</s>", "<unk>", "a", "b"]

@@ -126,3 +126,13 @@ def test_a_command_shorter_than_the_interval_is_sampled_at_its_end(monkeypatch: 
     with PeakMemory() as peak:
         assert peak.peak_mb == 0.0
     assert peak.peak_mb > 10
+
+
+def test_the_stage_of_the_peak_and_what_held_it_are_told(counted: list[int]) -> None:
+    with child(PRIVATE.format(size=80 * MB)) as large, child(PRIVATE.format(size=1)) as small, PeakMemory() as peak:
+        peak.stage = "search"
+        counted[:] = [small, large]
+    assert peak.at_peak["stage"] == "search"
+    [one] = peak.at_peak["processes"]
+    assert one["title"].startswith(f"{sys.executable} -S -c held"[:60])
+    assert 80 <= one["anonymous_mb"] <= one["mb"] < 110

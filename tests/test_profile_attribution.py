@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rtrain.checkpoints.saver import Saver
+from rtrain.config import Train
 from rtrain.data.ingest import plan_update
 from rtrain.doctor.profile import worker_file
 from rtrain.exchange import replicas
 from rtrain.exchange.replicated import Replicated
 from rtrain.exchange.timeline import Timeline
+from rtrain.strategies import choose
 from rtrain.training import loop, stages, step
 from rtrain.training.evaluate import evaluate
 from rtrain.training.stages import PARTS
@@ -165,6 +168,53 @@ def test_a_delay_in_an_exchange_is_the_exchanges(
     window = stages.Window(0, begun, clock(), tuple(exchange.timeline.take()))
     assert clock.delays > 0
     assert {one.kind for one in window.spans} >= {"forward", "backward", "optimizer", "exchange", "sending"}
+    found = {name: value / (clock.delays * DELAY) for name, value in stages.parts(window).of.items()}
+    assert found == pytest.approx({name: float(name == "exchange") for name in PARTS}, abs=WITHIN)
+
+
+def gathers_late(clock: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker is late with its share of a layer's weights."""
+    monkeypatch.setattr(dist, "all_gather_single", clock.delayed(dist.all_gather_single))
+
+
+def shares_late(clock: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker is late with its gradient of a layer."""
+    monkeypatch.setattr(dist, "reduce_scatter_single", clock.delayed(dist.reduce_scatter_single))
+
+
+def sums_late(clock: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker of the replica is late with its part of a layer's answer."""
+    monkeypatch.setattr(collectives, "wait_tensor", clock.delayed(collectives.wait_tensor))
+
+
+@pytest.mark.parametrize(
+    ("train", "inject", "least"),
+    [
+        ({"shard": 3}, gathers_late, 10),  # two passes, of which each gathers two layers twice, and the rest
+        ({"shard": 2}, shares_late, 6),
+        ({"shard": 3}, shares_late, 6),
+        ({"tensor": 2}, sums_late, 16),  # two passes with four sums of each of two layers
+    ],
+)
+def test_a_delay_in_what_parts_of_a_model_send_is_the_exchanges(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    two_workers: None,
+    train: dict[str, int],
+    inject: Callable[[Ahead, pytest.MonkeyPatch], None],
+    least: int,
+) -> None:
+    """It happens inside of forward and backward passes."""
+    clock, network = Ahead(), make_network(make_still_encoder(tmp_path))
+    exchange = choose.build(network, Train(workers=2, transport="stock", **train))  # type: ignore[arg-type]
+    exchange.timeline.now = clock
+    inject(clock, monkeypatch)
+    optimizer, rows = torch.optim.SGD(network.parameters(), lr=0.0), make_rows(8)
+    exchange.timeline.take()
+    begun = clock()
+    step.run_update(exchange, optimizer, LOSS, [pick(rows, [0, 1, 2]), pick(rows, [3, 4])], pad_id=0)
+    window = stages.Window(0, begun, clock(), tuple(exchange.timeline.take()))
+    assert clock.delays >= least
     found = {name: value / (clock.delays * DELAY) for name, value in stages.parts(window).of.items()}
     assert found == pytest.approx({name: float(name == "exchange") for name in PARTS}, abs=WITHIN)
 

@@ -1,6 +1,10 @@
 """The same training in every layout: shown by two figures, and seen to fail where a bug is planted."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,18 +14,21 @@ from rtrain.config import Config
 from rtrain.data.order import Order, chain, rows_digest
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
-from rtrain.proof import planted, verify
-from rtrain.proof.cases import SINGLE, Case, Measured
+from rtrain.proof import plan, planted, verify
+from rtrain.proof.cases import Measured
+from rtrain.proof.plan import SINGLE, Case, LeftOut
 from rtrain.training.loop import GENESIS
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder
 
 BUGS = ["mean of means", "dropped tail row", "double exchange", "k ignored", "stale embedding row"]
 SHARED_BUGS = ["gradient twice", "replica left out", "edge gradient lost", "scale_grads left on"]
-LAID_OUT = [f"2 x 3, {name}" for name in ("shard 2", "shard 3", "tensor 2", "sequence", "pipeline")]
+LAID_OUT = [f"2 x 3, {name}" for name in ("shard 2", "shard 3", "tensor 2", "sequence", "gpipe", "pipeline")]
 LAID_OUT += ["2 x 3, shard 3, resumed from shard 2", "2 x 3, tensor 2, resumed from shard 3"]
-LAID_OUT += ["2 x 3, sequence, resumed from tensor 2", "2 x 3, pipeline, resumed from sequence"]
-LAID_OUT += ["2 x 3, resumed from pipeline"]
+LAID_OUT += ["2 x 3, sequence, resumed from tensor 2", "2 x 3, gpipe, resumed from sequence"]
+LAID_OUT += ["2 x 3, pipeline, resumed from gpipe", "2 x 3, resumed from pipeline"]
+"""Without `interleaved`, for which the encoder has too few layers."""
+ROUNDED = ["1 x 8, fp32", "1 x 3, fp32", "2 x 3, shard 3, fp32"]
 
 
 pytestmark = pytest.mark.timeout(900)
@@ -43,7 +50,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Config:
 @pytest.fixture(scope="module")
 def report(ray_session: Path, settings: Config) -> verify.Report:
     folder = ray_session / "verify" / "scratch"
-    found = verify.run(settings, folder, bugs=True)
+    found = verify.run(settings, folder, bugs=True, cores=2)
     assert not folder.exists()
     return found
 
@@ -57,7 +64,7 @@ def of(report: verify.Report, name: str) -> Measured:
 def test_every_layout_trains_the_same(report: verify.Report) -> None:
     assert report.problems == []
     document = report.to_document()
-    assert (document["passed"], len(document["cases"])) == (True, 5 + 10 + 9)
+    assert (document["passed"], len(document["cases"])) == (True, 5 + 12 + 9 + 3)
     assert max(document["weights_ratio"], document["gradient_ratio"]) <= 1e-8
     # Sums in another order part by rounding: a figure of zero would mean that nothing was compared.
     for name in ("1 x 3", "2 x 8", "2 x 3", "2 x 3, resized from 1", *LAID_OUT):
@@ -66,6 +73,22 @@ def test_every_layout_trains_the_same(report: verify.Report) -> None:
         assert 0 < measured.gradient_ratio <= 1e-8
         assert measured.workers_differ == 0
         assert measured.worst_tensor in report.text()
+    assert [(one.workers, one.layout) for one in report.left_out] == [
+        *((4, layout) for layout in plan.GRIDS),
+        (2, "interleaved"),
+    ]
+
+
+@pytest.mark.ray
+def test_in_fp32_shares_part_from_one_worker_as_rounding_does(report: verify.Report) -> None:
+    """Its exchanges are others than in float64."""
+    [(case, *times)] = report.beyond_noise
+    assert case.name == ROUNDED[-1]
+    assert all(0.1 < one < verify.NOISE for one in times)
+    for name in ROUNDED[1:]:
+        assert of(report, name).weights_ratio > 1e-6
+        assert 1e-9 < of(report, name).gradient_ratio < 1e-4
+    assert f"{case.name}: apart from one worker by weights {times[0]:.1f}, gradient {times[1]:.1f}" in report.text()
 
 
 @pytest.mark.ray
@@ -73,10 +96,10 @@ def test_layouts_differ_in_passes_and_nothing_else(report: verify.Report, settin
     assert (report.rows, report.rows_per_update, report.updates) == (53, 13, 5)
     passes = {case.name: measured.most_passes for case, measured in report.cases if not case.bug}
     # Those of rank 0, which has 7 of the 13 rows of an update where there are two workers.
-    several = ("2 x 3", "2 x 3, resized from 1", *LAID_OUT)
-    expected = {"1 x 8": 2, "1 x 3": 5, "2 x 8": 1, **dict.fromkeys(several, 3)}
+    several = ("2 x 3", "2 x 3, resized from 1", *LAID_OUT, ROUNDED[-1])
+    expected = {"1 x 8": 2, "1 x 3": 5, "2 x 8": 1, **dict.fromkeys(several, 3), ROUNDED[0]: 2, ROUNDED[1]: 5}
     # Two workers of one replica have all of an update's rows.
-    replica = tuple(f"2 x 3, {name}" for name in ("tensor 2", "sequence", "pipeline"))
+    replica = tuple(f"2 x 3, {name}" for name in ("tensor 2", "sequence", "gpipe", "pipeline"))
     assert passes == expected | {name: 5 for name in several if name.startswith(replica)}
     store = Store(next((ray_session / "verify" / ".tokens").iterdir()))
     order, link = Order(store.manifest.digest, 53, 13, 1, settings.recipe.train.seed), GENESIS
@@ -104,6 +127,23 @@ def test_every_planted_bug_is_seen(report: verify.Report) -> None:
         assert of(report, f"2 x 3, {name}").weights_ratio < of(report, f"2 x 3, {name}").gradient_ratio
 
 
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(3600)
+def test_the_large_matrix_has_every_layout_by_as_many_workers_as_it_takes(settings: Config, tmp_path: Path) -> None:
+    """By the command, which starts a Ray with room for all of them, however few cores there are."""
+    deep = make_encoder(tmp_path / "encoder", layers=4)
+    command = [sys.executable, "-m", "rtrain", "verify", "intent", "--full", "--json", "--out", str(tmp_path / "full")]
+    command += ["--data", str(settings.recipe.data.path), "--model", str(deep), "--set", "train.rows_per_update=13"]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    found = json.loads(done.stdout)
+    assert (found["problems"], done.returncode) == ([], 0)
+    assert {case["layout"] for case in found["cases"]} == {"", *plan.LAYOUTS, *plan.GRIDS}
+    assert {(one["workers"], one["layout"]) for one in found["left_out"]} == {
+        (3, layout) for layout in plan.LAYOUTS if not layout.startswith("shard")
+    }
+
+
 @pytest.mark.ray
 def test_a_folder_in_use_is_refused_and_left_alone(ray_session: Path, settings: Config, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("text")
@@ -120,27 +160,43 @@ def with_train(settings: Config, **train: object) -> Config:
 
 
 def test_default_plan(settings: Config) -> None:
-    todo = verify.plan(with_train(settings, micro_batch=8, rows_per_update=256), 10_000, 20.0)
+    todo = plan.plan(with_train(settings, micro_batch=8, rows_per_update=256), 10_000, 20.0)
     assert (todo.rows, todo.rows_per_update, todo.updates) == (129, 32, 5)
     names = [[case.name for case in group] for group in todo.groups]
-    assert names == [["1 x 8", "1 x 3"], ["2 x 8", "2 x 3", "2 x 3, resized from 1", *LAID_OUT]]
+    fresh = [*LAID_OUT[:6], "2 x 3, interleaved"]
+    resumed = [*LAID_OUT[6:-1], "2 x 3, interleaved, resumed from pipeline", "2 x 3, resumed from interleaved"]
+    assert names == [
+        ["1 x 8", "1 x 3", *ROUNDED[:2]],
+        ["2 x 8", "2 x 3", ROUNDED[2], "2 x 3, resized from 1", *fresh, *resumed],
+    ]
+
+
+def test_four_workers_are_in_the_plan_where_they_have_cores(settings: Config) -> None:
+    few, many = (plan.plan(settings, 10_000, 20.0, cores=cores) for cores in (3, 4))
+    assert [one.layout for one in few.left_out] == list(plan.GRIDS)
+    assert few.left_out[0].why == "4 workers have 3 cores here; with --full they share them"
+    assert (few.workers, many.workers, many.left_out) == (2, 4, ())
+    assert {case.layout for case in many.groups[-1]} == {"", *plan.GRIDS}
+    assert [plan.most_workers(settings.recipe.train, False, cores) for cores in (3, 4)] == [2, 4]
 
 
 def test_a_frozen_embedding_has_no_gradient_to_be_stale(settings: Config) -> None:
     frozen = config.with_overrides(settings, {"model.freeze": "encoder"})
-    todo = verify.plan(frozen, 10_000, 20.0, bugs=True)
+    todo = plan.plan(frozen, 10_000, 20.0, bugs=True)
     assert [case.bug for group in todo.groups for case in group if case.bug] == BUGS[:-1] + SHARED_BUGS
 
 
 def test_full_plan_is_three_by_three_on_1003_rows(settings: Config) -> None:
-    todo = verify.plan(with_train(settings, rows_per_update=64), 10_000, 20.0, full=True)
+    todo = plan.plan(with_train(settings, rows_per_update=64), 10_000, 20.0, full=True)
     assert (todo.rows, todo.rows_per_update, todo.updates, todo.workers) == (1003, 64, 16, 4)
     *threes, grids = todo.groups
     assert {(case.workers, case.micro_batch) for group in threes for case in group} == {
         (workers, size) for workers in (1, 2, 3) for size in (8, 4, 2)
     }
     assert [case.name for case in grids] == [
+        "4 x 8",
         "4 x 4",
+        "4 x 4, resized from 1",
         "4 x 4, shard 2, tensor 2",
         "4 x 4, shard 3, sequence",
         "4 x 4, pipeline of 2",
@@ -151,24 +207,66 @@ def test_full_plan_is_three_by_three_on_1003_rows(settings: Config) -> None:
     assert [case.name for group in todo.groups for case in group if case.resumed == SINGLE] == [
         "2 x 4, resized from 1",
         "3 x 4, resized from 1",
+        "4 x 4, resized from 1",
     ]
 
 
-def test_layouts_that_workers_or_the_model_do_not_allow_are_left_out(settings: Config, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "modernbert"}')
-    todo = verify.plan(settings, 10_000, 20.0)
+def layouts(todo: plan.Plan, group: int = 1) -> list[str]:
+    """Those that are trained from the start, and the bugs."""
+    return [case.bug or case.layout for case in todo.groups[group] if not case.resumed and case.precision == "fp64"]
+
+
+def planned(settings: Config, model: Path, **how: bool) -> plan.Plan:
+    return plan.plan(settings, 10_000, 20.0, cores=4, refused=partial(plan.refused, settings.recipe, model), **how)
+
+
+def test_layouts_that_workers_or_the_model_do_not_allow_are_left_out_by_name(settings: Config, tmp_path: Path) -> None:
     tiny = Path(settings.recipe.model.name)  # of two layers, which are too few for two parts on each of two workers
-    assert verify.possible(todo, settings.recipe, tiny) == todo
-    full = verify.plan(settings, 10_000, 20.0, full=True)
-    left_out = {case.layout for case in full.groups[1]} - {
-        case.layout for case in verify.possible(full, settings.recipe, tiny).groups[1]
-    }
-    assert left_out == {"interleaved"}
-    other = verify.possible(todo, settings.recipe, tmp_path)
-    assert {case.layout for group in other.groups for case in group} == {"", "shard 2", "shard 3"}
-    odd = verify.plan(with_train(settings, workers=3), 10_000, 20.0)
-    found = verify.possible(odd, settings.recipe, tiny)
-    assert {case.layout for group in found.groups for case in group} == {"", "shard 2", "shard 3"}
+    full = planned(settings, tiny, full=True)
+    assert "interleaved" not in layouts(full)
+    assert [one.layout for one in full.left_out if one.workers == 2] == ["interleaved"]
+    assert [one.layout for one in full.left_out if one.workers == 3] == [
+        *("tensor 2", "sequence", "gpipe", "pipeline", "interleaved")
+    ]
+    (tmp_path / "config.json").write_text('{"model_type": "electric"}')
+    other = planned(settings, tmp_path, bugs=True)
+    assert layouts(other) == ["", "", "shard 2", "shard 3", *BUGS, *SHARED_BUGS[:2]]
+    missing = [one for one in other.left_out if one.workers == 2]
+    assert [one.layout for one in missing] == ["tensor 2", "sequence", "gpipe", "pipeline", "interleaved"]
+    assert missing[0] == LeftOut(2, "tensor 2", other.left_out[0].why)
+    assert "train.tensor=2: layers of the type electric are not cut" in other.left_out[0].why
+    assert [one.bugs for one in missing if one.bugs] == [tuple(SHARED_BUGS[2:])]
+    # What is left out has no hole behind it: the next layout goes on from the one before.
+    assert [case.name for case in other.groups[1] if case.resumed] == [
+        "2 x 3, resized from 1",
+        "2 x 3, shard 3, resumed from shard 2",
+        "2 x 3, resumed from shard 3",
+    ]
+    odd = with_train(settings, workers=3)
+    assert layouts(planned(odd, tiny)) == ["", "", "shard 2", "shard 3"]
+
+
+def test_how_whole_gradients_are_sent_leaves_no_layout_out(settings: Config) -> None:
+    tiny = Path(settings.recipe.model.name)
+    sent = with_train(settings, transport="shared_memory", gradient_compression="bf16", min_workers=1)
+    assert planned(sent, tiny) == planned(settings, tiny)
+    chosen = [plan.train_of(sent.recipe.train, layout, 2) for layout in ("", "shard 3")]
+    assert [one.transport for one in chosen] == ["shared_memory", "auto"]
+    frozen = planned(config.with_overrides(settings, {"model.freeze": "encoder"}), tiny)
+    assert {one.layout for one in frozen.left_out} == {"gpipe", "pipeline", "interleaved", "pipeline of 2"}
+    assert all("model.freeze=encoder" in one.why for one in frozen.left_out)
+
+
+def test_what_was_left_out_is_told_and_not_passed_over() -> None:
+    cases = [(Case(1, 8), Measured(order_digest="aa", rows=129)), (Case(2, 3, bug="k ignored"), Measured(1.0, 1.0))]
+    whole = verify.Report(129, 32, 5, cases).text()
+    assert "1 of 1 planted bugs seen (a figure above 0.01)\npassed: the same training in every layout (" in whole
+    missed = [LeftOut(2, "pipeline", "model.freeze=encoder: no", ("edge gradient lost", "scale_grads left on"))]
+    report = verify.Report(129, 32, 5, cases, missed)
+    assert "left out: 2 workers, pipeline (model.freeze=encoder: no)" in report.text()
+    assert "not planted, as their layouts are left out: edge gradient lost, scale_grads left on" in report.text()
+    assert "passed: the same training in every layout that is not left out (" in report.text()
+    assert report.to_document()["left_out"][0]["bugs"] == ("edge gradient lost", "scale_grads left on")
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5, 16])
@@ -177,7 +275,7 @@ def test_layouts_that_workers_or_the_model_do_not_allow_are_left_out(settings: C
 def test_every_plan_has_ragged_passes_and_a_short_last_update(
     settings: Config, workers: int, mean_tokens: float, rows: int
 ) -> None:
-    todo = verify.plan(with_train(settings, workers=workers, rows_per_update=64), rows, mean_tokens, bugs=True)
+    todo = plan.plan(with_train(settings, workers=workers, rows_per_update=64), rows, mean_tokens, bugs=True)
     each = todo.rows_per_update // todo.workers
     assert each >= 4
     assert any(each % case.micro_batch for case in todo.groups[-1])
@@ -185,6 +283,19 @@ def test_every_plan_has_ragged_passes_and_a_short_last_update(
     assert todo.rows <= rows
     assert all(len({case.workers for case in group}) == 1 for group in todo.groups)
     assert todo.groups[0][0].workers == 1
+
+
+def test_a_layout_beyond_fp32_s_noise_is_a_problem() -> None:
+    near = Measured(weights_ratio=1e-3, gradient_ratio=1e-7, order_digest="aa", rows=129)
+    sizes = ((8, replace(near, weights_ratio=0.0)), (3, near))
+    alone = [(Case(1, size, precision="fp32"), found) for size, found in sizes]
+    for times, problems in ((2.9, 0), (3.1, 1)):
+        apart = replace(near, gradient_ratio=times * 1e-7)
+        rounded = [*alone, (Case(2, 3, "shard 3", precision="fp32"), apart)]
+        found = verify.Report(129, 32, 5, [(Case(1, 8), Measured(order_digest="aa", rows=129)), *rounded])
+        assert len(found.problems) == problems
+        assert (found.weights_ratio, found.gradient_ratio) == (0.0, 0.0)
+    assert found.problems == ["2 x 3, shard 3, fp32: it parts from one worker 3.1 times as far as rounding does"]
 
 
 GOOD = Measured(weights_ratio=1e-13, gradient_ratio=1e-12, worst_tensor="head", order_digest="aa", rows=129)

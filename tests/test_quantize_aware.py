@@ -16,6 +16,7 @@ from rtrain.batch import Tokens, padded
 from rtrain.compress import openvino_graph, quantize, ranges
 from rtrain.compress.ranges import Range
 from rtrain.config import Distill, with_overrides
+from rtrain.config.recipe import Quantize
 from rtrain.data.order import deal
 from rtrain.errors import ConfigError, UserError
 from rtrain.exchange import whole
@@ -362,8 +363,8 @@ def test_what_a_rounding_student_cannot_do_is_refused(tmp_path: Path, overrides:
 
 def test_an_engine_without_learned_levels_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"quantize\.engine=onnxruntime: the model was trained to be rounded"):
-        quantize.refuse("onnxruntime", trims=False, learned=True)
-    quantize.refuse("openvino", trims=True, learned=True)
+        quantize.refuse(Quantize(engine="onnxruntime"), trims=False, learned=True)
+    quantize.refuse(Quantize(), trims=True, learned=True)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from rtrain import artifact, engines, predict
 from rtrain.compress import export_check, onnx_graph, openvino_graph
 from rtrain.compress.graphs import Sample
 from rtrain.errors import ConfigError, UserError
+from rtrain.gate.graph import Graph
 from rtrain.network import int8
 from rtrain.network.int8 import Int8
 from tests import quantizing
@@ -46,6 +47,16 @@ def test_the_float_graph_is_compared_on_every_length(made: Made, static: Quantiz
     assert checked["rows"] == 3 * export_check.ROWS
     assert 0 < checked["largest"] <= export_check.TOLERANCE
     assert checked["bucket"] in ("up to 16 tokens", "up to 32 tokens", "up to 64 tokens")
+
+
+def test_the_graph_has_no_positions_that_no_text_reaches(made: Made, static: Quantized) -> None:
+    most = artifact.read(made.folder).max_tokens
+    whole = transformers.AutoConfig.from_pretrained(made.folder)
+    assert most < whole.max_position_embeddings
+    layers = Graph(static.folder / "model.int8.xml").layers.values()
+    numbers = [layer.numbers for layer in layers if layer.element == "i8"]
+    assert most * whole.hidden_size in numbers
+    assert whole.max_position_embeddings * whole.hidden_size not in numbers
 
 
 def test_rows_of_every_length_hold_the_shortest_and_the_longest_of_each() -> None:

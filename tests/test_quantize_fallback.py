@@ -203,6 +203,8 @@ def test_a_report_says_what_went_back_and_what_it_costs() -> None:
             "reverted": ["encoder.layer.3.attention.self (ScaledDotProductAttention)"],
             "flips_before": 0.215,
             "flips": 0.004,
+            "most_flips": 0.005,
+            "reached": True,
             "seconds": 47.6,
             "megabytes_added": 0.04,
             "latency": [{"bucket": "up to 16 tokens", "int8_ms": 2.0, "ms": 2.125}],
@@ -217,3 +219,8 @@ def test_a_report_says_what_went_back_and_what_it_costs() -> None:
         "  it costs 0.0 MB; 2.12 ms in place of 2.00 (up to 16 tokens)",
         "processor: int8 by VNNI",
     ]
+    made["fallback"] |= {"flips": 0.05, "reached": False}
+    assert quantize.report_text(made).splitlines()[7] == (
+        "fall-back: 1 of 46 operations in float; of 256 training rows' answers 21.50% differed, now 5.00%, more than "
+        "the 0.50% that were asked for: not reached (48 s)"
+    )

@@ -44,3 +44,17 @@ def test_a_run_with_too_few_nodes_says_so_and_waits_for_them(tmp_path: Path) -> 
     assert 0 <= found["steps"][2]["lost"] <= elastic.SAVE_EVERY
     assert found["causes"] == ["crash"]
     assert (found["ledger"]["passed"], found["ledger"]["updates"]) == (True, elastic.UPDATES)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_one_worker_goes_on_with_what_four_had_shares_of(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.elastic", str(tmp_path), "shards"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [(step["change"], step["workers"]) for step in found["steps"]] == [(None, 4), ("vanishes", 1)]
+    assert 0 <= found["steps"][1]["lost"] <= elastic.SAVE_EVERY
+    assert found["causes"] == ["crash"]
+    assert (found["ledger"]["passed"], found["ledger"]["updates"]) == (True, elastic.UPDATES)

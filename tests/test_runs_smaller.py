@@ -48,9 +48,9 @@ def test_a_model_is_cut_to_the_pieces_of_its_training_rows(tmp_path: Path) -> No
     known = trimming.read(made)
     assert known is not None
     ids = trimming.old_ids(known.kept)
-    used = smaller.used(whole)
+    used = smaller.counted(whole)
     assert set(used) <= set(known.kept) < set(range(known.of))
-    assert not set(smaller.used(whole, "test")) <= set(known.kept)
+    assert not set(smaller.counted(whole, "test")) <= set(known.kept)
     store = make_store(chosen.recipe, made, tmp_path)
     assert store.folder != whole.folder
     changed = {split: smaller.changed(whole, store, split, ids) for split in SPLITS}
@@ -76,6 +76,25 @@ def test_other_rows_or_another_size_make_another_model(tmp_path: Path) -> None:
     assert smaller.trimmed(whole.recipe, source, model, tmp_path) == model  # there are no other pieces
 
 
+def test_the_rarest_pieces_of_the_rows_go_where_they_are_too_many(tmp_path: Path) -> None:
+    chosen, source, model, whole = stored_twice(tmp_path)
+    every = smaller.trimmed(chosen.recipe, source, model, tmp_path)
+    needed = trimming.size(every)
+    capped = with_overrides(chosen, {"compress.vocabulary_most": needed - 10})
+    made = smaller.trimmed(capped.recipe, source, model, tmp_path)
+    known = trimming.read(made)
+    assert known is not None
+    assert trimming.size(made) == needed - 10
+    counts = smaller.counted(whole)
+    lost = [number for number in counts if number not in known.kept]
+    assert len(lost) == 10
+    words = [number for number in counts if number in known.kept and number not in trimming.kept(model, [])]
+    assert max(counts[number] for number in lost) <= min(counts[number] for number in words)
+    store = make_store(capped.recipe, made, tmp_path)
+    assert smaller.changed(whole, store, "train", trimming.old_ids(known.kept)) > 0  # and a run's log says so
+    assert chosen.recipe.identity() != capped.recipe.identity()
+
+
 def test_pieces_of_unlabelled_rows_stay_too(tmp_path: Path) -> None:
     further = tmp_path / "requests.jsonl"
     further.write_text("".join(json.dumps({"text": text}) + "\n" for text in (*CORPUS[:5], "")))
@@ -83,7 +102,7 @@ def test_pieces_of_unlabelled_rows_stay_too(tmp_path: Path) -> None:
     made = smaller.trimmed(chosen.recipe, source, model, tmp_path)
     known = trimming.read(made)
     assert known is not None
-    assert set(smaller.used(whole, "test")) <= set(known.kept)  # the same texts
+    assert set(smaller.counted(whole, "test")) <= set(known.kept)  # the same texts
     store = make_store(chosen.recipe, made, tmp_path)
     assert [smaller.changed(whole, store, split, trimming.old_ids(known.kept)) for split in ("train", "test")] == [0, 0]
     further.write_text(json.dumps({"text": CORPUS[0]}) + "\n")
@@ -100,6 +119,7 @@ def test_the_setting_is_a_part_of_a_run_only_where_it_trims() -> None:
     more = configuration.load("intent", {"compress.vocabulary": "trim", "compress.vocabulary_pieces": 7}).recipe
     assert plain.identity() == keep.identity()
     assert "compress" not in plain.weights()
+    assert "vocabulary_most" not in trim.weights()["compress"]  # older runs have no such setting
     assert len({plain.identity(), trim.identity(), more.identity()}) == 3
 
 
@@ -111,10 +131,10 @@ def test_a_person_is_told_what_was_cut() -> None:
 
 
 def test_a_finished_model_of_answers_by_token_is_trimmed_before_it_is_trained(tmp_path: Path) -> None:
-    *_, store = stored_twice(tmp_path)
+    chosen, _, _, store = stored_twice(tmp_path)
     folder = make_task_artifact(tmp_path / "tags", "token_tags", Head(("O", "B-X", "I-X"), {}))
     with pytest.raises(ConfigError, match=r"compress\.vocabulary='?trim'?: .*trim before rtrain train"):
-        vocabulary.trim_by(folder, store, 0, tmp_path / "out")
+        vocabulary.trim_by(folder, store, chosen.recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -123,7 +143,35 @@ def test_a_finished_model_is_not_trimmed_where_its_test_rows_are_not_kept_whole(
     write_rows(tmp_path / "test.csv", [("a long story " * 200, "refund")])
     store = make_store(chosen.recipe, Path(chosen.recipe.model.name), tmp_path)
     with pytest.raises(ConfigError, match=r"scored anew by their texts alone.*trim before rtrain train"):
-        vocabulary.trim_by(make_artifact(tmp_path / "whole"), store, 0, tmp_path / "out")
+        vocabulary.trim_by(make_artifact(tmp_path / "whole"), store, chosen.recipe, tmp_path / "out")
+
+
+def test_pieces_of_unlabelled_rows_stay_in_a_finished_model_too(tmp_path: Path) -> None:
+    """And its lineage says how many pieces were asked for, and by which rows."""
+    further = tmp_path / "requests.jsonl"
+    further.write_text("".join(json.dumps({"text": text}) + "\n" for text in CORPUS[:5]))
+    chosen, _, _, store = stored_twice(tmp_path, **{"compress.unlabelled": str(further)})
+    whole = make_task_artifact(tmp_path / "whole", "classification", store.manifest.head)
+    found = smaller.further(chosen.recipe)
+    assert found is not None
+    proof = vocabulary.trim_by(whole, store, chosen.recipe, tmp_path / "small", found)
+    assert proof.changed == ()  # the test rows have the same texts
+    told = artifact.read(tmp_path / "small").lineage["vocabulary"]
+    assert told["at_least"] == 0
+    assert told["unlabelled"] == {"path": str(further), "digest": found.digest()}
+    plain = with_overrides(chosen, {"compress.unlabelled": None, "compress.vocabulary_pieces": 170}).recipe
+    assert vocabulary.trim_by(whole, store, plain, tmp_path / "plain").changed != ()
+    told = artifact.read(tmp_path / "plain").lineage["vocabulary"]
+    assert (told["at_least"], "unlabelled" in told) == (170, False)
+
+
+def test_rows_whose_pieces_are_to_stay_are_looked_for_before_an_int8_model_is_made(tmp_path: Path) -> None:
+    chosen, _, _, store = stored_twice(tmp_path, **{"compress.unlabelled": str(tmp_path / "absent.csv")})
+    run = tmp_path / "run"
+    make_task_artifact(run / "artifact", "classification", store.manifest.head)
+    with pytest.raises(ConfigError, match=r"compress\.unlabelled=.*no such file, folder or glob"):
+        quantize.run(chosen.recipe, store.folder, run, tmp_path / "int8")
+    assert not (tmp_path / "int8").exists()
 
 
 def test_a_trimmed_model_goes_with_the_runs_that_use_it(tmp_path: Path) -> None:

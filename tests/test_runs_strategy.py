@@ -15,8 +15,9 @@ from rtrain.doctor.forecast import fitting
 from rtrain.doctor.forecast.memory import Need
 from rtrain.errors import ConfigError
 from rtrain.network import device
-from rtrain.runs import strategy
+from rtrain.runs import nodes, preparing, strategy
 from rtrain.strategies import ways
+from tests.conftest import labelled_rows, write_rows
 from tests.test_training_loop import make_ground, recipe_of
 from tune import search, study
 
@@ -34,7 +35,7 @@ def decided(
     ground: Path, monkeypatch: pytest.MonkeyPatch, node: Mapping[str, float], **train: Any
 ) -> tuple[Config, dict[str, Any] | None]:
     monkeypatch.setattr(supply, "here", lambda labels: [node])
-    monkeypatch.setattr(supply, "may", lambda kind, labels: [])
+    monkeypatch.setattr(supply, "types", lambda labels: {})
     config = replace(configuration.load("intent"), recipe=recipe_of(ground, workers=4, **train))
     store = Store(next((ground / ".tokens").iterdir()))
     return strategy.decided(config, device.Choice("cpu", 4), store, ground / "encoder")
@@ -88,3 +89,19 @@ def test_settings_that_are_given_stay(ground: Path, monkeypatch: pytest.MonkeyPa
 def test_trials_that_share_nodes_leave_nothing_open(check: Callable[[Config], None]) -> None:
     with pytest.raises(ConfigError, match=r"trials share the memory of nodes.*rtrain plan --search"):
         check(configuration.load("intent", {"train.strategy": "auto"}))
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_a_layout_that_does_not_fit_the_gpus_there_are_is_refused_before_rows_are_read(
+    ground: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, layout: str
+) -> None:
+    monkeypatch.setattr(supply, "most", lambda kind, labels: 3)
+    monkeypatch.setattr(device, "usable", lambda: True)
+    monkeypatch.setattr(nodes, "share", lambda config, source, weights, root: (source, weights))
+    rows = write_rows(tmp_path / "rows.csv", labelled_rows(60))
+    asked = {"model.name": str(ground / "encoder"), "data.path": str(rows), "train.workers": 4, f"train.{layout}": 2}
+    with pytest.raises(
+        ConfigError, match=rf"train\.{layout}=2: it does not divide train\.workers=3 \(3 workers instead"
+    ):
+        preparing.prepare(configuration.load("intent", asked), tmp_path / "run")
+    assert not (tmp_path / ".tokens").exists()

@@ -430,9 +430,9 @@ def test_a_second_endpoint_on_the_same_ray_is_refused_and_the_first_goes_on(endp
 @pytest.mark.serve
 def test_close_leaves_no_actor_process_port_or_folder(endpoint: Endpoint, told: list[str]) -> None:
     """The last of this file: it closes the endpoint of those before it."""
-    names = ("ServeController", "HAProxyManager", "ProxyActor", "ServeReplica")
+    names = ("ServeController", "HAProxyManager", "ServeReplica")
     actors = [process for name in names for process in processes(f"ray::{name}")]
-    assert len(actors) == len(serve_actors()) == 3 + REPLICAS
+    assert len(actors) == len(serve_actors()) == 2 + REPLICAS
     proxies = processes("haproxy.cfg")
     given = proxies[-1].cmdline()
     folder = Path(given[given.index("-f") + 1]).parents[1]

@@ -266,7 +266,7 @@ def test_a_teacher_is_not_asked_about_a_changed_store(recipe: Recipe, tmp_path: 
     name = "shards/000000-000000.arrow"
     flip(made.folder / name)
     with pytest.raises(UserError, match=refusal(made.folder, name, "does not match its SHA-256")):
-        teaching.ensure_answers(made, teacher, artifact.read(teacher), "fp32")
+        teaching.ensure_answers(made, teacher, artifact.read(teacher))
 
 
 @pytest.mark.ray

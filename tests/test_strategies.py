@@ -15,12 +15,13 @@ import torch
 from rtrain.batch import Head, Tokens
 from rtrain.checkpoints import checkpoint
 from rtrain.config import Distill, Recipe, load
-from rtrain.exchange import whole
+from rtrain.data.stores.store import Store
+from rtrain.exchange import ranks, whole
 from rtrain.exchange.exchange import Exchange
 from rtrain.exchange.replicas import Replicas
 from rtrain.network import model
 from rtrain.strategies import choose
-from rtrain.training import losses, optim, step
+from rtrain.training import evaluate, losses, optim, step
 from tests import test_tasks_masked_lm, test_training_loop
 from tests.test_training_step import LOSS, TASK, distance, make_network, make_rows, make_still_encoder, norm, pick
 from tests.tiny import make_masked
@@ -63,7 +64,7 @@ STILL = "still"
 DROPPING = ("3", "3, killed", "tensor", "tensor, killed")
 
 
-FAMILIES = ("bert", "distilbert", "roberta")
+FAMILIES = ("bert", "distilbert", "modernbert", "roberta")
 """Masked language models, whose word embedding is tied to their head; the layers of the last are computed again in
 the backward pass."""
 
@@ -121,7 +122,8 @@ def trained(exchange: Exchange, kept: Path, **train: Any) -> list[dict[str, Any]
             exchange, optimizer, loss, share, pad_id=0, clip_norm=1.0, rows=rows, observer=seen, measures=True
         )
         each: dict[str, Any] = {"loss": done.loss, "norm": done.gradient_norm, "rows": done.rows, "passes": done.passes}
-        found.append(each | {"inside": loss.held, "after": seen.held})
+        noise = {"noise": done.noise is not None, "tells_noise": exchange.tells_noise}
+        found.append(each | noise | {"inside": loss.held, "after": seen.held})
         gradients.append(seen.found)
     weights = dict(exchange.whole({name: one.detach() for name, one in exchange.module.named_parameters()}))
     moments = dict(exchange.whole(checkpoint.moments_of(exchange.module, optimizer)))
@@ -177,8 +179,38 @@ def _worker(rank: int, folder: Path) -> None:
             torch.save(guessed(folder, family, name), folder / f"{family}-{name}-{rank}.pt")
     for name in runs(slow=False):
         found["runs"][name] = _run(folder, name, rank)
+    found["failed"] = {name: _failing(folder, LAYOUTS[name], rank) for name in SHARES}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     (folder / f"died-{rank}").write_text(_left_alone(rank, folder))
+
+
+class Failing:
+    """A task that cannot tell what its second pass has come to."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(TASK, name)
+
+    def outcomes(self, *given: Any) -> Any:
+        self.passes += 1
+        if self.passes == 2:
+            raise ValueError("no outcome")
+        return TASK.outcomes(*given)
+
+
+def _failing(folder: Path, train: dict[str, Any], rank: int) -> str:
+    """How an evaluation ends in which the second worker fails. Its layers' weights are needed by the first one."""
+    store = Store(next((folder / STILL / ".tokens").iterdir()))
+    exchange = choose.build(model.build(folder / "encoder", TASK, store.manifest.labels, 0), recipe(**train).train)
+    task: Any = Failing() if rank == 1 else TASK
+    evaluate.ROWS_PER_PASS = 8
+    try:
+        evaluate.gathered(exchange, task, store, "train", pad_id=0, precision="fp32")
+    except (ValueError, ranks.Elsewhere) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 class Dying(losses.RunLoss):
@@ -253,6 +285,15 @@ def kept(folder: Path, name: str, what: str) -> Any:
     return torch.load(folder / name / f"{what}.pt", weights_only=True)
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_says_whether_it_tells_the_noise_of_gradients(name: str) -> None:
+    """Rows are dealt at random for it, which costs time."""
+    each, _ = on_workers()
+    for found in each:
+        updates = found["updates"][name]
+        assert updates[0]["tells_noise"] is updates[0]["noise"] is (name not in SHARDED)
+
+
 @pytest.mark.parametrize("name", [*LAYOUTS, *(f"{name}, frozen" for name in SHARES)])
 def test_the_gradient_of_every_update_is_that_of_one_worker(name: str) -> None:
     """Also of a head alone, whose encoder is frozen."""
@@ -324,6 +365,15 @@ def test_each_worker_has_its_share_of_weights_and_gradients(name: str) -> None:
         share = (0.6, 0.75) if "tensor" in name else (1.0, 1.0)
         assert all(one["weights"] <= share[0] * size and one["gradients"] <= share[1] * size for one in after)
         assert [one["weights"] for one in inside] == [one["weights"] for one in after]
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_a_worker_that_fails_in_an_evaluation_leaves_no_other_waiting(name: str) -> None:
+    results, _folder = on_workers()
+    assert [found["failed"][name] for found in results] == [
+        "Elsewhere: another worker failed; its own error says why",
+        "ValueError: no outcome",
+    ]
 
 
 def test_a_worker_whose_neighbour_dies_within_a_pass_ends_with_an_error() -> None:

@@ -11,6 +11,10 @@ from rtrain.errors import Problem
 from rtrain.strategies import allowed, schedules, staged
 
 BERT = {"model_type": "bert", "num_attention_heads": 12, "intermediate_size": 3072, "num_hidden_layers": 6}
+MODERN = {
+    **{"model_type": "modernbert", "num_attention_heads": 12, "intermediate_size": 1152},
+    **{"num_hidden_layers": 22, "hidden_size": 768},
+}
 DISTIL = {"model_type": "distilbert", "n_heads": 12, "hidden_dim": 3072, "n_layers": 6}
 
 
@@ -21,12 +25,14 @@ def problems(folder: Path, model: dict[str, Any], **settings: Any) -> list[Probl
 
 
 def test_what_can_be_is_not_refused(tmp_path: Path) -> None:
-    for model in (BERT, DISTIL):
+    for model in (BERT, DISTIL, MODERN, MODERN | {"mlp_bias": True}):
         assert problems(tmp_path, model) == []
-        assert problems(tmp_path, model, train__tensor=2, train__workers=4, train__shard=3) == []
+        assert problems(tmp_path, model, train__tensor=2, train__workers=4, train__shard=0) == []
         for schedule in schedules.SCHEDULES:
             assert problems(tmp_path, model, train__pipeline=2, train__workers=4, train__schedule=schedule) == []
-    assert problems(tmp_path, {"model_type": "modernbert"}, train__shard=3, train__min_workers=1) == []
+    for model in (BERT, DISTIL, MODERN):
+        assert problems(tmp_path, model, train__tensor=2, train__workers=4, train__shard=3) == []
+    assert problems(tmp_path, {"model_type": "mpnet"}, train__shard=3, train__min_workers=1) == []
 
 
 @pytest.mark.parametrize(
@@ -41,12 +47,26 @@ def test_what_can_be_is_not_refused(tmp_path: Path) -> None:
             "train.tensor",
             "100 numbers of a feed-forward layer; write 1 or 2 or 4",
         ),
-        ({"model_type": "modernbert"}, {"train__tensor": 2}, "train.tensor", "of the type modernbert are not cut"),
+        ({"model_type": "mpnet"}, {"train__tensor": 2}, "train.tensor", "of the type mpnet are not cut"),
+        (
+            MODERN | {"mlp_bias": True},
+            {"train__tensor": 2, "train__shard": 3, "train__workers": 4},
+            "train.shard",
+            "biases of modernbert are not shared; write 0, or train.tensor=1",
+        ),
+        (
+            MODERN,
+            {"train__tensor": 2, "train__shard": 3, "train__workers": 10},
+            "train.shard",
+            "5 replicas share the model's width of 768, which they do not divide",
+        ),
         (BERT, {"train__tensor": 2, "train__shard": 1}, "train.shard", "write 0, 2 or 3"),
         (BERT, {"train__tensor": 2, "train__min_workers": 2}, "train.min_workers", "in groups; leave it out"),
         (BERT, {"train__tensor": 2, "distill__relations": 1.0}, "distill.relations", "write 0"),
         (BERT, {"train__shard": 2, "train__gradient_compression": "bf16"}, "train.gradient_compression", "write none"),
         (BERT, {"train__shard": 3, "train__transport": "shared_memory"}, "train.transport", "write auto"),
+        (BERT, {"train__shard": 2, "train__balance": "auto"}, "train.balance", "write off"),
+        (BERT, {"train__pipeline": 2, "train__balance": "auto"}, "train.balance", "write off"),
         (BERT, {"train__pipeline": 2, "train__workers": 3}, "train.pipeline", "write 1 or 3, or train.workers=2"),
         (BERT, {"train__pipeline": 8, "train__workers": 8}, "train.pipeline", "6 layers are not enough for 8 stages"),
         (
@@ -55,7 +75,7 @@ def test_what_can_be_is_not_refused(tmp_path: Path) -> None:
             "train.pipeline",
             "4 stages of 2 parts each; write 3 or less, or train.schedule=1f1b",
         ),
-        ({"model_type": "modernbert"}, {"train__pipeline": 2}, "train.pipeline", "are not cut into stages, only"),
+        ({"model_type": "mpnet"}, {"train__pipeline": 2}, "train.pipeline", "are not cut into stages, only"),
         (BERT, {"train__pipeline": 2, "train__tensor": 2}, "train.tensor", "write 1, or train.pipeline=1"),
         (BERT, {"train__pipeline": 2, "train__shard": 3}, "train.shard", "write 0, or train.pipeline=1"),
         (BERT, {"train__pipeline": 2, "train__min_workers": 2}, "train.min_workers", "leave it out, or"),

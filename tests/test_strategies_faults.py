@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import pytest
 from rtrain.checkpoints import checkpoint
 from rtrain.config import load
 from rtrain.exchange.alive import Watch
-from rtrain.proof import drill, faults
+from rtrain.proof import drill, faults, next_layout
+from rtrain.proof.plan import PLAIN
 from tests import test_runs_recovery, test_training_loop
 from tests.test_strategies import weights_of
 from tests.test_training_loop import UPDATES, fingerprint
@@ -133,6 +135,8 @@ def test_a_drill_meets_each_kind_of_group_twice() -> None:
     assert of(workers=2, tensor=2) == {"tensor=2": 1}
     assert of(workers=4, tensor=2) == {"tensor=2": 1, "replicas": 2}
     assert of(workers=8, tensor=4, shard=2) == {"tensor=4": 1, "shard=2": 4}
+    assert of(workers=2, pipeline=2) == {"pipeline=2": 1}
+    assert of(workers=4, pipeline=2) == {"pipeline=2": 1, "replicas": 2}
     both = faults.of_groups(load("intent", {"train.workers": 4, "train.tensor": 2}).recipe.train, 4)
     assert [fault.name for fault in both] == [
         f"rank {rank} by {group} {what}"
@@ -141,10 +145,40 @@ def test_a_drill_meets_each_kind_of_group_twice() -> None:
     ]
 
 
+def test_the_next_layout_is_another_one_that_the_model_allows(tmp_path: Path) -> None:
+    def after(kind: str = "bert", **train: Any) -> dict[str, Any] | None:
+        sizes = {"num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 2}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes}))
+        settings = {f"train.{name}": value for name, value in train.items()}
+        found = next_layout.chosen(load("intent", settings).recipe, tmp_path)
+        return found and {name: found[name] for name in ("shard", "tensor", "pipeline") if found[name] != PLAIN[name]}
+
+    assert after() is None
+    assert after(shard=1) is None
+    assert after(tensor=2) == after(shard=3) == {"pipeline": 2}
+    assert after(pipeline=2) == {"tensor": 2}
+    assert after("mpnet", shard=2) == {"shard": 3}
+    assert after("mpnet", shard=3) == {}
+
+
+def test_layouts_part_by_rounding_alone_and_masks_of_dropout_are_not_compared(tmp_path: Path) -> None:
+    near = next_layout.Changed("next layout: tensor=2", 40, 8, True, 0.01, 0.02)
+    assert near.passed
+    assert not replace(near, weights_ratio=0.03).passed
+    assert not replace(near, order_identical=False).passed
+    assert replace(near, weights_ratio=0.03, allowed=None).passed
+    assert not replace(near, weights_ratio=float("inf"), allowed=None).passed
+    recipe = load("intent", {"model.attention_dropout": 0}).recipe
+    for rate, drops in ((0.1, True), (0.0, False)):
+        known = {"attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": rate, "classifier_dropout": None}
+        (tmp_path / "config.json").write_text(json.dumps(known))
+        assert next_layout.drops(recipe, tmp_path) == drops
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("layout", [{"tensor": 2}, {"shard": 3}, {"shard": 2}])
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"shard": 3}, {"shard": 2}, {"pipeline": 2}])
 def test_workers_of_each_kind_of_group_are_killed_and_stopped_on_ray(ray_session: Path, layout: Layout) -> None:
     [(name, value)] = layout.items()
     folder = ray_session / f"drill-{name}-{value}"
@@ -153,3 +187,7 @@ def test_workers_of_each_kind_of_group_are_killed_and_stopped_on_ray(ray_session
     certificate = drill.run(chosen, folder / "run", met)
     assert certificate.passed, certificate.text()
     assert [fault["name"] for fault in certificate.faults] == [fault.name for fault in met]
+    assert certificate.next_layout is not None
+    other = "tensor=2" if name == "pipeline" else "pipeline=2"
+    assert (certificate.next_layout.name, certificate.next_layout.passed) == (f"next layout: {other}", True)
+    assert 0 < certificate.next_layout.weights_ratio < 1

@@ -5,6 +5,7 @@ import ctypes
 import gc
 import json
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -45,6 +46,17 @@ def anonymous() -> int:
     """Bytes of this process that are no file's."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
+
+
+def of_files(suffix: str) -> int:
+    """Bytes of mapped files with such names that are in memory."""
+    found, counted = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            counted = line.endswith(suffix)
+        elif counted and line.startswith("Rss:"):
+            found += 1024 * int(line.split()[1])
+    return found
 
 
 class Peak:
@@ -94,7 +106,9 @@ def _builder(rank: int, folder: Path) -> None:
         _built(folder / "tiny", name)
         gc.collect()
         before = anonymous()
-        (folder / f"{name}-{rank}.json").write_text(json.dumps(_built(folder / "model", name)[1] - before))
+        _, most = _built(folder / "model", name)
+        told = {"built": most - before, "read": of_files("model.safetensors")}
+        (folder / f"{name}-{rank}.json").write_text(json.dumps(told))
 
 
 def _built(model: Path, name: str) -> tuple[Exchange, int]:
@@ -182,7 +196,23 @@ def test_a_worker_builds_its_share_and_not_the_whole(tmp_path: Path) -> None:
     run(_builder, (tmp_path,), 2)
     for name in CUT:
         for rank in range(2):
-            assert 0.4 * size < json.loads((tmp_path / f"{name}-{rank}.json").read_text()) / MIB < 0.75 * size
+            told = json.loads((tmp_path / f"{name}-{rank}.json").read_text())
+            assert 0.4 * size < told["built"] / MIB < 0.75 * size
+            assert told["read"] < MIB  # nothing keeps the file mapped, of which the whole would stay in memory
+
+
+def test_a_stage_of_a_pipeline_leaves_the_file_that_it_was_read_from(tmp_path: Path) -> None:
+    from rtrain.network import model as networks
+    from rtrain.strategies.staged import Staged
+
+    size = make_model(tmp_path / "model", **{**SMALL, "num_hidden_layers": 2}, intermediate_size=2048)
+    file = str(tmp_path / "model" / "model.safetensors")
+    network: Any = networks.build(tmp_path / "model", TASK, LABELS, 0)
+    assert sum(float(one.detach().sum()) for one in network.parameters()) != 0  # all of it is read
+    assert of_files(file) / MIB > 0.9 * size
+    stage = Staged(network, 2, [0])
+    assert of_files(file) < MIB
+    assert stage.network is network
 
 
 @pytest.mark.slow

@@ -63,6 +63,47 @@ def test_a_way_is_what_its_settings_say() -> None:
     assert (str(way), str(Way())) == ("shard=3 and tensor=2 with recomputed layers", "shard=0")
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"workers": 4}, False),
+        ({"workers": 4, "shard": 1}, False),
+        ({"workers": 4, "shard": 2}, True),
+        ({"workers": 1, "shard": 3}, False),  # nobody to share with
+        ({"workers": 2, "tensor": 2}, True),
+        ({"workers": 2, "pipeline": 2}, True),
+        ({"workers": 1, "gradient_checkpointing": True}, True),
+    ],
+)
+def test_freed_memory_goes_back_where_blocks_of_many_sizes_come_and_go(
+    settings: dict[str, Any], expected: bool
+) -> None:
+    train = recipe(**{f"train__{name}": value for name, value in settings.items()}).train
+    assert ways.gives_back(train) is expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers", "device", "expected"),
+    [
+        ({}, 2, "cpu", "shared_memory"),
+        ({}, 1, "cpu", "stock"),
+        ({}, 4, "cpu", "stock"),  # whose sums would differ in their last bit
+        ({"transport": "shared_memory"}, 4, "cpu", "shared_memory"),
+        ({"transport": "stock"}, 2, "cpu", "stock"),
+        ({}, 2, "gpu", "stock"),
+        ({"shard": 1}, 2, "cpu", "shared_memory"),
+        ({"shard": 2}, 2, "cpu", "stock"),
+        ({"tensor": 2}, 2, "cpu", "stock"),
+        ({"pipeline": 2}, 2, "cpu", "stock"),
+    ],
+)
+def test_two_workers_with_whole_models_share_memory(
+    settings: dict[str, Any], workers: int, device: str, expected: str
+) -> None:
+    train = recipe(train__workers=workers, **{f"train__{name}": value for name, value in settings.items()}).train
+    assert ways.transport(train, workers, device) == expected
+
+
 def test_the_rest_are_those_that_come_after() -> None:
     found = [Way(), Way(1), Way(2)]
     assert list(ways.beginning_with(Way(1), iter(found))) == [Way(1), Way(2)]

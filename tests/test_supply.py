@@ -31,7 +31,19 @@ def test_a_worker_is_on_one_node() -> None:
     ],
 )
 def test_data_tasks_have_their_cpus_first(nodes: list[supply.Node], device: str, room: int) -> None:
-    assert supply.fits(nodes, device, spare=2) == room
+    assert supply.fits(nodes, device, 2) == room
+
+
+@pytest.mark.parametrize(("device", "cpus"), [("cpu", 1), ("gpu", 0)])
+@pytest.mark.parametrize("asked", [None, 1, 2, 5])
+def test_a_run_has_room_for_as_many_workers_as_there_are_cpus_for_their_data(
+    device: str, cpus: int, asked: int | None
+) -> None:
+    """The data tasks of more workers take more CPUs; those of fewer have room where those of all have none."""
+    for has in range(20):
+        node = {"CPU": float(has), "GPU": 32.0}
+        fitting = [n for n in range(1, 33) if n * cpus + supply.data_cpus(asked, n) <= has]
+        assert supply.fits([node], device, asked) == max(fitting, default=0), (has, asked)
 
 
 DOCUMENT = {
@@ -47,7 +59,7 @@ DOCUMENT = {
 
 @pytest.mark.parametrize(("device", "most"), [("cpu", 2 * 8 + 3 * 4), ("gpu", 2 * 4)])
 def test_an_autoscaler_starts_the_largest_nodes_up_to_its_limit(device: str, most: int) -> None:
-    assert supply.largest(*supply.startable(DOCUMENT), device) == most
+    assert supply.count(supply.reachable(supply.startable(DOCUMENT), device), device) == most
 
 
 @pytest.mark.parametrize(
@@ -65,16 +77,16 @@ def test_nodes_are_counted_by_their_labels() -> None:
     kinds = DOCUMENT["available_node_types"]
     assert isinstance(kinds, dict)
     labelled = {**kinds, "small": {**kinds["small"], "labels": {"for": "training", "market": "spot"}}}
-    document = {**DOCUMENT, "available_node_types": labelled}
-    assert supply.reachable(document, "cpu", {"for": "training"}) == [{"CPU": 4.0}] * 5
-    assert supply.reachable(document, "cpu", {"for": "answers"}) == []
-    assert supply.reachable(document, "gpu", {}) == supply.reachable(DOCUMENT, "gpu")
+    may = supply.startable({**DOCUMENT, "available_node_types": labelled})
+    assert supply.reachable(may, "cpu", {"for": "training"}) == [{"CPU": 4.0}] * 5
+    assert supply.reachable(may, "cpu", {"for": "answers"}) == []
+    assert supply.reachable(may, "gpu", {}) == supply.reachable(supply.startable(DOCUMENT), "gpu")
     assert supply.has({"zone": "a"}, supply.ANY)
     assert not supply.has(None, {"zone": "a"})
 
 
 def test_labels_that_no_node_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supply, "_staying", lambda labels: {})
+    monkeypatch.setattr(supply, "_staying", lambda: {})
     monkeypatch.setenv(supply.AUTOSCALER_FILE, json.dumps(DOCUMENT))
     [problem] = supply.absent("cluster.labels", {"for": "trainng"})
     assert (problem.field, problem.value) == ("cluster.labels", {"for": "trainng"})
@@ -93,32 +105,49 @@ def test_the_head_leaves_its_jobs_the_autoscaler_s_file(monkeypatch: pytest.Monk
 
 
 SCRIPT = """
-import json, sys
+import json, sys, threading
 from pathlib import Path
 from rtrain import env
 from rtrain.errors import UserError
 env.prepare()
 import ray
+import ray.data
 from ray.util.placement_group import placement_group
 from tests.trained import settings
 from rtrain.cluster import supply
 from rtrain import events
 from rtrain.runs import driver, preparing
 folder = Path(sys.argv[1])
-ray.init(address="local", num_cpus=6, num_gpus=1, include_dashboard=False, log_to_driver=False)
+ray.init(
+    address="local", num_cpus=6, num_gpus=1, labels={"for": "data"}, include_dashboard=False, log_to_driver=False
+)
 others = placement_group([{"CPU": 2}])
 ray.get(others.ready())
-chosen = settings(folder, **{"train.workers": 4, "train.min_workers": 1, "train.epochs": 1})
+chosen = settings(folder, **{"train.workers": 24, "train.min_workers": 1, "train.epochs": 1,
+                            "cluster.data_labels": {"for": "data"}})
 said = []
 found = driver.fit(preparing.prepare(chosen, folder / "run"), on_event=said.append)
 try:
     preparing.prepare(settings(folder, **{"train.device": "gpu"}), folder / "refused")
 except UserError as error:
     refused = str(error)
+
+
+def comes(labels):  # whether a data task ends that needs the labels
+    with supply.data_tasks_on(labels):
+        dataset = ray.data.range(1, override_num_blocks=1).map_batches(dict)
+    thread = threading.Thread(target=dataset.take_all, daemon=True)
+    thread.start()
+    thread.join(60 if labels == {"for": "data"} else 5)
+    return not thread.is_alive()
+
+
+tasks = [comes({"for": "data"}), comes({"for": "training"})]
 log = events.read(folder / "run")
 print(json.dumps({
+    "tasks": tasks,
     "most": [supply.most("cpu"), supply.most("gpu")],
-    "free": supply.count(supply.free(), "cpu"),
+    "free": supply.Needs().offered(supply.free()).places,
     "why": [event["why"] for event in log if event["kind"] == "device"],
     "started": [(event["workers"], event["device"]) for event in log if event["kind"] == "started"],
     "waited": [event for event in said if event["kind"] == "waiting"],
@@ -133,8 +162,9 @@ ray.shutdown()
 
 @pytest.mark.ray
 def test_a_run_takes_what_is_free_and_says_why_a_gpu_is_left_alone(tmp_path: Path) -> None:
-    """Six CPUs of which others hold two, and a GPU of which a CPU build of torch can make nothing: an elastic run of
-    four workers starts with two, beside its two data tasks, and not with four that could never be placed."""
+    """Six CPUs of which others hold two, and a GPU of which a CPU build of torch can make nothing: an elastic run of up
+    to 24 workers starts with two, beside their data tasks. It neither takes four, which could never be placed, nor
+    waits until there are CPUs for the data tasks of 24."""
     from rtrain.network import device
 
     if device.usable():
@@ -153,6 +183,7 @@ def test_a_run_takes_what_is_free_and_says_why_a_gpu_is_left_alone(tmp_path: Pat
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["most"] == [28, 8]
     assert found["free"] == 4
+    assert found["tasks"] == [True, False]
     assert found["started"] == [[2, "cpu"]]
     assert (found["status"], found["device"], found["report"]) == ("finished", "cpu", True)
     [why] = found["why"]

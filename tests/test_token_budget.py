@@ -195,11 +195,11 @@ def test_a_teacher_s_passes_are_cut_by_tokens(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(teaching, "forward", recorded)
     batch = {"id": np.arange(store.rows("train"))[-teaching.TEACHER_ROWS :]}  # the longest last
-    whole = teaching._answer(batch, store.folder, teacher, "fp32")
+    whole = teaching._answer(batch, store.folder, teacher)
     assert sizes == [int(np.sort(store.column("train", "length"))[-teaching.TEACHER_ROWS :].sum())]
     monkeypatch.setattr(teaching, "TEACHER_TOKENS", 600)
     sizes.clear()
-    cut = teaching._answer(batch, store.folder, teacher, "fp32")
+    cut = teaching._answer(batch, store.folder, teacher)
     assert len(sizes) > 5
     assert max(sizes) <= 600
     assert cut["position"].tolist() == whole["position"].tolist()

@@ -1,7 +1,10 @@
 """Private names of torch: each still exists and means the same."""
 
+import contextlib
 import logging
 import socket
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +29,24 @@ def test_the_softmax_s_gradient_is_autograd_s(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_shares_of_several_have_a_part_of_each(tmp_path: Path) -> None:
+    """Two workers have of each of three parts a half; no other placement is one of these."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/alone", rank=0, world_size=1)
+    try:
+        how, whole = torch_internals.shares_of_several(0, 3), torch.arange(24.0).view(12, 2)
+        shares, _ = how._split_tensor(whole, 2, with_padding=False, contiguous=True)
+        assert [share[:, 0].div(2).int().tolist() for share in shares] == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
+        alone = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [how], src_data_rank=None)
+        assert torch.equal(alone.full_tensor(), whole)
+        assert [torch_internals.is_of_several(one) for one in (*alone.placements, Shard(0))] == [True, False]
+    finally:
+        dist.destroy_process_group()
+
+
 def test_fake_tensors_have_shapes_and_their_memory_is_counted_by_what_it_is_for() -> None:
     """A product of [64, 100] with the weights [50, 100]: forward it keeps its input and makes the answer."""
     with torch_internals.fake_tensors():
@@ -48,15 +69,66 @@ def test_fake_tensors_have_shapes_and_their_memory_is_counted_by_what_it_is_for(
     assert peak["Total"] == sum(size for kind, size in peak.items() if kind != "Total")
 
 
-def test_what_is_left_out_is_not_in_the_buckets() -> None:
+@contextlib.contextmanager
+def group() -> Iterator[None]:
+    """Inside, this process is a group of its own."""
     import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_share_of_a_cut_tensor_can_be_put_elsewhere() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    with group():
+        before = torch.arange(3.0)
+        cut = DTensor.from_local(before, init_device_mesh("cpu", (1,)), [Replicate()], run_check=False)
+        weight: Any = torch.nn.Parameter(cut)
+        share = torch_internals.share_of(weight)
+        assert share.data_ptr() == before.data_ptr()
+        share.data = share.data.clone()
+        assert weight.to_local().data_ptr() == share.data_ptr() != before.data_ptr()
+        with torch.no_grad():
+            weight.add_(1.0)
+        assert weight.full_tensor().tolist() == [1.0, 2.0, 3.0]
+    assert torch_internals.share_of(before) is before
+
+
+def test_a_wait_for_a_collective_of_cut_tensors_has_a_context_around_it_until_the_end() -> None:
+    from torch.distributed import _functional_collectives as collectives
+    from torch.distributed.device_mesh import init_device_mesh
+
+    waits, before = list[int](), collectives.wait_tensor
+
+    @contextlib.contextmanager
+    def seen() -> Iterator[None]:
+        waits.append(1)
+        yield
+
+    def summed() -> list[float]:
+        found: Any = collectives.all_reduce(torch.ones(2), "sum", init_device_mesh("cpu", (1,)))
+        return (found + 1).tolist()  # type: ignore[no-any-return]
+
+    with group():
+        with torch_internals.around_waits(seen):
+            assert summed() == [2.0, 2.0]
+        assert (len(waits), collectives.wait_tensor) == (1, before)
+        assert summed() == [2.0, 2.0]
+    assert len(waits) == 1
+
+
+def test_what_is_left_out_is_not_in_the_buckets() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    with group():
         module, sizes = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)), list[int]()
         torch_internals.leave_out(module, ["0.weight"])
         model = DistributedDataParallel(module)
@@ -79,8 +151,6 @@ def test_what_is_left_out_is_not_in_the_buckets() -> None:
             "avg_backward_compute_comm_overlap_time",
         } <= model._get_ddp_logging_data().keys()
         assert 0 < torch_internals.unhidden_seconds(model) < 1
-    finally:
-        dist.destroy_process_group()
 
 
 def test_the_logger_that_is_hushed_is_torch_s() -> None:

@@ -1,6 +1,7 @@
 """The loop: when it evaluates and saves, what it reports, and which rows, rates and seeds its updates have."""
 
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from rtrain import config
+from rtrain.checkpoints import checkpoint
 from rtrain.checkpoints.replica import Replica
 from rtrain.config import Distill, Model
 from rtrain.data.ingest import Share, Update, plan_update
@@ -43,6 +45,9 @@ class Recorder:
 
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     scores: list[dict[str, Any]] = field(default_factory=list)
+    noticed: int | None = None
+    """The update before which a notice is given."""
+    asked: int = 0
 
     def event(self, kind: str, **fields: Any) -> None:
         self.events.append((kind, fields))
@@ -52,7 +57,8 @@ class Recorder:
         self.scores.append(metrics)
 
     def notice(self) -> bool:
-        return False
+        self.asked += 1
+        return self.asked == self.noticed
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [fields for found, fields in self.events if found == kind]
@@ -91,6 +97,7 @@ def start(
     *,
     until: int | None = None,
     kill: int | None = None,
+    noticed: int | None = None,
     rung: bool = False,
     world: int = 1,
     rank: int = 0,
@@ -103,7 +110,7 @@ def start(
     **train: Any,
 ) -> Ran:
     """One start of the run at `run`; `kill` ends it when update number `kill` is asked for, which `on_update` hears
-    first."""
+    first. `noticed` is the update before which a notice is given."""
     recipe = recipe_of(ground, rules, **train)
     store = Store(next((ground / ".tokens").iterdir()))
     order = Order(store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, 3)
@@ -122,9 +129,9 @@ def start(
         rung=rung,
         replica=replica,
     )
-    recorder, clock, folders = Recorder(), loop.Clock(), []
+    recorder, clock, folders = Recorder(noticed=noticed), loop.Clock(), []
     exchange = choose.build(network, recipe.train, watch, recorder.event)
-    within = recipe.train.tensor * recipe.train.pipeline
+    within = recipe.train.within
     assert (exchange.world, exchange.rank) == (world // within, rank // within)
     share = Share(store.folder, order, exchange.world, exchange.rank, recipe.train.micro_batch)
 
@@ -287,6 +294,28 @@ def test_events_come_in_order(ground: Path, tmp_path: Path, monkeypatch: pytest.
         {"accuracy": 0.75, "macro_f1": 0.0} | valid,
         {"accuracy": 0.25, "macro_f1": 0.0} | test,
     ]
+
+
+def test_a_start_that_ends_early_tells_at_once_that_its_checkpoint_is_on_the_disk(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the disk is slow: what is told of a notice is when the node could have gone."""
+    write, told = checkpoint.write, Recorder.event
+
+    def slowly(folder: Path, snapshot: checkpoint.Snapshot) -> Path:
+        time.sleep(0.3)
+        return write(folder, snapshot)
+
+    def event(recorder: Recorder, kind: str, **fields: Any) -> None:
+        told(recorder, kind, **fields, there=names(tmp_path))
+
+    monkeypatch.setattr(checkpoint, "write", slowly)
+    monkeypatch.setattr(Recorder, "event", event)
+    ran = start(ground, tmp_path, noticed=2)
+    assert ran.recorder.of("saved") == [{"update": 2, "there": [update_name(2)]}]
+    kinds = [kind for kind, _ in ran.recorder.events]
+    assert kinds.index("saved") < kinds.index("trained")
+    assert start(ground, tmp_path).recorder.of("saved") == []  # the end of a run is told by itself
 
 
 def test_sums_of_a_run(ground: Path, straight: tuple[Ran, Path]) -> None:

@@ -105,8 +105,9 @@ def _updates(world: int, rank: int, folder: Path, freeze: Literal["none", "encod
 
 
 def _share(number: int, count: int, world: int, rank: int) -> list[Tokens]:
-    rows = make_rows(count, seed=number)
-    return [pick(rows, chosen.tolist()) for chosen in deal(rows.lengths, world, rank, most_rows=3)]
+    """Of three workers one gets most of the rows: sums do not depend on how rows are dealt."""
+    rows, speeds = make_rows(count, seed=number), (1.0, 0.5, 0.25) if world == 3 else ()
+    return [pick(rows, chosen.tolist()) for chosen in deal(rows.lengths, world, rank, most_rows=3, speeds=speeds)]
 
 
 def _exchanges(world: int, rank: int, folder: Path) -> list[int]:
@@ -246,7 +247,7 @@ def test_the_cases_leave_workers_idle() -> None:
     ]
     assert idle == [[0, 0, 0, 0], [0, 0, 1, 0], [0, 1, 2, 0]]
     passes = [[len(_share(0, 13, world, rank)) for rank in range(world)] for world in WORLDS]
-    assert passes == [[5], [3, 2], [2, 2, 2]]
+    assert passes == [[5], [3, 2], [3, 1, 1]]
 
 
 @pytest.mark.parametrize("freeze", ["none", "encoder"])

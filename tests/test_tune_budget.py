@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from rtrain import config, events
+from rtrain import config
 from rtrain.config import Config
 from rtrain.run import Run
+from rtrain.runs import driver
 from tests.searches import make_search, settings
-from tune import search, trial
+from tune import search
+from tune.known.history import replay
 from tune.known.journal import Journal
 from tune.slots import Slots
 from tune.trial import Task
@@ -19,10 +21,9 @@ from tune.trial import Task
 MINUTES = {"minutes": 30.0, "money": None, "price": None}
 
 
-def started(found: Run, chosen: Config) -> search._Search:
-    return search._Search(
-        chosen, Task(config.to_document(chosen), frozenset(), found.folder, found.folder.parent), None
-    )
+def started(found: Run, chosen: Config, on_event: driver.OnEvent | None = None) -> search._Search:
+    task = Task(config.to_document(chosen), frozenset(), found.folder, found.folder.parent)
+    return search._Search(chosen, task, 1, on_event)
 
 
 @pytest.mark.parametrize(
@@ -84,20 +85,34 @@ def test_what_stopped_for_another_reason_stays_so(tmp_path: Path) -> None:
     assert one._history.stopped == "every point of the space was tried"
 
 
-def test_trials_that_failed_have_cost_money_too(tmp_path: Path) -> None:
+def test_money_is_what_the_slots_are_billed_for_whatever_they_did(tmp_path: Path) -> None:
+    """Two hours of three slots of two workers each, which trained for some minutes and waited for the rest."""
     found = make_search(tmp_path, [0.5, 0.6], ended=False)
-    journal = Journal(found.trials)
-    before = sum(one.seconds for one in journal.history.trials)
-    journal.append("asked", trial=2, settings={}, by="gp", of=None, seed=None)
-    journal.append("diverged", trial=2, why="the training loss rose", seconds=7200.0)
-    one = started(found, settings(tmp_path, 9, **{"tune.money": 4, "tune.price": 2.5, "train.workers": 1}))
-    assert one._over() == f"{(before + 7200) / 3600 * 2.5:.2f} of 4 are spent"
+    before = Journal(found.trials).history.slot_seconds
+    Journal(found.trials).append("spent", seconds=7200.0, slot_seconds=3 * 7200.0)
+    limits = {"tune.money": 20, "tune.price": 2.0, "train.workers": 2}
+    one = started(found, settings(tmp_path, 9, **limits))
+    assert one._history.money(2, 2.0) == pytest.approx((before + 3 * 7200) / 3600 * 4)
+    assert one._over() == f"{one._history.money(2, 2.0):.2f} of 20 are spent"
+    assert started(found, settings(tmp_path, 9, **{**limits, "tune.money": 25}))._over() is None
 
 
-def test_seconds_of_a_run_are_those_of_all_its_starts(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    log = [("started", 10), ("progress", 25), ("crashed", 30), ("started", 1000), ("failed", 1005)]
-    run.log.write_text("".join(f'{{"kind": "{kind}", "time": {time}}}\n' for kind, time in log))
-    assert trial.spent(run) == 25
-    assert trial.spent(Run(tmp_path / "none")) == 0
-    assert len(events.read_file(run.log)) == 5
+def test_slots_that_work_now_are_billed_before_their_answers_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    found = make_search(tmp_path, [0.5, 0.6], ended=False)
+    limits = {"tune.money": 20, "tune.price": 2.0, "train.workers": 2}
+    one = started(found, settings(tmp_path, 9, **limits))
+    one._slots = 3
+    clock[0] += 7200
+    assert one._over() is not None
+    one._spend()
+    again = started(found, settings(tmp_path, 9, **limits))
+    assert again._over() is not None
+    assert again._history.slot_seconds == pytest.approx(100 + 3 * 7200)
+
+
+def test_a_journal_without_slots_is_billed_for_one(tmp_path: Path) -> None:
+    assert replay([{"kind": "spent", "seconds": 60.0}]).slot_seconds == 60.0

@@ -16,7 +16,7 @@ from rtrain.errors import UserError
 from rtrain.metrics.additive import means
 from tests.histories import FULL, Event, asked, finished, reached
 from tune.ending.chance import Held
-from tune.ending.finals import Run, Verdict, candidates, failures, next_runs, overrides, row_noise, spread
+from tune.ending.finals import Run, Verdict, candidates, failures, next_runs, overrides
 from tune.known.aim import Aim
 from tune.known.history import History, replay
 
@@ -426,25 +426,6 @@ def lucky(search: int, run: Run) -> Held:
     draw = np.random.default_rng([3, search, run.of, 1 if run.seed is None else 1 + run.seed])
     chance = 1 / (1 + np.exp(-(rows + own + draw.normal(0, 0.2))))
     return shares(draw.random(ROWS) < chance)
-
-
-# --------------------------------------------------------------------------------------------------------------- noise
-
-
-def test_the_spread_is_pooled_over_the_trials_that_have_several_seeds() -> None:
-    events = searched(0.8, 0.8, 0.8)
-    assert spread(replay(events)) is None
-    for of, seed, score in ((0, None, 0.80), (0, 1, 0.84), (1, None, 0.7), (1, 1, 0.7), (1, 2, 0.76), (2, None, 0.1)):
-        carry_out(events, Run(of, seed), shares([score]))
-    # Squares about the means 0.82 and 0.72: 2 x 0.02^2, and 2 x 0.02^2 + 0.04^2, with 1 + 2 degrees of freedom.
-    assert spread(replay(events)) == pytest.approx(math.sqrt((0.0008 + 0.0024) / 3))
-
-
-def test_the_noise_of_a_share_by_its_rows() -> None:
-    assert row_noise(0.5, 96) == pytest.approx(0.05)
-    assert row_noise(1.0, 96) == pytest.approx(math.sqrt(0.98 * 0.02 / 100))
-    assert row_noise(-1.5, 96) is None
-    assert row_noise(0.5, 0) is None
 
 
 def test_failures_are_named_with_their_reasons() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tune.known.aim import Aim
-from tune.known.halving import KEPT, Go, Ladder, due, frozen_at, goes_on, rows_used
+from tune.known.halving import KEPT, Go, Ladder, due, frozen_at, goes_on, sizes
 from tune.known.history import History, replay
 
 SCORE = Aim()
@@ -95,16 +95,23 @@ def test_nobody_goes_on_while_trials_are_asked_for() -> None:
     assert due(history, ladder, SCORE, asking=False) == [Go(number, 1) for number in range(3)]
 
 
-def test_rows_of_the_search_and_of_its_end() -> None:
-    ladder = Ladder.of(0.5, 100)
-    history = replay([{"kind": "asked", "trial": number} for number in range(3)])
-    for number in range(3):
-        history = history.after({"kind": "reached", "trial": number, "rung": 0, "update": 5, "rows": 52, "score": 0.1})
-    ended = {"update": 10, "rows": 100, "score": 0.5, "held": 0.5, "held_rows": 9}
-    history = history.after({"kind": "finished", "trial": 2, **ended})
-    history = history.after({"kind": "asked", "trial": 3, "of": 2, "seed": 1})
-    history = history.after({"kind": "finished", "trial": 3, **ended})
-    assert rows_used(history, ladder) == (156, 48 + 100)
+@given(st.integers(1, 300))
+def test_further_trials_are_thought_over_where_the_halving_wastes_nothing(planned: int) -> None:
+    """At each size every rung has just half of the trials of the one before; the first is about half of the budget."""
+    ladder = Ladder.of(0.01, 100_000)
+    for size in sizes(planned):
+        left = size
+        while left > KEPT:
+            assert left % 2 == 0
+            left = goes_on(left)
+        assert size == KEPT or ladder.cost(size + 1) - ladder.cost(size) > 2 * ladder.rungs[0]
+    assert all(KEPT <= size < planned for size in sizes(planned))
+    assert planned < 4 or planned / 4 < sizes(planned)[0] <= planned / 2
+
+
+def test_eight_trials_cost_much_less_than_ten() -> None:
+    ladder = Ladder.of(0.2, 1000)
+    assert (ladder.cost(8), ladder.cost(10), sizes(18)) == (2400, 4200, (8, 16))
 
 
 # -------------------------------------------------------------------------------------------------------------- aims

@@ -129,6 +129,8 @@ def test_the_noise_scale_is_known_once_it_was_written_down() -> None:
     asked = {"kind": "asked", "trial": 0}
     assert replay([asked]).noise is None
     assert replay([asked, {"kind": "noise", "rows": 180}]).noise == 180
+    told = replay([asked, {"kind": "noise", "rows": 180, "chosen": 64}])
+    assert (told.noise, told.rows) == (180, 64)
 
 
 def test_a_search_that_was_stopped_may_be_reopened() -> None:

@@ -77,7 +77,7 @@ def test_the_verdict_comes_first_and_the_tiles_have_both_scores(whole: tuple[str
 def test_every_part_of_the_page_is_there(whole: tuple[str, Page]) -> None:
     text, drawn_page = whole
     for heading in (
-        *("Trials", "The end: the same settings with other seeds", "Why trials failed", "Every setting of every trial"),
+        *("Trials", "The same settings with other seeds", "Why trials failed", "Every setting of every trial"),
         *("Estimated accuracy over lr and k: best near lr 0.0003 and k 4", "lr matters most at the first rung"),
         *("The score at the rungs", "Validation accuracy of each trial", "Training loss of each trial"),
         *("The accuracy for the time: 3 of 3 trials are on the front", "What it has cost", "What to do next"),
@@ -90,9 +90,8 @@ def test_every_part_of_the_page_is_there(whole: tuple[str, Page]) -> None:
     assert not re.findall(r'(?:cx|cy|x|y|points|d)="[^"]*(?:nan|inf)', text)
 
 
-def test_money_is_the_time_of_training_times_workers_and_price(whole: tuple[str, Page]) -> None:
-    seconds = figures.spent(history(20), Tune()).seconds
-    assert f"{seconds * 2 / 3600 * 0.04:.2f}" in whole[1].words
+def test_money_is_the_time_of_the_slots_times_workers_and_price(whole: tuple[str, Page]) -> None:
+    assert f"{history(20).slot_seconds * 2 / 3600 * 0.04:.2f}" in whole[1].words
 
 
 @pytest.mark.parametrize("journal", [list(events(20))[:1], list(events(20))[:2], list(events(3, failed=(0, 1, 2)))])
@@ -231,6 +230,13 @@ def test_rows_by_phase() -> None:
     assert ended.every == 3 * FULL  # a repetition is no trial of its own
     assert ended.saved == 3 * FULL - 3840 - (FULL - 2560 + FULL)
     assert figures.spent(History(), Tune()).full is None
+
+
+def test_a_seed_that_was_begun_while_trials_were_asked_for_counts_to_the_search_until_its_rung() -> None:
+    known = [asked(0, by="recipe"), reached(0, 0, 0.8), asked(1, {}, "seed", of=0, seed=1), reached(1, 0, 0.7)]
+    assert figures.spent(replay(known), Tune()).first == 2 * 1280
+    ended = figures.spent(replay([*known, finished(1, 0.9)]), Tune())
+    assert (ended.first, ended.end) == (2 * 1280, FULL - 1280)
 
 
 def test_the_front_is_what_nothing_beats_in_both() -> None:

@@ -109,7 +109,8 @@ def test_every_setting_is_searched_or_refused() -> None:
     accepted = {name for name in config.dotted_names() if not space._refused(base, name)}
     assert {name for name in accepted if not name.startswith("optim.")} == {
         *("data.max_tokens", "data.window", "data.stride", "data.max_windows", "data.pooling"),
-        *("model.attention_dropout", "model.pooling", "model.positions", "model.freeze"),
+        *("model.attention_dropout", "model.dropout", "model.pooling", "model.freeze"),
+        *("model.positions", "model.local_attention"),
         *("train.aggregation_frequency", "train.rows_per_update", "train.label_smoothing"),
         *("train.gradient_compression", "train.precision"),
     }
@@ -177,21 +178,16 @@ def test_combinations_that_cannot_be_are_found_although_each_value_can() -> None
     assert len(space.dimensions(made(tune__space=searched, tune__lr_scaling="none"))) == 2
 
 
-@pytest.mark.parametrize(
-    ("rows", "kept"), [(1, (1,)), (64, (1,)), (65, (1, 2)), (200, (1, 2, 4)), (512, (1, 2, 4, 8)), (9999, (1, 2, 4, 8))]
-)
-def test_frequencies_end_with_the_first_that_has_the_rows_of_the_noise_scale(rows: int, kept: tuple[int, ...]) -> None:
-    """2 workers of 32 rows: 64, 128, 256 and 512 rows of an update."""
+@pytest.mark.parametrize(("rows", "frequency"), [(1, 1), (64, 1), (100, 2), (128, 2), (9999, 8)])
+def test_a_point_gets_the_updates_that_are_asked_for_or_the_nearest(rows: int, frequency: int) -> None:
     config = made(train__workers=2, train__micro_batch=32)
-    rate, frequency = space.dimensions(config)
-    assert space.under(config, (rate, frequency), rows) == (rate, Dimension(frequency.name, choices=kept))
-
-
-def test_a_range_of_rows_ends_at_the_noise_scale() -> None:
-    config = made(tune__space={"train.rows_per_update": {"low": 16, "high": 256, "log": True}})
-    (rows,) = space.dimensions(config)
-    ends = [space.under(config, (rows,), noise)[0].high for noise in (4, 100, 1000)]
-    assert ends == [16, 100, 256]
+    dimensions = space.dimensions(config)
+    point = {"optim.lr": 1e-4, K: 4}
+    assert space.with_rows(config, dimensions, point, rows) == {"optim.lr": 1e-4, K: frequency}
+    assert space.with_rows(config, dimensions[:1], {"optim.lr": 1e-4}, rows) is None
+    ranged = made(tune__space={"train.rows_per_update": {"low": 16, "high": 256, "log": True}})
+    found = space.with_rows(ranged, space.dimensions(ranged), {"train.rows_per_update": 20}, rows)
+    assert found == {"train.rows_per_update": min(256, max(16, rows))}
 
 
 def test_what_the_recipe_s_task_cannot_use_is_refused() -> None:
@@ -384,6 +380,7 @@ SEARCHED = {
     "optim.schedule": ["linear", "cosine", "constant"],
     "optim.layer_decay": {"low": 0.5, "high": 1},
     "model.attention_dropout": [None, 0, 0.1],
+    "model.dropout": {"low": 0.0, "high": 0.3},
     "data.max_tokens": {"low": 8, "high": 512, "log": True},
 }
 

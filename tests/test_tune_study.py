@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import slow_network
 from rtrain import config
 from rtrain.config import Config
 from rtrain.errors import ConfigError, UserError
@@ -150,6 +151,29 @@ def test_times_over_a_network_that_was_measured_stand_beside() -> None:
     assert "k = 100 is left out: few." in found.text
 
 
+def test_networks_that_were_measured_stay_in_the_study(tmp_path: Path) -> None:
+    first = study_table.of_document(study_table.table([FIRST, TENTH], "accuracy").document, {"sockets": 0.01})
+    second = study_table.of_document(first.document, {"a link": 0.45})
+    assert study_table.measured(second.document) == {"sockets": 0.01, "a link": 0.45}
+    assert study_table.measured(study_table.of_document(second.document).document) == {"sockets": 0.01, "a link": 0.45}
+    assert [part.title for part in second.parts[-2:]] == [
+        "seconds over sockets, measured (saved)",
+        "seconds over a link, measured (saved)",
+    ]
+
+
+def test_the_benchmark_of_a_link_leaves_its_times_in_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link itself needs root: its times are made up."""
+    (made := Run(tmp_path)).study_table.write_text(
+        json.dumps(study_table.table([FIRST, TENTH], "accuracy").document), encoding="utf-8"
+    )
+    monkeypatch.setattr(slow_network, "both", lambda mbit, given: [0.45] if mbit else [0.02, 0.01, 0.03])
+    found = slow_network.of_study(made, 1000, 3)
+    kept = json.loads(made.study_table.read_text())
+    assert study_table.measured(kept) == found["exchange_s"] == {"sockets": 0.02, "1000 Mbit/s": 0.45}
+    assert "seconds over 1000 Mbit/s, measured (saved)" in Page(made.study_page.read_text()).text
+
+
 def test_a_worker_alone_exchanges_nothing() -> None:
     alone = [replace(one, exchange_s=0.0, exchange_bytes=0, workers=1, transport="stock") for one in (FIRST, TENTH)]
     found = study_table.table(alone, "accuracy", networks={"a link": 0.45})
@@ -175,6 +199,8 @@ def test_the_page_of_a_study_has_its_table_its_finding_and_each_training(tmp_pat
     (made := Run(tmp_path)).study_table.write_text(json.dumps(document))
     shown = Page(study_page.write(made).read_text())
     assert "AdamW with k = 10 takes 30% less time than with k = 1, for -0.0100 of accuracy." in shown.text
+    assert "Beside the published study" in shown.text
+    assert "accuracy: +0.0100 to +0.0100 lost" in shown.text
     for told in ("k = 200 is left out: 3 updates", "AdamW, k = 100: the gradient is not finite", "0.8900", "failed"):
         assert told in shown.text
     points = re.findall(r"<title>([^<]*)</title>", made.study_page.read_text())

@@ -24,7 +24,7 @@ SMALL = [
     finished(1, 0.92),
     asked(3, {}, "seed", of=1, seed=7),
     finished(3, 0.9),
-    {"kind": "chosen", "best": 1, "verdict": {"text": "better"}},
+    {"kind": "chosen", "best": 1, "verdict": {"kind": "alone", "best": 1}},
 ]
 
 
@@ -36,7 +36,18 @@ def test_the_table() -> None:
         "    2  lr 0.001                 gp           -       -       -      -  failed",
         "rung: accuracy on the steering rows; held: on the held-back rows, the mean over seeds; lr: optim.lr; k: "
         "train.aggregation_frequency",
-        "1 of 4 trials failed or diverged: trial 2: ValueError: no more",
+        "1 of 4 trials failed or diverged:",
+        "trial 2: ValueError: no more",
+    ]
+
+
+def test_the_table_tells_the_error_of_every_trial_that_failed() -> None:
+    found = [*SMALL[:5], {"kind": "diverged", "trial": 1, "why": "its loss rose"}, SMALL[5]]
+    lines = table.text(replay(found), "accuracy", TUNE).splitlines()
+    assert lines[-3:] == [
+        "2 of 3 trials failed or diverged:",
+        "trial 1: its loss rose",
+        "trial 2: ValueError: no more",
     ]
 
 
@@ -80,7 +91,8 @@ def test_of_many_trials_the_best_and_trial_0_are_in_the_table() -> None:
             reached(0, 0, 0.91234),
             "trial 0: accuracy 0.9123 at rung 1 (1,280 rows, 13 s), the first to come there",
         ),
-        ({"kind": "frozen", "trial": 1, "rung": 0}, "trial 1: frozen at rung 1, with a checkpoint"),
+        ({"kind": "frozen", "rung": 0, "trials": [1]}, "frozen at rung 1, with a checkpoint each: trial 1"),
+        ({"kind": "frozen", "rung": 1, "trials": [1, 4]}, "frozen at rung 2, with a checkpoint each: trials 1, 4"),
         ({"kind": "thawed", "trial": 1}, "trial 1: thawed, and goes on"),
         ({"kind": "failed", "trial": 1, "error": "ValueError: no\nmore"}, "trial 1: failed: ValueError: no more"),
         ({"kind": "diverged", "trial": 1, "why": "its loss is nan"}, "trial 1: diverged: its loss is nan"),
@@ -90,7 +102,10 @@ def test_of_many_trials_the_best_and_trial_0_are_in_the_table() -> None:
         ),
         ({"kind": "stopped", "why": "20 trials"}, "no further trial is asked for: 20 trials"),
         ({"kind": "spent", "seconds": 3.0}, ""),
-        ({"kind": "chosen", "best": 3, "verdict": {"text": "it is better"}}, "chosen: trial 3; it is better"),
+        (
+            {"kind": "chosen", "best": 3, "verdict": {"kind": "alone", "best": 3}},
+            "chosen: trial 3; trial 3 has won; the recipe's own settings (trial 0) came to no score to compare with",
+        ),
         ({"kind": "of a later version"}, ""),
     ],
 )
@@ -104,6 +119,17 @@ def test_a_trial_has_its_place_among_those_that_came_as_far() -> None:
     known = [asked(0, by="recipe"), asked(1), asked(2), reached(0, 0, -2.0), reached(1, 0, -1.0), reached(2, 0, -1.5)]
     told = table.said({**known[-1], "what": "reached"}, replay(known), "neg_rmse", TUNE)
     assert told == "trial 2: RMSE 1.5000 at rung 1 (1,280 rows, 13 s), place 2 of 3 so far"
+
+
+def test_a_trial_with_another_seed_has_no_place_among_the_others() -> None:
+    known = [asked(0, by="recipe"), asked(1), reached(0, 0, 0.5), reached(1, 0, 0.6)]
+    again = [*known, asked(2, {}, "seed", of=1, seed=1), reached(2, 0, 0.7)]
+    told = table.said({**again[-1], "what": "reached"}, replay(again), "accuracy", TUNE)
+    assert told == "trial 2: accuracy 0.7000 at rung 1 (1,280 rows, 13 s), with another seed than trial 1"
+    further = [*again, asked(3), reached(3, 0, 0.65)]
+    told = table.said({**further[-1], "what": "reached"}, replay(further), "accuracy", TUNE)
+    assert told.endswith("place 1 of 3 so far")
+    assert table.standing(replay(again), "accuracy", TUNE).startswith("first rung: 2")
 
 
 def test_how_far_a_search_is() -> None:

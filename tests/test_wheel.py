@@ -206,11 +206,15 @@ def serve(installed: Installed, artifact: Path) -> None:
     try:
         answer = ask(server, f"http://127.0.0.1:{port}/predict", log)
         family = psutil.Process(server.pid).children(recursive=True)
+        titles = [" ".join(one.cmdline()[:1]) for one in family]
         server.terminate()
         code = server.wait(ENDED_WITHIN_S)
     finally:
         _, alive = psutil.wait_procs(family, timeout=ENDED_WITHIN_S if server.poll() is not None else 0)
         end(server, family)
+    # Each process that was started ahead has become an actor, and no other was started.
+    named = sorted(re.findall(r"^ray::(\w+)", title)[0] for title in titles if title.startswith("ray::"))
+    assert named == ["HAProxyManager", "RuntimeEnvAgent", "ServeController", "ServeReplica"]
     labels = {entry["label"] for entry in answer}
     assert labels <= {"login", "parcel", "refund"}
     assert labels

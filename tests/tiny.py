@@ -166,7 +166,8 @@ def _config(num_labels: int = 2, layers: int = 2) -> "transformers.BertConfig":
 
 
 def make_masked(folder: Path, kind: str, layers: int = 2) -> None:
-    """A masked language model of a family (bert, distilbert, electra or roberta) with its head and without dropout."""
+    """A masked language model of a family (bert, distilbert, electra, modernbert or roberta) with its head and without
+    dropout."""
     import torch
     import transformers
 
@@ -175,6 +176,8 @@ def make_masked(folder: Path, kind: str, layers: int = 2) -> None:
     if kind == "distilbert":
         sizes = {"dim": 32, "n_layers": layers, "n_heads": 2, "hidden_dim": 64}
         still = {"dropout": 0.0, "attention_dropout": 0.0}
+    if kind == "modernbert":
+        still = {"local_attention": 8}
     # RoBERTa counts positions from pad_token_id + 1.
     settings = {"vocab_size": VOCABULARY, "max_position_embeddings": 130, "pad_token_id": 0, **sizes, **still}
     with torch.random.fork_rng(devices=[]):

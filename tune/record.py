@@ -10,11 +10,8 @@ from rtrain.run import Run
 from rtrain.runs import driver
 from tune.known.history import History
 from tune.known.journal import Journal
-from tune.slots import Slots
-from tune.trial import Order, Outcome, spent
-
-LOSSES = 3
-"""How often an order may be lost with its slot before the trial counts as failed."""
+from tune.slots import LOSSES, Slots
+from tune.trial import Order, Outcome, seconds_of
 
 
 class Record:
@@ -66,7 +63,8 @@ class Record:
             self._lost[order.trial] += 1
             if self._lost[order.trial] > LOSSES:
                 error = f"the process that ran it died {LOSSES + 1} times"
-                self.write("failed", trial=order.trial, error=error, seconds=spent(self._search.trial(order.trial)))
+                run = self._search.trial(order.trial)
+                self.write("failed", trial=order.trial, error=error, seconds=seconds_of(run))
         else:
             for outcome in outcomes:
                 self._heard(order, outcome)

@@ -4,31 +4,32 @@ Everything that is known is in the journal. A search that was killed reads it ag
 flight, and asks what it would have asked.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rtrain import artifact, config as configuration
+from rtrain import artifact, config as configuration, env
+from rtrain.cluster import preflight
 from rtrain.config import Config
 from rtrain.data import records
+from rtrain.doctor.forecast import choose_k
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.exchange import noise
 from rtrain.network import model
 from rtrain.run import Run
-from rtrain.runs import driver, opening
+from rtrain.runs import driver, opening, preparing
 from tune import costs, slots
 from tune.asking import ask_tell, space
-from tune.ending import finals, gated, held_back, judged
+from tune.asking.asker import Asker
+from tune.ending import finals, gated, judged
 from tune.known import halving
-from tune.known.aim import Aim, at
+from tune.known.aim import Aim
 from tune.known.halving import Go, Ladder
 from tune.known.history import SEED, History, Trial, numbered
 from tune.record import Record
 from tune.results import dashboard, page
-from tune.trial import Order, Task, held, refused
+from tune.trial import LOG_EVERY, Order, Task, held, refused
 
 FINAL_RUNS = 4
 """Full runs whose rows the end may take, where `tune.final_rows` does not say."""
@@ -75,7 +76,7 @@ class Found:
 def check(config: Config, students: bool = False) -> None:
     """Everything about a search, of `students` or of runs, that can be refused before anything starts, all at once.
     Raises `ConfigError`."""
-    data, problems = config.recipe.data, refused(config)
+    data, problems = config.recipe.data, [*refused(config), *preflight.overbooked(config, env.cores())]
     if config.deploy.tune.cost != "training" and not students:
         reason = "all trials have the same model; students differ (rtrain distill --search)"
         problems.append(Problem("tune.cost", config.deploy.tune.cost, reason, "leave it out"))
@@ -107,8 +108,17 @@ def run(
     would be another one, and `UserError` if no trial came to a score.
     """
     check(config, students=teacher is not None)
+    count = _room(config, folder, reuse)
     with held(config, folder, reuse, tokens_root, _refuse_another, teacher) as (settled, task):
-        return _Search(settled, task, on_event).run()
+        return _Search(settled, task, count, on_event).run()
+
+
+def _room(config: Config, folder: Path, reuse: opening.Reuse) -> int:
+    """How many slots there will be; none for a search that has ended. It is asked before a folder is made or a row is
+    read: whoever is refused can write the command anew. Raises what `slots.number` raises."""
+    if reuse == "resume" and Run(folder).winner is not None:
+        return 0
+    return slots.number(config, preparing.device_of(config, Run(folder).trial(0)).device)
 
 
 def _refuse_another(old: Config, new: Config) -> None:
@@ -128,25 +138,32 @@ Due = Callable[[set[Go], bool], list[Go] | None]
 class _Search:
     """One start of a search."""
 
-    def __init__(self, config: Config, task: Task, on_event: driver.OnEvent | None):
-        self._config, self._task, self._tune = config, task, config.deploy.tune
+    def __init__(self, config: Config, task: Task, count: int, on_event: driver.OnEvent | None):
+        """`count`: how many slots there will be."""
+        self._config, self._task, self._count, self._tune = config, task, count, config.deploy.tune
         self._search = Run(task.search)
         self._record = Record(self._search, on_event)
-        self._dimensions, self._aim, self._seed = space.dimensions(config), Aim.of(self._tune), config.recipe.train.seed
+        self._aim, self._seed = Aim.of(self._tune), config.recipe.train.seed
         self._costs = None if self._tune.cost == "training" else costs.Costs(task.search, self._tune.cost)
-        self._counted = time.monotonic()
+        self._counted, self._slots = time.monotonic(), 0
+        """Until when seconds were counted, and how many slots are there."""
+        self._told: set[int] = set()
+        """Trials of which the user knows that they were left behind."""
 
     @property
     def _history(self) -> History:
         return self._record.history
 
     def run(self) -> Found:
-        if self._history.chosen is None:
-            try:
-                self._decide()
-            finally:
-                self._spend()
-        self._leave()
+        try:
+            if self._history.chosen is None:
+                try:
+                    self._decide()
+                finally:
+                    self._spend()
+            self._leave()
+        finally:  # of a search that is interrupted too
+            self._export()
         return Found(self._search, self._history)
 
     def _decide(self) -> None:
@@ -155,21 +172,16 @@ class _Search:
         self._reopen()
         # The rows are read before the slots start: they would all read them.
         prepared = self._task.prepared(0, {})
-        count = slots.number(self._config, prepared.device.device)
         self._ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
-        self._planned = self._trials()
-        self._steering = len(held_back.steering(prepared.store, self._tune.held_back))
+        self._asker = Asker.of(self._config, self._ladder)
+        self._told = set(self._left_behind())
         source = records.inspect(prepared.config.recipe.data, self._task.tokens_root, begun=True)
         self._parts = judged.parts(prepared.config, source, prepared.store)
-        with self._record.following(), slots.opened(self._config, self._task, count) as open_slots:
+        with self._record.following(), slots.opened(self._config, self._task, self._count) as open_slots:
+            self._spend()
+            self._slots = self._count
             self._work(open_slots, self._halving)
             self._work(open_slots, self._ending)
-
-    def _trials(self) -> int:
-        """How many trials the budget pays for."""
-        budget = self._tune.rows or round(self._tune.full_runs * self._ladder.full)
-        affordable = self._ladder.affordable(budget)
-        return min(affordable, self._tune.trials or affordable)
 
     # --------------------------------------------------------------------------------------------------------- phases
 
@@ -189,24 +201,56 @@ class _Search:
     def _spend(self) -> None:
         """Write down the seconds since this was done last: those of a search that is killed count too."""
         now = time.monotonic()
-        self._record.write("spent", seconds=round(now - self._counted, 3))
-        self._counted = now
+        seconds, self._counted = now - self._counted, now
+        self._record.write("spent", seconds=round(seconds, 3), slot_seconds=round(seconds * self._slots, 3))
 
     def _order(self, go: Go) -> Order:
         rows = self._ladder.full if go.rung is None else self._ladder.rungs[go.rung]
-        return Order(go.trial, numbered(self._history.trials, go.trial).settings, go.rung, rows)
+        trial = numbered(self._history.trials, go.trial)
+        return Order(go.trial, trial.settings, go.rung, rows, trial.of)
 
     def _halving(self, given: set[Go], idle: bool) -> list[Go] | None:
         """Trials go to their next rung, the first ones first; another one is asked for where a slot is idle."""
         asking = self._history.stopped is None
         found = halving.due(self._history, self._ladder, self._aim, asking)
         if not (asking and idle and found is not None and given.issuperset(found)):
+            self._tell_frozen()
             return found
-        if self._stop() or (number := self._propose()) is None:
-            if self._history.stopped is None:
-                self._record.write("stopped", why="every point of the space was tried")
+        self._note_noise()
+        new = [] if self._stop() else self._next(found)
+        if self._history.stopped is not None:
+            self._tell_frozen()
             return halving.due(self._history, self._ladder, self._aim, asking=False)
-        return [*found, Go(number, 0)]
+        return [*found, *new]
+
+    def _next(self, waiting: list[Go]) -> list[Go]:
+        """What is begun beside the trials that are on their way; nothing where these have to be there first, and where
+        no further trial is asked for, which is written down."""
+        look = self._asker.is_look(self._history)
+        if look and waiting:
+            return []
+        if look and (best := self._asker.repeat(self._history)) is not None:
+            return [Go(self._seeded(finals.Run(best.number, self._seed + 1), parts=1), 0)]
+        why = self._asker.enough(self._history) if look else None
+        proposal = None if why else self._asker.proposal(self._history)
+        if proposal is None:
+            self._record.write("stopped", why=why or "every point of the space was tried")
+            return []
+        return [Go(self._ask(*proposal), 0)]
+
+    def _tell_frozen(self) -> None:
+        """Tell the user which trials were left behind at a rung, once all have come there."""
+        new = dict[int, list[int]]()
+        for number, rung in self._left_behind().items():
+            if number not in self._told:
+                new.setdefault(rung, []).append(number)
+        for rung, numbers in sorted(new.items()):
+            self._record.say({"kind": "search", "what": "frozen", "rung": rung, "trials": sorted(numbers)})
+            self._told.update(numbers)
+
+    def _left_behind(self) -> dict[int, int]:
+        """By trial: the rung at which it was; none as long as further trials may be asked for."""
+        return {} if self._history.stopped is None else halving.frozen_at(self._history, self._ladder, self._aim)
 
     def _ending(self, given: set[Go], idle: bool) -> list[Go] | None:
         """The two best and trial 0 go to their ends, and again with other seeds, until it is clear which is best."""
@@ -228,20 +272,18 @@ class _Search:
         if isinstance(wanted, finals.Verdict):
             self._record.write("chosen", best=wanted.best, verdict=wanted.to_document())
             return None
-        return [Go(self._seeded(one), None) for one in wanted]
+        return [Go(self._seeded(one, self._parts), None) for one in wanted]
 
     # -------------------------------------------------------------------------------------------------------- deciding
 
     def _stop(self) -> bool:
-        """Whether no further trial is asked for; why is written down."""
+        """Whether trials, time or money are used up; what, is written down."""
         own, why, by = len(self._history.own), None, dict[str, Any]()
-        if own >= self._planned:
-            asked = self._planned == self._tune.trials
-            why = f"tune.trials={self._planned}" if asked else f"the budget pays for {self._planned} trials"
+        if own >= self._asker.planned:
+            asked = self._asker.planned == self._tune.trials
+            why = f"tune.trials={self._asker.planned}" if asked else f"the budget pays for {self._asker.planned} trials"
         elif own > 1 and (over := self._over()):
             why, by = over, {"budget": self._budget}
-        else:
-            why = self._gain()
         if why is not None:
             self._record.write("stopped", why=why, **by)
         return why is not None
@@ -258,70 +300,23 @@ class _Search:
 
     def _over(self) -> str | None:
         """Why no further trial is begun, by time and money."""
-        tune = self._tune
-        seconds = self._history.seconds + time.monotonic() - self._counted
-        if tune.minutes is not None and seconds > 60 * tune.minutes:
+        tune, workers, since = self._tune, self._config.recipe.train.workers, time.monotonic() - self._counted
+        now = self._history.after({"kind": "spent", "seconds": since, "slot_seconds": since * self._slots})
+        if tune.minutes is not None and now.seconds > 60 * tune.minutes:
             return f"{tune.minutes:g} minutes are over"
-        if tune.money is not None and tune.price is not None:
-            hours = sum(trial.seconds for trial in self._history.trials) / 3600
-            if (spent := hours * self._config.recipe.train.workers * tune.price) > tune.money:
-                return f"{spent:.2f} of {tune.money:g} are spent"
+        if tune.money is not None and tune.price is not None and (money := now.money(workers, tune.price)) > tune.money:
+            return f"{money:.2f} of {tune.money:g} are spent"
         return None
 
-    def _gain(self) -> str | None:
-        """Why another trial is not worth its cost: it is expected to gain less than chance makes trials differ.
-
-        It is asked from half of the trials on. What is expected after a few trials is a guess, and the standard error
-        of one score is more than that of the difference of two on the same rows.
-        """
-        best = max((one.score for trial in self._history.own if (one := at(trial, 0))), default=None)
-        if len(self._history.own) < self._planned / 2:
-            return None
-        if best is None or self._tune.objective != "score" or self._tune.sampler in ("random", "grid"):
-            return None
-        gain = ask_tell.expected_gain(self._dimensions, self._told(), self._seed)
-        chance = max(finals.spread(self._history) or 0.0, finals.row_noise(best, self._steering) or 0.0)
-        if gain is None or gain >= chance:
-            return None
-        return f"another trial is expected to gain {gain:.2g}, and chance alone makes {chance:.2g}"
-
-    def _told(self) -> list[ask_tell.Told]:
-        """What the sampler is told: where each trial stands in the space, and what it came to at the first rung, where
-        all have been trained on as many rows."""
-        found = []
-        for trial in self._history.own:
-            point, first = space.coordinates(self._config, self._dimensions, trial.settings), at(trial, 0)
-            value = self._aim.value(trial, first) if first is not None and trial.sound else None
-            found.append(ask_tell.Told(point, value, pending=first is None and trial.sound))
-        return found
-
-    def _propose(self) -> int | None:
-        """The number of the next trial; None where every point of the space was tried."""
-        self._cap()
-        number, points = len(self._history.trials), self._tune.points
-        if 0 < number <= len(points):
-            return self._ask(space.overrides(self._config, points[number - 1]), "points")
-        found = ask_tell.propose(
-            self._dimensions,
-            self._told(),
-            number=number,
-            seed=self._seed,
-            sampler=self._tune.sampler,
-            planned=self._planned,
-        )
-        return None if found is None else self._ask(space.overrides(self._config, found[0]), found[1])
-
-    def _cap(self) -> None:
-        """Leave updates out of the space that have many more rows than the noise of trial 0's gradients asks for, once
-        its log tells that. It is written down: a search that is resumed asks what it would have asked."""
-        rows = self._history.noise
-        if rows is None:
-            scale = noise.of_run(self._search.trial(0).events())
-            if scale is None or scale.high is None:
-                return
-            rows = math.ceil(scale.high)
-            self._record.write("noise", rows=rows)
-        self._dimensions = space.under(self._config, self._dimensions, rows)
+    def _note_noise(self) -> None:
+        """Write down how far the space goes, and with which updates training ends soonest, once trial 0's log tells
+        that: whoever goes on with the search asks for trials of the same space."""
+        if self._history.noise is not None:
+            return
+        recipe = self._task.of({}).recipe
+        weights = choose_k.weights(model.resolve(recipe.model.name, self._task.tokens_root))
+        if (told := choose_k.prior(self._search.trial(0).events(), recipe, weights)) is not None:
+            self._record.write("noise", rows=told.most_rows, chosen=told.rows)
 
     def _ask(self, settings: Mapping[str, Any], by: str, **more: Any) -> int:
         number = len(self._history.trials)
@@ -331,20 +326,17 @@ class _Search:
         self._record.write("asked", trial=number, settings=dict(settings), by=by, **more)
         return number
 
-    def _seeded(self, one: finals.Run) -> int:
-        """The number of the trial that repeats another one with a seed; a new one where there is none yet."""
+    def _seeded(self, one: finals.Run, parts: int) -> int:
+        """The number of the trial that repeats another one with a seed; a new one where there is none yet. `parts` of
+        the rows validate, another one for each seed."""
         if one.seed is None:
             return one.of
-        known = [trial.number for trial in self._history.trials if (trial.of, trial.seed) == (one.of, one.seed)]
-        if known:
-            return known[0]
         base = numbered(self._history.trials, one.of)
-        return self._ask(
-            {**base.settings, **finals.overrides(one, seed=self._seed, parts=self._parts)},
-            SEED,
-            of=one.of,
-            seed=one.seed,
-        )
+        settings = {**base.settings, **finals.overrides(one, seed=self._seed, parts=parts)}
+        known = (trial for trial in self._history.trials if trial.of == one.of and trial.settings == settings)
+        if (found := next(known, None)) is not None:
+            return found.number
+        return self._ask(settings, SEED, of=one.of, seed=one.seed)
 
     # --------------------------------------------------------------------------------------------------------- the end
 
@@ -364,11 +356,16 @@ class _Search:
         if not winner.report.is_file():
             driver.report(winner, lambda event: say({**event, "trial": best}))
         driver.add(self._search, "page", page.write, say)
+
+    def _export(self) -> None:
+        """Write down what Optuna's own tools read, where it is installed."""
         if ask_tell.installed():
+            history, say = self._history, self._record.say
             driver.add(self._search, "study", lambda run: dashboard.export(run.folder, self._config, history), say)
 
 
 def _replayed(config: Config, search: Config) -> Config:
-    """A trial's configuration for another run: what belongs to the search's place is the search's."""
-    storage = search.deploy.cluster.storage
-    return replace(configuration.with_overrides(config, {"cluster.storage": storage}), named=config.named)
+    """A trial's configuration for another run: what belongs to the search's place, or served the search, is the
+    search's."""
+    own = {"cluster.storage": search.deploy.cluster.storage, LOG_EVERY: search.recipe.train.log_every}
+    return replace(configuration.with_overrides(config, own), named=config.named)

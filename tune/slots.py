@@ -1,13 +1,15 @@
 """The slots of a search: trials of Ray Tune, each a worker group that takes one order after another.
 
-Ray Tune gives a slot its process, and a new one where that fails; its workers take their CPUs or GPUs by themselves.
-What is tried, and for how long, is decided in `search`: the driver puts orders into a slot's box, and the slot puts
-what they came to into a common one. A slot that is killed loses the order that it had in hand, and nothing else.
+Ray Tune gives a slot its process, and a new one where that dies, however often; its workers take their CPUs or GPUs by
+themselves. What is tried, and for how long, is decided in `search`: the driver puts orders into a slot's box, and the
+slot puts what they came to into a common one. A slot that is killed loses the order that it had in hand, and nothing
+else. Whether it is to be started again is judged here: a trial may be what kills it, and that is no fault of the slot.
 """
 
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ import ray
 import ray.tune
 
 from rtrain import ray_internals
-from rtrain.cluster import supply
+from rtrain.cluster import feasible, supply
 from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.run import Run
@@ -31,8 +33,11 @@ from tune.trial import Order, Outcome, Task
 # the resource that marks the head node.
 RESOURCES = {"CPU": 0, ray_internals.HEAD_RESOURCE: 0.001}
 ANSWERS = "answers"
-DEATHS = 3
-"""Deaths of a slot's process, after which Tune does not start it again."""
+LOSSES = 3
+"""How often an order may be lost with its slot before the trial counts as failed, and a slot may die without one, since
+it last did one, before the search ends."""
+LOOK_S = 1.0
+"""How soon a slot that is not started again is noticed."""
 IDLE_S = 30.0
 """Seconds that a slot without an order keeps its workers; starting them again takes some ten."""
 END_S = 60.0
@@ -56,17 +61,16 @@ def number(config: Config, device: str) -> int:
     Raises `ConfigError` where so many workers and data tasks do not fit, with the nearest number that does.
     """
     train, asked = config.recipe.train, config.deploy.tune.concurrent
-    spare = supply.data_cpus(config.deploy.cluster.data_cpus, train.workers)
-    labels = config.deploy.cluster.labels
-    cpus, room = supply.most("cpu", labels), supply.most(device, labels)
+    needs = supply.needs(config.deploy.cluster, device)
+    spare, room = needs.of(train.workers).data, supply.most(device, needs.labels)
     each = train.workers + spare if device == "cpu" else train.workers
-    fits = supply.slots(train.workers, spare, device, cpus, room)
+    fits = max(1, feasible.runs(supply.up(), supply.may_start(), needs, train.workers))
     if asked is None or asked <= fits:
         return asked or fits
-    needs = f"{asked} trials of {train.workers} workers need {asked * each} logical {supply.NEEDS[device]}s"
+    wanted = f"{asked} trials of {train.workers} workers need {asked * each} logical {supply.NEEDS[device]}s"
     with_data = f", {spare} a trial for data tasks" if device == "cpu" else ""
     nearest = f"write {fits}, or {max(1, room // asked - (spare if device == 'cpu' else 0))} for train.workers"
-    raise ConfigError([Problem("tune.concurrent", asked, f"{needs}{with_data}; the Ray cluster has {room}", nearest)])
+    raise ConfigError([Problem("tune.concurrent", asked, f"{wanted}{with_data}; the Ray cluster has {room}", nearest)])
 
 
 def _slot(settings: dict[str, Any], office: Any, task: Task) -> None:
@@ -99,12 +103,31 @@ def _folder(search: Run, slot: int) -> Run:
     return Run(search.ray / f"slot-{slot:02d}")
 
 
+class Deaths(ray.tune.Callback):
+    """What Ray Tune tells of slots whose process has died, by their numbers."""
+
+    def __init__(self) -> None:
+        self.died: list[int] = []
+        """One entry for each death after which the slot is started again."""
+        self.ended: list[int] = []
+        """Those that are not: Tune does not try again what dies before it has begun."""
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self.died.append(int(trial.config["slot"]))
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self.ended.append(int(trial.config["slot"]))
+
+
 @dataclass
 class Slots:
     """The slots of a search that is running."""
 
     office: Any
     tuner: threading.Thread
+    deaths: Deaths = field(default_factory=Deaths)
+    blameless: Counter[int] = field(default_factory=Counter)
+    """By slot: deaths since it last did an order or lost one, so that no trial is to blame for them."""
     boxes: dict[int, str] = field(default_factory=dict)
     """Where each slot that is up takes its orders."""
     orders: dict[int, Order] = field(default_factory=dict)
@@ -122,26 +145,53 @@ class Slots:
         ray.get(self.office.put.remote(self.boxes[slot], order))
 
     def wait(self) -> tuple[Order | None, tuple[Outcome, ...] | None]:
-        """The next answer: (order, what it came to). (order, None): the slot was killed with the order in hand. (None,
-        ()): a slot is up."""
+        """The next answer: (order, what it came to). (order, None): the slot died with the order in hand. (None, ()): a
+        slot is up.
+
+        Raises `UserError` where a slot dies again and again without an order, and where no slot is left.
+        """
         waits = self.office.take.remote(ANSWERS, self.answers)
-        while not ray.wait([waits], timeout=1.0)[0]:
+        while True:
+            ended = [slot for slot in self.deaths.ended if slot in self.boxes]
+            if ray.wait([waits], timeout=LOOK_S)[0]:
+                break
             if not self.tuner.is_alive():
                 raise UserError(f"Ray Tune has ended before the search: {self.error or 'no slot is left'}")
+            self._count_deaths()
+            for slot in ended:  # what they have answered before is read by now
+                del self.boxes[slot]
+                if (lost := self.orders.pop(slot, None)) is not None:
+                    return lost, None
         answer: Answer = ray.get(waits)
         self.answers += 1
+        self._count_deaths()
         if answer.order is None:
             lost = self.orders.pop(answer.slot, None)
             self.boxes[answer.slot] = answer.box
+            if lost is not None:
+                self.blameless[answer.slot] = 0
             return lost, () if lost is None else None
         del self.orders[answer.slot]
+        self.blameless[answer.slot] = 0
         return answer.order, answer.outcomes
+
+    def _count_deaths(self) -> None:
+        while self.deaths.died:
+            slot = self.deaths.died.pop(0)
+            self.blameless[slot] += 1
+            if self.blameless[slot] > LOSSES:
+                raise UserError(
+                    f"the process of slot {slot} died {self.blameless[slot]} times while it started or had nothing to "
+                    "do; the logs of Ray's workers say why. The same command with --resume goes on"
+                )
+            if slot not in self.orders:
+                self.boxes.pop(slot, None)  # nobody reads it any more
 
 
 @contextmanager
 def opened(config: Config, task: Task, count: int) -> Iterator[Slots]:
     """Start so many slots. They end with the block, and at once where it raises."""
-    search, office = Run(task.search), kept.post()
+    search, office, deaths = Run(task.search), kept.post(), Deaths()
     started = len(list(search.ray.iterdir())) if search.ray.is_dir() else 0
     ending = search.folder / ".ending"
     ending.unlink(missing_ok=True)
@@ -152,9 +202,9 @@ def opened(config: Config, task: Task, count: int) -> Iterator[Slots]:
             # Each start has a new name. Under an old name Ray would unpickle its state of the last start.
             name=f"tune-{started:03d}",
             storage_path=str(search.ray),
-            failure_config=ray.tune.FailureConfig(max_failures=DEATHS),
+            failure_config=ray.tune.FailureConfig(max_failures=-1),
             stop=_Told(ending),
-            callbacks=[ray_internals.silent_progress()],
+            callbacks=[ray_internals.silent_progress(), deaths],
             verbose=0,
         ),
     )
@@ -165,7 +215,7 @@ def opened(config: Config, task: Task, count: int) -> Iterator[Slots]:
         except Exception as error:
             slots.error = error
 
-    slots = Slots(office, threading.Thread(target=fit, daemon=True, name="rtrain-tune"))
+    slots = Slots(office, threading.Thread(target=fit, daemon=True, name="rtrain-tune"), deaths)
     slots.tuner.start()
     try:
         yield slots

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import config as configuration
-from rtrain.compress import distill
+from rtrain.compress import distill, student
 from rtrain.config import Config
 from rtrain.config.deploy import SPACE
 from rtrain.errors import ConfigError
@@ -20,14 +20,28 @@ STUDENTS: Mapping[str, Any] = {
     "distill.alpha": [0.5, 0.7, 0.9],
 }
 """In place of the default of `tune.space`."""
-SIZES = ("distill.layers", "distill.width")
+LAYERS = "distill.layers"
+SIZES = (LAYERS, "distill.width")
 
 
 def begun(config: Config, teacher: distill.Teacher, root: Path) -> Config:
     """The configuration of the search, which is that of its first student."""
     if config.deploy.tune.space == SPACE:
-        config = configuration.with_overrides(config, {"tune.space": dict(STUDENTS)})
+        space_of = searched(config, student.depth_of(teacher.folder))
+        config = configuration.with_overrides(config, {"tune.space": space_of})
     return distill.started(config, teacher, root)
+
+
+def searched(config: Config, depth: int | None) -> dict[str, Any]:
+    """The default space for a teacher of so many layers. Where what a student costs counts, so does its depth: a third
+    and a half of the teacher's are tried, beside that of the first student. Where the score alone counts, the deepest
+    would win; and a depth that the user gave stays."""
+    chosen, found = config.recipe.distill, dict(STUDENTS)
+    counts = config.deploy.tune.objective != "score" and chosen.student is None and LAYERS not in config.named
+    if counts and depth is not None:
+        depths = {one for one in (depth // 3, depth // 2, chosen.layers or 0) if 0 < one < depth}
+        found |= {LAYERS: sorted(depths)} if len(depths) > 1 else {}
+    return found
 
 
 def check(config: Config, teacher: distill.Teacher, root: Path) -> None:

@@ -8,13 +8,12 @@ Its trainings are trials of a search without a search: the same folders and jour
 since trainings beside each other would share the processor, and their times are the table.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration
+from rtrain import config as configuration, documents
 from rtrain.config import Config
 from rtrain.config.deploy import SPACE
 from rtrain.data.order import Order as Updates
@@ -164,8 +163,10 @@ def run(
         ]
         if all(one.error for one in results):
             raise UserError(f"no run of the study came to its end; {results[0].error}")
-        found = Studied(study, study_table.table(results, headline_of(settled), planned.left_out))
-        study.study_table.write_text(json.dumps(found.table.document, indent=1) + "\n", encoding="utf-8")
+        # Networks were measured for the study of the start before.
+        networks = study_table.measured(documents.read(study.study_table)) if study.study_table.is_file() else {}
+        found = Studied(study, study_table.table(results, headline_of(settled), planned.left_out, networks))
+        study_table.keep(study, found.table.document)
         driver.add(study, "page", study_page.write, on_event or (lambda event: None))
     return found
 

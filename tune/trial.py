@@ -1,7 +1,6 @@
 """A trial of a search: an ordinary run in the search's folder, trained to a rung or to its end when it is told to."""
 
 import math
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -9,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import config as configuration
-from rtrain.comparison.training import clock
+from rtrain.batch import Ragged
+from rtrain.comparison.training import trained
 from rtrain.compress import distill
 from rtrain.config import Config
 from rtrain.data.stores.store import open_store
@@ -20,13 +20,16 @@ from rtrain.runs import driver, failures, group, notice, opening, preparing
 from rtrain.tasks import base
 from rtrain.training import best, rungs
 from rtrain.training.step import NonFinite
-from tune.ending import held_back, judged
+from tune.asking import space
+from tune.ending import chance, held_back, judged
 
-FIRST, LAST = 3, 3
-"""Logged losses at the begin, and newest ones, by which a trial is seen to diverge."""
-RISE, LEAST_RISE = 1.5, 0.1
-"""The newest are so many times the first, and so much above them. Losses are nats, or squared deviations: those of a
-model that has learnt its task already are so small that they waver by more than half."""
+LOG_EVERY = "train.log_every"
+FIRST, LAST = 3, 5
+"""Losses at the begin, and newest ones, by which a trial is seen to diverge."""
+RISE, LEAST_RISE = 1.5, 0.5
+"""Each of the newest is so many times the least of the first, and so much above it. Losses are nats, or squared
+deviations: those of a model that has learnt its task already are so small that a wrong label makes them many times
+larger, and a model that has forgotten it is as far off as one that guesses, 0.69 for two labels alike."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,11 @@ class Task:
     def of(self, settings: Mapping[str, Any]) -> Config:
         """The configuration of a trial with such settings."""
         config = configuration.parse(self.document, settings)
+        if every := space.evaluated_every(self.config):
+            updates = max(1, round(every / config.recipe.rows_per_update))
+            config = configuration.with_overrides(config, {"train.evaluate_every": updates})
+        if LOG_EVERY not in self.named:  # a trial that diverges is frozen by what its log says
+            config = configuration.with_overrides(config, {LOG_EVERY: 1})
         config = replace(config, named=config.named | self.named)
         if storage := config.deploy.cluster.storage:  # trials of several searches have the same names
             config = configuration.with_overrides(config, {"cluster.storage": f"{storage}/{self.search.name}"})
@@ -111,6 +119,8 @@ class Order:
     """The rung to which the trial is trained; None for its end."""
     rows: int
     """Rows of that rung, or of the whole run."""
+    of: int | None = None
+    """The trial that this one repeats with another seed, if any."""
 
 
 Outcome = dict[str, Any]
@@ -129,20 +139,20 @@ def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
                 prepared, until=until, rung=order.rung is not None, workers=workers, reports=False, on_event=watch
             )
     except NonFinite as error:
-        return [{"kind": "diverged", "why": str(error).splitlines()[0], "seconds": spent(run)}]
+        return [{"kind": "diverged", "why": str(error).splitlines()[0], "seconds": seconds_of(run)}]
     except UserError as error:
-        return [{"kind": "failed", "error": str(error).splitlines()[0], "seconds": spent(run)}]
+        return [{"kind": "failed", "error": str(error).splitlines()[0], "seconds": seconds_of(run)}]
     except Exception as error:
         run.folder.mkdir(parents=True, exist_ok=True)
         kept = failures.keep_traceback(run, "error", error)
-        return [{"kind": "failed", "error": f"{first_line(error)} (traceback in {kept})", "seconds": spent(run)}]
+        return [{"kind": "failed", "error": f"{first_line(error)} (traceback in {kept})", "seconds": seconds_of(run)}]
     if watch.why and not run.finished:
-        return [{"kind": "diverged", "why": watch.why, "seconds": spent(run)}]
-    found = [] if order.rung is None or until is None else [_reached(run, prepared, order.rung, until)]
+        return [{"kind": "diverged", "why": watch.why, "seconds": seconds_of(run)}]
+    found = [] if order.rung is None or until is None else [_reached(order, task, prepared, until)]
     found += [_finished(run, prepared)] if run.finished else []
     if broken := [one for one in found if not math.isfinite(one["score"] + one.get("held", 0.0))]:
         why = f"its score at update {broken[0]['update']} is no number"
-        return [{"kind": "diverged", "why": why, "seconds": spent(run)}]
+        return [{"kind": "diverged", "why": why, "seconds": seconds_of(run)}]
     return found
 
 
@@ -152,23 +162,32 @@ def _is_at(run: Run, until: int | None) -> bool:
     return last is not None and last["kind"] == "paused" and last["update"] == until
 
 
-def _reached(run: Run, prepared: preparing.Prepared, rung: int, update: int) -> Outcome:
+def _reached(order: Order, task: Task, prepared: preparing.Prepared, update: int) -> Outcome:
     """What the answers at a rung come to on the rows that steer the search."""
-    config, store = prepared.config, open_store(prepared.store.folder)
-    task, answers = base.get(config.recipe.task), rungs.read(run, update)
-    assert answers is not None  # they are written before the rung's checkpoint
+    run, config, store = prepared.run, prepared.config, open_store(prepared.store.folder)
+    output = base.get(config.recipe.task).output
     positions = held_back.steering(store, config.deploy.tune.held_back)
-    steering = answers.take(positions)
-    scores = metric_for(task.output).scores(steering, store.targets("valid", positions), store.manifest.head)
-    score: float = scores[headline_of(config)]
+    targets, headline = store.targets("valid", positions), headline_of(config)
+
+    def answers(of: Run) -> Ragged | None:
+        known = rungs.read(of, update)
+        return None if known is None else known.take(positions)
+
+    steering, additive = answers(run), metric_for(output).additive
+    assert steering is not None  # they are written before the rung's checkpoint
+    luck = None
+    if order.of is not None and additive and (other := answers(Run(task.search).trial(order.of))) is not None:
+        both = (additive(one, targets, store.manifest.head) for one in (other, steering))
+        luck = chance.luck(*(chance.Held(headline, store.column("valid", "row_id")[positions], one) for one in both))
     return {
         "kind": "reached",
-        "rung": rung,
+        "rung": order.rung,
         "update": update,
         "rows": prepared.order.rows_until(update),
-        "score": score,
-        "loss": best.mean_loss(task, steering, store, positions),
+        "score": metric_for(output).scores(steering, targets, store.manifest.head)[headline],
+        "loss": best.mean_loss(base.get(config.recipe.task), steering, store, positions),
         "seconds": seconds_of(run),
+        "luck": luck,
     }
 
 
@@ -179,7 +198,7 @@ def _finished(run: Run, prepared: preparing.Prepared) -> Outcome:
         "kind": "finished",
         "update": chosen.get("update", prepared.updates),
         "rows": prepared.order.rows_until(prepared.updates),
-        "score": scores_of(run, headline)[-1][1],
+        "score": max(float(event["scores"][headline]) for event in _evaluations(run)),
         "held": held.score,
         "held_rows": len(held.ids),
         "seconds": seconds_of(run),
@@ -192,31 +211,24 @@ def headline_of(config: Config) -> str:
 
 
 def seconds_of(run: Run) -> float:
-    """Seconds of training, over all starts that came to where they were to end."""
-    seconds: float = sum(event["seconds"].get("train", 0.0) for event in run.events("trained"))
-    return round(seconds, 3)
-
-
-def spent(run: Run) -> float:
-    """Seconds of all starts, of those too that came to nothing."""
-    return round(max((seconds for _, seconds in clock(run.events())), default=0.0), 3)
-
-
-def scores_of(run: Run, headline: str) -> list[tuple[float, float]]:
-    """(seconds of all starts until then, score) of the run's evaluations on all validation rows, the best one last."""
-    scored = [
-        (seconds, float(event["scores"][headline]))
-        for event, seconds in clock(run.events())
-        if event["kind"] == "evaluated" and event["split"] == "valid" and "chosen" not in event
-    ]
-    return sorted(scored, key=lambda one: one[1])
+    """Seconds of training, over all starts."""
+    return round(max((seconds for _, seconds in trained(run.events())), default=0.0), 3)
 
 
 def to_target(run: Run, headline: str, target: float | None) -> float | None:
-    """Seconds until the first evaluation that reached the target; None without a target, or where none did."""
+    """Seconds of training until the first evaluation that reached the target on all validation rows; None without a
+    target, or where none did."""
     if target is None:
         return None
-    return min((round(seconds, 3) for seconds, score in scores_of(run, headline) if score >= target), default=None)
+    log = trained(run.events())
+    there = [seconds for one, seconds in log if one["kind"] == "evaluated" and one["scores"][headline] >= target]
+    return round(min(there), 3) if there else None
+
+
+def _evaluations(run: Run) -> list[dict[str, Any]]:
+    """On all validation rows, as training goes on."""
+    log = run.events("evaluated")
+    return [event for event in log if event["split"] == "valid" and "chosen" not in event]
 
 
 def first_line(error: BaseException) -> str:
@@ -231,15 +243,16 @@ def first_line(error: BaseException) -> str:
 
 
 def diverges(losses: Sequence[float]) -> bool:
-    """Whether logged training losses say that a trial learns nothing any more: the newest are far above the first.
+    """Whether training losses say that a trial learns nothing any more: the newest are all far above the first.
 
-    A run that goes well falls; one whose learning rate is a little too high wavers about where it began. Medians, since
-    a loss is that of one update.
+    A run that goes well falls; one whose learning rate is a little too high wavers about where it began. A loss is that
+    of one update, of few rows maybe, and of these one may be a hard one or wrongly labelled: so no newest one may be
+    low. Of the first ones the least counts, as the first step may have thrown the others up already.
     """
     if len(losses) < FIRST + LAST:
         return False
-    began, now = statistics.median(losses[:FIRST]), statistics.median(losses[-LAST:])
-    return now > max(RISE * began, began + LEAST_RISE)
+    began = min(losses[:FIRST])
+    return min(losses[-LAST:]) > max(RISE * began, began + LEAST_RISE)
 
 
 class _Diverging:
@@ -254,6 +267,6 @@ class _Diverging:
             return
         self._losses.append(event["loss"])
         if diverges(self._losses):
-            began, now = statistics.median(self._losses[:FIRST]), statistics.median(self._losses[-LAST:])
-            self.why = f"the training loss rose from {began:.3g} to {now:.3g} by update {event['update']}"
+            began, now = min(self._losses[:FIRST]), min(self._losses[-LAST:])
+            self.why = f"the training loss rose from {began:.3g} to {now:.3g} and more by update {event['update']}"
             notice.give(self._run, notice.DIVERGED)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,38 @@ AIMS: Mapping[str, Aim] = {
 }
 
 
-def found(results: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """(name, set or nothing, value) of each figure with an aim that the parts have measured."""
+class Figure(NamedTuple):
+    name: str
+    set: str
+    """The set that it was measured on; empty where that is banking77 alone."""
+    value: float
+    limit: float | None
+    """What it cannot go beyond, where that was measured too."""
+
+
+def found(results: Mapping[str, Any]) -> Iterator[Figure]:
+    """Each figure with an aim that the parts have measured."""
     for part in results.values():
-        for name, value in part.items():
-            if name in AIMS and isinstance(value, int | float):
-                yield name, "", float(value)
+        yield from _of(part, "")
         for set_name, own in part.get("sets", {}).items():
-            for name, value in own.items():
-                if name in AIMS and isinstance(value, int | float):
-                    yield name, set_name, float(value)
+            yield from _of(own, set_name)
+
+
+def _of(values: Mapping[str, Any], set_name: str) -> Iterator[Figure]:
+    limits = values.get("limits", {})
+    for name, value in values.items():
+        if name in AIMS and isinstance(value, int | float):
+            yield Figure(name, set_name, float(value), limits.get(name))
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Markdown: each figure beside floor and goal, and which of them it has reached."""
-    lines = ["| figure | set | measured | floor | goal | reached |", "|---|---|---|---|---|---|"]
-    for name, set_name, value in sorted(found(results), key=lambda one: list(AIMS).index(one[0])):
-        aim = AIMS[name]
-        shown = " | ".join(f"{one:.4g} {aim.unit}".strip() for one in (value, aim.floor, aim.goal))
-        lines.append(f"| `{name}` | {set_name} | {shown} | {aim.word(value)} |")
+    """Markdown: each figure beside floor, goal and limit, and which of the first two it has reached."""
+    lines = ["| figure | set | measured | floor | goal | limit | reached |", "|---|---|---|---|---|---|---|"]
+    for one in sorted(found(results), key=lambda one: list(AIMS).index(one.name)):
+        aim = AIMS[one.name]
+        values = (one.value, aim.floor, aim.goal, one.limit)
+        shown = " | ".join("" if value is None else f"{value:.4g} {aim.unit}".strip() for value in values)
+        lines.append(f"| `{one.name}` | {one.set} | {shown} | {aim.word(one.value)} |")
     return "\n".join(lines)
 
 

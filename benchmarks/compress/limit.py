@@ -1,7 +1,18 @@
-"""The least that a batch could take on one thread of this machine: max(operations / rate, bytes / bandwidth), and the
-dispatch of each operator. Rates are measured here, by the engine itself."""
+"""What the figures cannot go beyond on the machine that measures them; rates are measured here, by the engine itself.
+
+latency_vs_hf     max(operations / rate, bytes / bandwidth) and the dispatch of each operator, over the teacher's time
+served_mb         the entropy of the matrices' and the tables' whole numbers: no scale, graph, tokenizer or other file
+few_rows_accuracy the score of a model of the same size that has seen the labels of all rows
+cold_start_s      Python, the engine's import, and its compiled graph from a cache, in a process that does nothing else
+serve_start_s     the processor seconds of all processes until the first answer, over the cores
+fallback_s        each operation tried once, then the steps of a bisection, each the time that the rows' answers take
+"""
 
 import json
+import math
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +21,28 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import sides
+from rtrain import engines, score
+from rtrain.compress import int4
+from rtrain.compress.export_check import SPLIT, evenly
+from rtrain.data.stores.store import Store
+from rtrain.network import compiled
+from rtrain.predict import Predictor
+
 SIZE = 512
 """Rows, columns and depth of the product that is timed: it takes less than a moment of the machine's."""
 CHAIN = 400
 """Operators of the graph by which dispatch is timed."""
 BYTES = 1 << 27
 REPEATS = 150
+WHOLE = ("i8", "u8", "i4", "u4")
+TRIES = 3
+LOADS = """
+import sys, numpy, openvino
+core = openvino.Core()
+core.set_property({"CACHE_DIR": sys.argv[2]})
+core.compile_model(sys.argv[1], "CPU", {"INFERENCE_NUM_THREADS": "1"}).create_infer_request()
+"""
 
 
 @dataclass(frozen=True)
@@ -128,3 +155,50 @@ def operators(graph: Path) -> int:
     compiled = openvino.Core().compile_model(graph, "CPU")
     kinds = [str(node.get_rt_info()["layerType"].value) for node in compiled.get_runtime_model().get_ops()]
     return sum(kind not in ("Const", "Input", "Output") for kind in kinds)
+
+
+# ------------------------------------------------------------------------------------------------------- of artefacts
+
+
+def served_mb(artifact: Path) -> float:
+    """Megabytes that the whole numbers of an OpenVINO artefact's matrices and tables take at the least, number by
+    number: their entropy."""
+    total = 0.0
+    for node in _graph(artifact).get_ops():
+        if node.get_type_name() == "Constant" and node.get_element_type().to_string() in WHOLE:
+            _, counts = np.unique(int4.numbers(node), return_counts=True)
+            total -= float((counts * np.log2(counts / counts.sum())).sum())
+    return total / 8e6
+
+
+def _graph(artifact: Path) -> Any:
+    import openvino
+
+    files = engines.get("openvino").present(artifact)
+    graph, weights = (
+        compiled.contents(path) if path.name.endswith(engines.PACKED) else path.read_bytes() for path in files
+    )
+    return openvino.Core().read_model(graph, openvino.Tensor(np.frombuffer(weights, dtype=np.uint8)))
+
+
+def cold_s(artifact: Path, tries: int = TRIES) -> float:
+    """Seconds of a process that imports the engine and loads the graph of an OpenVINO artefact: the least of a few."""
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, "-c", LOADS, str(artifact / engines.get("openvino").files[0]), cache]
+        times = []
+        for _ in range(1 + tries):  # the first one compiles it
+            started = time.monotonic()
+            subprocess.run(command, env=sides.own_environment(), check=True)
+            times.append(time.monotonic() - started)
+    return min(times[1:])
+
+
+def fallback_s(artifact: Path, store: Store, rows: int, operations: int, threads: int) -> float:
+    """Seconds of a search over so many operations that does nothing but have an int8 artefact answer the rows."""
+    predictor, chosen = Predictor.load(artifact, threads), evenly(store.rows(SPLIT), rows)
+    times = []
+    for _ in range(TRIES):
+        started = time.perf_counter()
+        score.on_split(predictor, store, SPLIT, chosen)
+        times.append(time.perf_counter() - started)
+    return (operations + math.ceil(math.log2(max(2, operations)))) * min(times)

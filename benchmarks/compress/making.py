@@ -1,5 +1,6 @@
 """The models of a set: teacher, student, int8, and the trimmed ones. Each is made by rtrain's commands, once."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ class Work:
     """Times that a teacher is trained on each row."""
     student: tuple[str, ...] = ()
     """Settings of students, `name=value`, that are others than the recipe's."""
+    seed: int = 0
+    """Of teachers and of students."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Set:
 BANKING = Set("banking77", "accuracy")
 SETS = (BANKING, Set("squadshifts", "f1"), Set("ncbi_disease", "f1"), Set("asap_aes fold 0", "qwk"))
 TRIM = "compress.vocabulary=trim"
+SMALLEST = {"quantize.table": "int4", "quantize.compressed": True}
 UNLIKE = ("train.epochs", "train.evaluate_every", "data.valid_share")
 """Settings of a line of `benchmarks.tasks` that are left out: epochs are given, and the best update is chosen."""
 
@@ -44,8 +48,17 @@ def job_of(one: Set) -> tasks.Job:
 
 
 def place(work: Work, one: Set) -> Path:
+    """The folder of a set's models; other rows, epochs or seeds have another."""
     rows = "all" if work.rows is None else str(work.rows)
-    return work.folder / f"{job_of(one).folder}-rows-{rows}-epochs-{work.epochs}"
+    return work.folder / f"{job_of(one).folder}-rows-{rows}-epochs-{work.epochs}-seed-{work.seed}"
+
+
+def students(work: Work, one: Set) -> Path:
+    """The folder of a set's students; those of other settings have another, under the same teacher's."""
+    if not work.student:
+        return place(work, one) / "students"
+    digest = hashlib.sha256(json.dumps(sorted(work.student)).encode()).hexdigest()[:8]
+    return place(work, one) / f"students-{digest}"
 
 
 def teacher(work: Work, one: Set) -> Run:
@@ -59,12 +72,13 @@ def teacher(work: Work, one: Set) -> Run:
     # null: the recipes of some sets say how often gradients are exchanged, and their lines how many rows an update has.
     cadence = {"train.aggregation_frequency": None, "train.epochs": work.epochs}
     values = {**settings, **cadence, "train.keep": 1, "report.attributions": 0}
+    values["train.seed"] = work.seed
     return commands.train(folder / "teacher", job.recipe, arguments, values)
 
 
 def student(work: Work, one: Set, *, trimmed: bool = False) -> Run:
     """The student of the set's teacher; `trimmed`: with the pieces alone that its rows need."""
-    folder = place(work, one) / ("student-trimmed" if trimmed else "student")
+    folder = students(work, one) / ("trimmed" if trimmed else "whole")
     chosen = [*work.student, *([TRIM] if trimmed else [])]
     return distilled(folder, teacher(work, one), dict(value.split("=", 1) for value in chosen))
 
@@ -79,12 +93,14 @@ def distilled(folder: Path, taught: Run, values: Mapping[str, Any]) -> Run:
     return made
 
 
-def int8(work: Work, one: Set, *, trimmed: bool = False) -> Path:
-    """The int8 artefact of a student."""
+def int8(work: Work, one: Set, *, trimmed: bool = False, smallest: bool = False) -> Path:
+    """The int8 artefact of a student; `smallest`: by `SMALLEST`."""
     parent = student(work, one, trimmed=trimmed)
-    if not _has(parent.int8, "artifact.json"):
-        commands.run(["quantize", str(parent.folder)], parent.folder.with_name(f"{parent.name}-int8.log"))
-    return parent.int8
+    out = parent.folder / "artifact-smallest" if smallest else parent.int8
+    if not _has(out, "artifact.json"):
+        given = ["quantize", str(parent.folder), "--out", str(out), *commands.settings(SMALLEST if smallest else {})]
+        commands.run(given, parent.folder.with_name(f"{parent.name}-{out.name}.log"))
+    return out
 
 
 def _has(folder: Path, *names: str) -> bool:

@@ -10,13 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.compress import making
+from benchmarks.compress import limit, making
 from benchmarks.compress.making import BANKING, Set, Work
 from benchmarks.results import Keep
 from benchmarks.search import commands
 from rtrain import artifact, manifest, predict
 from rtrain.batch import Head
+from rtrain.compress import quantize
+from rtrain.data.stores.store import Store
 from rtrain.run import Run
+from rtrain.runs import opening
 from rtrain.tasks import base
 
 LAYER, FACTOR = 1, 256.0
@@ -27,7 +30,7 @@ AWARE = {"distill.layers": None, "distill.quantization_aware": True, "distill.ep
 
 
 def part(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
-    return measured(making.student(work, BANKING), making.place(work, BANKING) / "planted", keep)
+    return measured(making.student(work, BANKING), making.students(work, BANKING) / "planted", keep)
 
 
 def measured(run: Run, folder: Path, keep: Keep) -> dict[str, Any]:
@@ -36,10 +39,14 @@ def measured(run: Run, folder: Path, keep: Keep) -> dict[str, Any]:
     whole = quantized(run, folder / "whole")
     plain, back = (quantized(harmed, folder / name, given) for name, given in WAYS.items())
     flips = {"as it was": whole, "outlier": plain, "fall-back": back}
+    given = back["fallback"]
+    store, threads = Store(quantize.store_of(run.folder)), opening.stored(run.folder).deploy.serve.threads
+    least = limit.fallback_s(folder / "plain", store, given["rows"], given["operations"], threads)
     found = {
+        "limits": {"fallback_points": 0.0, "fallback_s": least},
         "fallback_points": 100 * max(0.0, back["flips_against_parent"] - whole["flips_against_parent"]),
-        "fallback_s": back["fallback"]["seconds"],
-        "reverted": back["fallback"]["reverted"],
+        "fallback_s": given["seconds"],
+        "reverted": given["reverted"],
         "flips": {name: one["flips_against_parent"] for name, one in flips.items()},
         "scores": {"float": _score(plain, "parent"), **{name: _score(one) for name, one in flips.items()}},
     }

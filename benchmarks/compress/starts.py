@@ -1,5 +1,6 @@
 """How long rtrain's commands take from the start of their process to an answer."""
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -9,6 +10,9 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import NamedTuple
+
+import psutil
 
 from benchmarks import sides
 
@@ -29,8 +33,15 @@ def cold_s(artifact: Path) -> float:
     return seconds
 
 
-def serve_s(artifact: Path) -> float:
-    """Seconds of `rtrain serve ARTIFACT`, from the process's start until it has answered a request."""
+class Served(NamedTuple):
+    seconds: float
+    """From the process's start until it has answered a request."""
+    processor_s: float
+    """Processor seconds that all its processes have used until then."""
+
+
+def serve_s(artifact: Path) -> Served:
+    """What `rtrain serve ARTIFACT` takes."""
     port = _free_port()
     command = [sys.executable, "-m", "rtrain", "serve", str(artifact), "--port", str(port), "--ungated"]
     with tempfile.TemporaryFile() as output:
@@ -42,10 +53,20 @@ def serve_s(artifact: Path) -> float:
                     output.seek(0)
                     raise SystemExit(f"rtrain serve {artifact} did not answer: {output.read().decode()[-2000:]}")
                 time.sleep(INTERVAL_S)
-            return time.monotonic() - started
+            return Served(time.monotonic() - started, _processor_s(process.pid))
         finally:
             process.terminate()
             process.wait()
+
+
+def _processor_s(pid: int) -> float:
+    """Processor seconds of a process, of its living descendants and of those that they have waited for."""
+    total, first = 0.0, psutil.Process(pid)
+    for one in (first, *first.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            spent = one.cpu_times()
+            total += spent.user + spent.system + spent.children_user + spent.children_system
+    return total
 
 
 def _free_port() -> int:

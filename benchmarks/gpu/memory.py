@@ -1,63 +1,53 @@
-"""The peak memory of an update against its forecast by arithmetic, and the price of computing layers again.
+"""The peak memory of an update against what `rtrain plan` foretells, and the price of computing layers again.
 
-A CPU has no counter of peak memory. There the memory that autograd keeps for the backward pass is counted, so that the
-report can be tested.
+A CPU has no counter of peak memory. There the memory that autograd keeps for the backward pass is counted against the
+foretold activations, so that the report can be tested.
 """
 
-from dataclasses import dataclass
-from typing import Any
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import probe
 from benchmarks.gpu import bench as common
 from benchmarks.gpu.bench import Bench, forget, network, texts
 from benchmarks.gpu.speed import Ours
 
+if TYPE_CHECKING:
+    from rtrain.doctor.forecast.trace import Traced
+
 TOKENS = 1 << 14
 NEAR = 1.25
 """Largest ratio of a peak to its forecast."""
-STATE = 4 * 4
-"""Bytes that each weight takes: the weight, its gradient and two moments."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The facts of a network on which its memory depends."""
+def traced(made: Any, lengths: Sequence[int], precision: str, recompute: bool) -> "Traced":
+    """A pass of a network as the forecast computes it, by the network's configuration alone."""
+    from rtrain.config import Model
+    from rtrain.doctor.forecast import trace
+    from rtrain.tasks import base
 
-    weights: int
-    linear: int
-    """Weights of linear layers among these."""
-    layers: int
-    hidden: int
-
-    @classmethod
-    def of(cls, made: Any) -> "Shape":
-        config = made.config
-        whole = sum(one.numel() for one in made.parameters())
-        return cls(whole, sum(probe.weights(made)), config.num_hidden_layers, config.hidden_size)
-
-
-def activations(shape: Shape, tokens: int, precision: str, recompute: bool) -> int:
-    """Bytes that a pass keeps for its backward pass. Pure.
-
-    The pass has no padding, and its attention kernel keeps no matrix of tokens by tokens. For each token a layer keeps,
-    in multiples of the hidden size: its input 1, query, key and value 3, the output of attention 1, the inputs of both
-    normalisations 2, of the feed-forward layers 1 + 4, and of the activation between them 4; and two dropout masks of
-    one byte each. In half precision the normalisations' inputs stay fp32. In fp32, which that kernel does not support,
-    the output of attention is kept twice. (Korthikanti et al. 2022, arXiv:2205.05198, count in this way.)
-    """
-    half = precision != "fp32"
-    layer = (2 * 14 + 4 * 2 if half else 4 * 17) + 2
-    embeddings = 4 + 1 + 4
-    kept = 4 * shape.layers + layer if recompute else layer * shape.layers
-    return tokens * shape.hidden * (kept + embeddings)
+    with tempfile.TemporaryDirectory() as folder:
+        made.config.save_pretrained(folder)
+        return trace.of_pass(
+            Path(folder),
+            base.get("classification"),
+            Model(pooling="own"),
+            lengths,
+            outputs=made.config.num_labels,
+            precision=precision,
+            recomputed=recompute,
+            more_passes=False,
+        )
 
 
-def forecast(shape: Shape, tokens: int, precision: str, recompute: bool) -> int:
-    """Bytes of an update: state, activations, and in half precision the linear layers' weights once more. Pure."""
-    copies = 2 * shape.linear if precision != "fp32" else 0
-    return STATE * shape.weights + copies + activations(shape, tokens, precision, recompute)
+def foretold(found: "Traced") -> float:
+    """Bytes of a worker that is alone on its GPU, on which its process is not."""
+    from rtrain.doctor.forecast import memory
+
+    return memory.needed(found, 1, process=0.0).total
 
 
 def run(bench: Bench) -> None:
@@ -78,8 +68,8 @@ def _one(bench: Bench, model: str, precision: str) -> None:
     for recompute in (False, True):
         made = network(bench, model, recompute=recompute)
         ours = Ours(made, chosen, count, tokens, precision)
-        shape = Shape.of(made)
-        taken, expected = _peak(bench, ours, shape, tokens, precision, recompute)
+        expecting = traced(made, chosen.lengths.tolist(), precision, recompute)
+        taken, expected = _peak(bench, ours, expecting)
         bytes_by[recompute] = taken
         times, seconds = common.timed(bench, ours.update, bench.size.seconds / 3)
         seconds_by[recompute] = seconds / times
@@ -87,7 +77,7 @@ def _one(bench: Bench, model: str, precision: str) -> None:
             "gb": taken / 1e9,
             "forecast_gb": expected / 1e9,
             "tokens": tokens,
-            "weights": shape.weights,
+            "weights": sum(one.numel() for one in made.parameters()),
         }
         limit = NEAR if bench.gpu else None
         key = f"{model}.{precision}.{'recomputed' if recompute else 'kept'}"
@@ -98,15 +88,16 @@ def _one(bench: Bench, model: str, precision: str) -> None:
     bench.report.line(f"{model}.{precision}.recomputation", price, "x the time", memory=saved, tokens=tokens)
 
 
-def _peak(bench: Bench, ours: Ours, shape: Shape, tokens: int, precision: str, recompute: bool) -> tuple[float, int]:
-    """(bytes measured, bytes forecast): for a whole update on a GPU, for what autograd keeps on a CPU."""
+def _peak(bench: Bench, ours: Ours, expecting: "Traced") -> tuple[float, float]:
+    """(bytes measured, bytes foretold): of a whole update on a GPU, with what its allocator keeps; of what autograd
+    keeps on a CPU."""
     import torch
 
     if bench.gpu:
         ours.update(0)
         torch.cuda.reset_peak_memory_stats()
         ours.update(1)
-        return float(torch.cuda.max_memory_allocated()), forecast(shape, tokens, precision, recompute)
+        return float(torch.cuda.max_memory_reserved()), foretold(expecting)
     kept: dict[int, int] = {}
     weights = {one.untyped_storage().data_ptr() for one in ours.network.parameters()}
 
@@ -118,4 +109,4 @@ def _peak(bench: Bench, ours: Ours, shape: Shape, tokens: int, precision: str, r
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         ours.update(0)
-    return float(sum(kept.values())), activations(shape, tokens, precision, recompute)
+    return float(sum(kept.values())), float(expecting.activations)

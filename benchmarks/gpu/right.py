@@ -1,18 +1,20 @@
 """Whether a GPU's kernels are right: their results against plain arithmetic in float64, and against each other."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.gpu.bench import CARRIED, LABELS, Bench, forget, network, texts
 from rtrain.batch import Head
+from rtrain.training import step
 
 if TYPE_CHECKING:
     import torch
 
     from rtrain.batch import Tokens
+    from rtrain.exchange.exchange import Exchange
 
 Answers = tuple["torch.Tensor", Mapping[str, "torch.Tensor"]]
 """Logits, and the gradient by parameter."""
@@ -115,8 +117,6 @@ def _loss() -> Any:
 
 
 def answers(made: Any, tokens: "Tokens", precision: str) -> Answers:
-    from rtrain.training import step
-
     made.zero_grad(set_to_none=True)
     logits = step.forward(made, tokens, made.config.pad_token_id, precision)
     _loss()(logits, tokens).sum().backward()
@@ -201,7 +201,7 @@ def scaling(bench: Bench) -> None:
     from rtrain.checkpoints import loss_scale as scales
     from rtrain.config import Optim
     from rtrain.exchange.replicated import Replicated
-    from rtrain.training import optim, step
+    from rtrain.training import optim
 
     tokens = texts(bench, "banking77").pick(np.arange(16))
     made = network(bench, CARRIED).eval()
@@ -258,12 +258,11 @@ def verify(bench: Bench) -> None:
     shows."""
     from rtrain.data.order import deal
     from rtrain.proof import planted
-    from rtrain.training import step
 
     tokens, rows = texts(bench, "banking77"), 32
     start = network(bench, CARRIED).double().eval()
 
-    def trained(most: int | None, run_update: Callable[..., Any] = step.run_update) -> "_Run":
+    def trained(most: int | None, run_update: step.RunUpdate = step.run_update) -> "_Run":
         found = _Run(start)
         for number in range(4):
             part = tokens.pick(np.arange(number * rows, (number + 1) * rows) % len(tokens))
@@ -281,7 +280,7 @@ def verify(bench: Bench) -> None:
     bench.report.line("verify.planted", max(weights, gradient), floor=SEEN, bug="k ignored", tolerance=TOLERANCE)
 
 
-class _Run:
+class _Run(step.Observer):
     """A training in float64 that keeps its gradients."""
 
     def __init__(self, start: Any):
@@ -294,7 +293,7 @@ class _Run:
         self.exchange = Replicated(self.made)
         self.optimizer = optim.build(self.made, Optim(lr=1e-3))
 
-    def update(self, run_update: Callable[..., Any], passes: "list[Tokens]") -> None:
+    def update(self, run_update: step.RunUpdate, passes: "list[Tokens]") -> None:
         run_update(
             self.exchange,
             self.optimizer,
@@ -303,11 +302,11 @@ class _Run:
             pad_id=self.made.config.pad_token_id,
             precision="fp64",
             clip_norm=1.0,
-            on_gradient=self.keep,
+            observer=self,
         )
 
-    def keep(self, module: "torch.nn.Module") -> None:
-        found = {name: one.grad.clone() for name, one in module.named_parameters() if one.grad is not None}
+    def gradient(self, exchange: "Exchange") -> None:
+        found = {name: one.grad.clone() for name, one in exchange.module.named_parameters() if one.grad is not None}
         self.gradients.append(found)
 
     def differences(self, other: "_Run") -> tuple[float, float, str]:
@@ -318,8 +317,8 @@ class _Run:
         worst = ""
         known, before = dict(other.made.named_parameters()), dict(self.start.named_parameters())
         for name, value in self.made.named_parameters():
-            apart += float((value - known[name]).norm()) ** 2
-            moved += float((known[name] - before[name]).norm()) ** 2
+            apart += float((value - known[name]).detach().norm()) ** 2
+            moved += float((known[name] - before[name]).detach().norm()) ** 2
         for mine, theirs in zip(self.gradients, other.gradients, strict=True):
             whole = sum(float(one.norm()) ** 2 for one in theirs.values()) ** 0.5
             for name, value in theirs.items():

@@ -5,7 +5,7 @@ results: one that has ended is not made again, one that was stopped is gone on w
 
 gain     test accuracy on banking77 of what searches of 8 full runs find, over that of the recipe as it stands
 random   the rows that random search takes to what the searches came to, by a pool of full runs of random settings
-time     seconds to an accuracy with an exchange after every pass, over those with what a search for time chooses
+time     seconds to an accuracy with what a search for time chooses, over those with an exchange after every pass
 slots    seconds from an order to its training: of a frozen trial, and of the first one in a slot
 kills    a search whose driver is killed again and again, beside one that nothing disturbs
 others   what searches gain for essay scores and for questions
@@ -45,6 +45,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=2, help="epochs of a full run of banking77")
     parser.add_argument("--searches", type=int, default=3, help="searches of banking77, each with another seed")
     parser.add_argument("--pool", type=int, default=24, help="full runs of random settings")
+    parser.add_argument("--target", type=float, help="accuracy of the part `time`; default: what k = 1 comes to")
     parser.add_argument("--kills", type=int, default=5, help="times that the driver is killed")
     parser.add_argument("--only", nargs="+", metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/search.json"), help="file of the results")
@@ -58,6 +59,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--only: no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
     if chosen.rows < FEWEST_ROWS:
         parser.error(f"--rows {chosen.rows}: write {FEWEST_ROWS} or more")
+    if chosen.target is not None and not 0 < chosen.target < 1:
+        parser.error(f"--target {chosen.target:g}: write a share, e.g. 0.9")
     for name in ("epochs", "searches", "pool", "kills"):
         if getattr(chosen, name) < 1:
             parser.error(f"--{name} {getattr(chosen, name)}: write 1 or more")
@@ -68,7 +71,8 @@ def main() -> None:
     chosen = parse()
     given = {"rows": chosen.rows, "epochs": chosen.epochs, "searches": chosen.searches}
     results = Results(chosen.out, **given)
-    work = Work(chosen.data, results.folder, chosen.rows, chosen.epochs, chosen.searches, chosen.pool, chosen.kills)
+    sizes = (chosen.rows, chosen.epochs, chosen.searches, chosen.pool, chosen.kills)
+    work = Work(chosen.data, results.folder, *sizes, chosen.target)
     for name in chosen.only or PARTS:
         found = results.measure(name, partial(PARTS[name], work))
         print(f"{name}: {json.dumps(short(found), default=str)}", file=sys.stderr, flush=True)

@@ -44,13 +44,14 @@ def rows_of_search(history: History, seen: Mapping[int, int]) -> tuple[int, int]
     """(rows of the search without its end, rows of the end).
 
     A trial takes part in the search until the last rung that it came to; one that never came to any takes part with
-    all of the rows that its log has `seen`, by its number. What is trained beyond is the end.
+    all of the rows that its log has `seen`, by its number, unless it was asked for by the end. What is trained beyond
+    is the end.
     """
     halving, end = 0, 0
     for trial in history.trials:
         last = trial.reached[-1].rows if trial.reached else 0
         if trial.of is not None:
-            end += seen.get(trial.number, 0)
+            halving, end = halving + last, end + max(0, seen.get(trial.number, 0) - last)
         elif trial.sound and trial.finished is not None:
             halving, end = halving + last, end + max(0, trial.finished.rows - last)
         else:
@@ -121,7 +122,8 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
 def against_random(
     pool: Sequence[Trained], found: Sequence[Ended], defaults: Sequence[float], full_rows: int
 ) -> dict[str, Any]:
-    """How many rows random search takes to what the searches came to, less one deviation of the seeds."""
+    """The rows of a search, without its end, beside those that random search takes to what the searches came to, less
+    one deviation of the seeds."""
     curve, reached = best_of(pool), statistics.fmean(one.test for one in found)
     deviation = statistics.stdev(defaults) if len(defaults) > 1 else 0.0
     runs, rows = needed(curve, reached - deviation), statistics.fmean(one.rows for one in found)
@@ -131,15 +133,27 @@ def against_random(
         "expected_best_of": curve,
         "searches_reached": reached,
         "random_runs_needed": runs,
-        "rows_vs_random": None if runs is None else runs * full_rows / rows,
+        "rows_vs_random": None if runs is None else rows / (runs * full_rows),
         # A pool that is too small has not come there with all of its runs.
-        "rows_vs_random_more_than": len(pool) * full_rows / rows if runs is None else None,
+        "rows_vs_random_less_than": rows / (len(pool) * full_rows) if runs is None else None,
         "default_interval": bounds,
         "runs_above_the_default": None if bounds is None else sum(run.test > bounds[1] for run in pool),
     }
 
 
 # --------------------------------------------------------------------------------------------------------------- times
+
+
+def time_vs_k1(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, Any]:
+    """How much of the time of k = 1 the chosen settings take to a score. `pairs`: seconds of both (chosen, k = 1), by
+    seed; None where the score was not reached."""
+    ratios = [chosen / first for chosen, first in pairs if chosen is not None and first]
+    return {
+        "time_vs_k1": statistics.median(ratios) if ratios else None,
+        "seeds_that_reached_it": len(ratios),
+        "ratios": ratios,
+        "seconds": list(pairs),
+    }
 
 
 def first_after(events: Iterable[Event], kind: str, time: float) -> Event | None:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ours, rows, sides
+from benchmarks import rows, sides
 from benchmarks.search import commands, figures
 from benchmarks.search.figures import Ended, Trained
 from rtrain import config as configuration
+from rtrain.config import Config
 from rtrain.run import Run
+from tune import trial
 from tune.asking import points, space
 from tune.known import journal
 from tune.known.history import replay
@@ -38,6 +40,8 @@ class Work:
     searches: int
     pool: int
     kills: int
+    target: float | None = None
+    """Validation score of the part `time`; None for what each training with k = 1 comes to."""
 
     @property
     def values(self) -> dict[str, Any]:
@@ -165,11 +169,26 @@ def against_random(work: Work, keep: Any) -> dict[str, Any]:
 
 
 EVERY = 5
-"""Updates of the slowest setting between two evaluations, in the part `time`."""
+"""Updates of the recipe between two evaluations, in the part `time`. Trainings of other updates are evaluated after as
+many rows (`space.evaluated_every`)."""
 
 
-def until(work: Work, name: str, values: Mapping[str, Any], seed: int) -> Run:
-    settings = {**work.values, "train.evaluate_every": EVERY, **values, "train.seed": seed}
+def aim(target: float) -> dict[str, Any]:
+    """Settings of the search for the least time."""
+    sought = {"tune.objective": "time", "tune.target": target, "tune.full_runs": BUDGET}
+    return {**sought, "train.evaluate_every": EVERY}
+
+
+def evaluated(config: Config, rows: int | None) -> dict[str, Any]:
+    """The setting by which a training is evaluated after so many rows; None: after each epoch."""
+    return {"train.evaluate_every": rows and max(1, round(rows / config.recipe.rows_per_update))}
+
+
+def until(work: Work, name: str, values: Mapping[str, Any], seed: int, rows: int | None) -> Run:
+    """A full training that is evaluated after every so many rows."""
+    settings = {**work.values, **values, "train.seed": seed}
+    paths = dict(zip(("data.path", "data.test"), work.files()[1::2], strict=True))
+    settings |= evaluated(configuration.load(RECIPE, {**paths, **settings}), rows)
     return commands.train(work.place(f"time-{name}-{seed}"), RECIPE, work.files(), settings)
 
 
@@ -178,27 +197,25 @@ def best_valid(made: Run) -> float:
 
 
 def time(work: Work, keep: Any) -> dict[str, Any]:
-    """Seconds of training until what the recipe reaches with an exchange after every pass, over those of the settings
-    that a search for the least time chooses."""
+    """Seconds of training to a score, of the settings that a search for the least time chooses, beside those with an
+    exchange after every pass at the recipe's rate. The score is what each of these comes to, or `work.target`."""
+    paths = dict(zip(("data.path", "data.test"), work.files()[1::2], strict=True))
+    searched = configuration.load(RECIPE, {**paths, **work.values, **aim(work.target or 0.5)})
+    rows = space.evaluated_every(searched)
     each = {"train.aggregation_frequency": 1, "train.rows_per_update": None}
-    slow = [until(work, "k1", each, seed) for seed in SEEDS]
-    target = round(min(map(best_valid, slow)), 4)  # so that each of the runs has reached it
+    slow = [until(work, "k1", each, seed, rows) for seed in SEEDS]
+    target = work.target or round(min(map(best_valid, slow)), 4)
     keep({"target": target})
-    aim = {"tune.objective": "time", "tune.target": target, "tune.full_runs": BUDGET, "train.evaluate_every": EVERY}
-    place = work.place(f"time-search-{target}")
-    made = commands.tune(place, RECIPE, work.files(), {**work.values, **aim})
+    made = commands.tune(work.place(f"time-search-{target}"), RECIPE, work.files(), {**work.values, **aim(target)})
     chosen = ended(made, 0)
-    fast = [until(work, f"chosen-{target}", chosen.settings, seed) for seed in SEEDS]
+    fast = [until(work, f"chosen-{target}", chosen.settings, seed, rows) for seed in SEEDS]
     pairs = [
-        (ours.seconds_until(one.events(), HEADLINE, target), ours.seconds_until(two.events(), HEADLINE, target))
-        for one, two in zip(slow, fast, strict=True)
+        (trial.to_target(one, HEADLINE, target), trial.to_target(two, HEADLINE, target))
+        for one, two in zip(fast, slow, strict=True)
     ]
-    ratios = [one / two for one, two in pairs if one and two]
     return {
-        "time_vs_k1": statistics.median(ratios) if ratios else None,
-        "seeds_that_reached_it": len(ratios),
-        "ratios": ratios,
-        "seconds": pairs,
+        **figures.time_vs_k1(pairs),
+        "evaluated_every_rows": rows,
         "target": target,
         "settings": dict(chosen.settings),
         "verdict": dict(chosen.verdict),

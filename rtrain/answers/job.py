@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rtrain import ray_internals
 from rtrain.answers.answering import Answered, Answerer, Counts, Work, copies
 from rtrain.answers.source import Portion
 from rtrain.cluster import supply
@@ -55,6 +56,7 @@ def on_cluster(work: Work, portions: list[Portion]) -> Iterator[Answered]:
     """The portions, in the order in which they are done. Needs a Ray session."""
     import ray.data
 
+    ray_internals.without_data_actors()
     # A small machine keeps a CPU for Ray Data itself.
     cpus = int(sum(node.get("CPU", 0.0) for node in supply.here()))
     threads = min(THREADS, max(1, cpus - 1))

@@ -89,7 +89,7 @@ def _run(arguments: Sequence[str] | None) -> int | None:
             raise
         return _said(f"{error.filename}: {error.strerror}", FAILED)
     except ModuleNotFoundError as error:
-        if (line := lacking.said(next(iter(arguments or sys.argv[1:]), ""), error)) is None:
+        if (line := lacking.said(arguments or sys.argv[1:], error)) is None:
             raise
         return _said(line, FAILED)
     except KeyboardInterrupt:  # before a verb was called

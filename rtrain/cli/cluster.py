@@ -151,12 +151,12 @@ def rehearse(
     from rtrain.report.live.progress import say
     from rtrain.runs import opening
 
-    plan, absolute = rehearsing.check(words, linting.read_file(file))
+    plan, whole = rehearsing.check(words, linting.read_file(file))
     files = upload.of(folder.absolute(), int(most_mb * 1e6))
     place = opening.folder_for("rehearsal", out)
     if place.is_dir() and any(place.iterdir()):
         raise ConfigError([Problem("--out", shown(place), "is not empty", "name a new folder")])
-    certificate = rehearsing.Rehearsal(plan, words, absolute, place, say).run(files)
+    certificate = rehearsing.Rehearsal(plan, whole, place, say).run(files)
     document = certificate.to_document()
     (place / "certificate.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
     show(document, as_json, certificate.text(), f"kept: {shown(place / 'certificate.json')}")

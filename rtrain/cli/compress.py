@@ -56,7 +56,7 @@ def distill(
     settled = distillation.settled(config, folder, reuse)
     with resumable(folder, "distill", teacher), Line(context.obj) as line, session(settled, folder.parent, line):
         student, summary = distillation.run(config, teacher, folder, reuse, on_event=line)
-    gated = [told.sentence(summary["gate"])] if "gate" in summary else []
+    gated = told.brief(summary["gate"]) if "gate" in summary else []
     text = summary_text(summary, Run(student))
     show(summary, as_json, text, *gated, context.obj.text(), then("quantize", student))
 

@@ -1,7 +1,7 @@
 """The verb that says what a run costs: where its time goes."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,9 @@ from rtrain.cli.options import (
 )
 from rtrain.cli.output import show
 from rtrain.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from rtrain.config import Config
 
 
 def profile(
@@ -38,6 +41,9 @@ def profile(
         typer.Option("--sweep", help="A row for each value: workers=1,2, loader=1,2,4, precision=..., any setting=..."),
     ] = None,
     scaling: Annotated[str | None, typer.Option("--scaling", help="Numbers of workers, e.g. 1,2,4,8,16.")] = None,
+    choose_k: Annotated[
+        bool, typer.Option("--choose-k", help="Train a pilot; say which aggregation frequency trains soonest.")
+    ] = False,
     beside: Annotated[
         list[Path] | None,
         typer.Option("--beside", help="No training: a profile's JSON; named twice, one page of both."),
@@ -58,6 +64,12 @@ def profile(
 
     short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
     config = opening.absolute(configured(recipe, assignments, **short))
+    if choose_k:
+        if sweep or scaling:
+            fix = "profile first, and choose then"
+            raise ConfigError([Problem("--choose-k", None, "trains one pilot, and sweeps nothing", fix)])
+        _chosen_k(context, config, opening.folder_for(f"{config.recipe.name}-choose-k", out), as_json)
+        return
     folder = opening.folder_for(f"{config.recipe.name}-profile", out)
     length = rows.Length(updates, warm_up)
     sweeps = [*(sweep or ()), *([] if scaling is None else [f"workers={scaling}"])]
@@ -69,6 +81,20 @@ def profile(
     files: dict[str, Any] = {name: str(folder / name) for name in (profiling.JSON, profiling.PAGE, profiling.TRACE)}
     said = f"page: {files[profiling.PAGE]}\ntrace, for ui.perfetto.dev: {files[profiling.TRACE]}"
     show({**document, "files": files}, as_json, f"{tables.text(document)}\n", said, context.obj.text())
+
+
+def _chosen_k(context: typer.Context, config: "Config", folder: Path, as_json: bool) -> None:
+    from rtrain.cluster.session import session
+    from rtrain.doctor import frequency
+    from rtrain.doctor.profile import profile as profiling
+    from rtrain.report.live.progress import Line
+
+    profiling.check([config], folder)
+    with Line(context.obj) as line, session(config, folder.parent, line):
+        document = frequency.run(config, folder, line)
+    file = str(folder / frequency.JSON)
+    lines = [*frequency.text(document), f"decision: {file}", context.obj.text()]
+    show({**document, "file": file}, as_json, *lines)
 
 
 def _beside(recipe: str | None, paths: list[Path], out: str | None, as_json: bool) -> None:

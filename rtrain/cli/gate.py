@@ -38,7 +38,7 @@ def gate(
     overrides = overrides_of(assignments, data=data)
     chosen, settings = sides.find(folder, base, overrides)
     with Line(context.obj) as line:
-        found = gates.run(chosen, settings, thorough=True, on_event=line)
+        found = gates.run(chosen, settings, thorough=True, fits=True, on_event=line)
         if not (copied := remote.is_copy(folder)):
             gates.record(folder, found)
     promoted = found["verdict"] == "promote"

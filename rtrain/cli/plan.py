@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,6 +45,10 @@ def plan(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure exchanges between two processes here, for those within a node.")
     ] = False,
+    wires: Annotated[
+        list[str] | None,
+        typer.Option("--wires", help="How it would scale over efa, 10gbit, ...; for each one."),
+    ] = None,
     prices: Annotated[Path | None, typer.Option("--prices", help="File of prices, in place of cluster.prices.")] = None,
     write_prices: Annotated[Path | None, typer.Option("--write-prices", help="Write such a file, to edit it.")] = None,
     search: Annotated[bool, typer.Option("--search", help="Of `rtrain tune`, not of one run.")] = False,
@@ -58,6 +62,7 @@ def plan(
     Nothing is started. A layout that would wait for ever is refused, with the nearest that would not."""
     from rtrain.cluster import prices as pricing
     from rtrain.doctor.forecast import layouts, plan as planning
+    from rtrain.doctor.forecast.links import PRESETS
 
     if write_prices is not None:
         if write_prices.exists():
@@ -74,13 +79,15 @@ def plan(
     if tokens is not None and rows is None:
         fix = "write --rows N beside it, or leave it out: the rows of data.path are counted"
         raise ConfigError([Problem("--tokens", tokens, "is the length of rows that are not read", fix)])
+    if unknown := [name for name in wires or () if name not in PRESETS]:
+        raise ConfigError([Problem("--wires", unknown[0], "not known", f"write {', '.join(PRESETS)}")])
     config = configured(recipe, assignments, data=data, valid=valid, test=test, model=model, workers=workers)
     document = planning.read_cluster(cluster)
-    nodes = layouts.of_document(document, config.deploy.cluster.labels)
+    nodes = layouts.of_document(document)
     layout = layouts.laid_out(config, nodes, searches=search)  # no torch until here: a refusal comes at once
     named = config.deploy.cluster.prices
     table = pricing.table(prices or (named and Path(named)), document.get("metadata"))
-    made = _planned(config, nodes, layout, table, (rows, tokens), (like, measure), search)
+    made = _planned(config, nodes, layout, table, (rows, tokens), (like, measure), search, wires or ())
     show(made, as_json, *planning.text(made))
 
 
@@ -92,6 +99,7 @@ def _planned(
     given: tuple[int | None, int | None],
     pace_of: tuple[Path | None, bool],
     search: bool,
+    wires: Sequence[str],
 ) -> dict[str, Any]:
     from rtrain.doctor.forecast import facts, pace as paces, plan as planning
     from rtrain.network import model as models
@@ -116,9 +124,12 @@ def _planned(
     if measure:
         from rtrain.doctor.forecast import calibrate
 
-        link = calibrate.fitted(calibrate.exchanges(2), 2, "this machine's")
-        pace = dataclasses.replace(pace, exchange=link, why=f"{pace.why}; exchanges as measured here")
-    found = planning.hours(config, layout, chosen, shape, counted, pace, kind)
+        train = chosen.way.of(recipe.train, layout.room)
+        by = strategies.transport(train, layout.room, layout.device)
+        link = calibrate.fitted(calibrate.exchanges(2, transport=by), 2, "this machine's")
+        how = {"shared_memory": "through shared memory", "stock": "by sockets"}[by]
+        pace = dataclasses.replace(pace, exchange=link, why=f"{pace.why}; exchanges {how} as measured here")
+    found = planning.hours(config, layout, chosen, shape, counted, pace, kind, wires)
     total = planning.searched(config, found, layout.trials) if search else found.hours
     watched = "rtrain.cluster.spot" in json.dumps(nodes.document.get("worker_start_ray_commands", []))
     cost = planning.money(nodes, chosen.nodes, table, total, planning.repeated_s(config, found, watched))
@@ -144,6 +155,7 @@ def _needs(
     passes = fitting.Pass(
         fitting.lengths(recipe, layout.device, min(max(rows.windows), recipe.data.window_tokens)),
         "bf16" if wanted == "auto" else formats.resolve(wanted, formats.Native("cpu", frozenset())),
+        rows.outputs,
         tokens_of_update=recipe.rows_per_update * rows.tokens_of_row,
     )
     ways = planning.ways(config, folder, layout.room)
@@ -152,30 +164,12 @@ def _needs(
 
 def _chosen_k(like: Path | None, as_json: bool) -> None:
     from rtrain import config as configuration
-    from rtrain.doctor.forecast import choose_k, facts, pace as paces
-    from rtrain.network import model as models
+    from rtrain.doctor import frequency
 
     if like is None:
-        reason, fix = "needs a pilot: a short run of the recipe, with k of 2 or more or two workers", "write --like RUN"
+        reason = "needs a pilot: a short run of the recipe, with k of 2 or more or two workers"
+        fix = "write --like RUN, or let one be trained: rtrain profile RECIPE --choose-k"
         raise ConfigError([Problem("--like", None, reason, fix)])
     run = Run(like.absolute())
-    recipe = configuration.load(str(run.config)).recipe
-    k = recipe.train.aggregation_frequency or recipe.rows_per_update / recipe.train.workers / recipe.train.micro_batch
-    pilot = choose_k.of_run(run.events(), k)
-    weights = facts.of_model(models.resolve(recipe.model.name, run.folder.parent)).weights
-    found = choose_k.options(pilot, choose_k.work(pilot, weights, paces.CPU.memory_per_s))
-    best = choose_k.chosen(found)
-    document = {
-        "noise_scale": dataclasses.asdict(pilot.scale),
-        "options": [dataclasses.asdict(one) for one in found],
-        "aggregation_frequency": best.k,
-        "lr": recipe.optim.lr * best.lr_factor,
-    }
-    high = "unknown" if pilot.scale.high is None else f"{pilot.scale.high:,.0f}"
-    lines = [f"noise scale {pilot.scale.rows:,.0f} rows ({pilot.scale.low:,.0f} to {high})"]
-    lines += [
-        f"k {one.k}: {one.rows_per_update:,} rows in {one.update_s:.3g} s; {one.relative:.2f} x the shortest time"
-        for one in found
-    ]
-    chosen = f"train.aggregation_frequency={best.k} --set optim.lr={document['lr']:.3g}"
-    show(document, as_json, *lines, f"write --set {chosen}")
+    document = frequency.decided(configuration.load(str(run.config)), run)
+    show(document, as_json, *frequency.text(document))

@@ -48,9 +48,10 @@ def searched(
         line(events.doing("reading the rows", "rows"))
         found = search.run(config, folder, reuse, on_event=line, teacher=teacher)
     summary, beside = summarise(found.winner), "trial 0" if teacher is None else "the teacher"
+    brief = [] if found.gate is None else gate.brief(found.gate)
     text = [
         f"{(told := verdict.of(found.search))}\n",
-        *([] if found.gate is None else [f"gate, beside {beside}: {gate.sentence(found.gate)}\n"]),
+        *([] if found.gate is None else ["\n".join([f"gate, beside {beside}: {brief[0]}", *brief[1:], ""])]),
         table.text(found.history, headline, settings),
         f"settings of the winner: {found.search.best}; all trials: {found.search.report}",
         summary_text(summary, found.winner),

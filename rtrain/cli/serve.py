@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -21,9 +21,6 @@ from rtrain.cli.options import (
     configured,
 )
 from rtrain.errors import UserError
-
-if TYPE_CHECKING:
-    from rtrain.config import Serve
 
 Model = Annotated[
     str | None, typer.Option("--model", help="Which model of several is meant (default: the one, or all of them).")
@@ -110,6 +107,9 @@ def serve(
         float | None,
         typer.Option("--shadow", help="With --update: share of live texts by which it has to prove itself first."),
     ] = None,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Answer by this process itself, without Ray: no replicas, no --update.")
+    ] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the file for `serve deploy` that serves it so, and end.")
     ] = False,
@@ -118,9 +118,8 @@ def serve(
 ) -> None:
     """Answer HTTP requests with an artefact, or with several, on Ray Serve, until Ctrl-C; or change what an endpoint
     answers with."""
-    from rtrain.cluster.session import session, until_interrupted
+    from rtrain.cluster.session import until_interrupted
     from rtrain.report.live.progress import say
-    from rtrain.run import shown
     from serve import declared, named
     from serve.change import control, judge
     from serve.door import access
@@ -142,6 +141,8 @@ def serve(
         question = {"update": str(answering(artifacts[0])), "model": model, "trial": trial}
         say(control.ask(asked.port, question))
         return
+    if alone and (address or print_config):
+        raise UserError("--alone starts no Ray; leave --address and --print-config out")
     if model is not None:
         raise UserError("--model says which model is changed; a name is given to one by NAME=ARTEFACT")
 
@@ -151,38 +152,43 @@ def serve(
     access.check(settings, say)
     folders = named.artifacts(artifacts, answering)
     named.admit(folders, settings, say)
+    if alone:
+        _alone(folders, settings)
     if print_config:
         print(declared.text(folders, settings), end="")
         return
-    from serve import deployment
+    from serve import starting
 
-    first = next(iter(folders))
-    ray = session(config, folders[first].parent, lambda event: say(event["text"]))
     with (
-        ray,
-        deployment.start(folders, _sized(settings, folders.values(), say), tell=say) as endpoint,
+        starting.endpoint(config, settings, folders, say) as endpoint,
         control.listening(endpoint.port, endpoint.change),
     ):
-        if len(folders) == 1:
-            say(f"serving {folders[first]} at {endpoint.url} (Ctrl-C ends it)")
-            say(f"next: {access.curl(endpoint.url, settings)}")
-        else:
-            for name, folder in folders.items():
-                say(f"serving {shown(folder)} at {endpoint.url}/models/{name} (Ctrl-C ends it)")
-            say(f"next: {access.curl(f'{endpoint.url}/models/{first}', settings)}")
+        _told(folders, endpoint.url, settings)
         until_interrupted()
 
 
-def _sized(settings: "Serve", folders: Iterable[Path], say: Callable[[str], None]) -> "Serve":
-    """With as many replicas as the Ray that this process is connected to has room for, where nobody has said it."""
-    from rtrain.cluster import supply
-    from serve import sizing
-    from serve.front import ingress
+def _alone(folders: Mapping[str, Path], settings: Any) -> NoReturn:
+    """Answer by this process itself, until a signal ends it."""
+    from serve import alone
 
-    found, line = sizing.resolved(settings, folders, sizing.host(supply.free(), several=ingress.several_nodes()))
-    if line:
-        say(line)
-    return found
+    alone.run(folders, settings, lambda found: _told(folders, found.url, settings))
+    raise AssertionError("only a signal ends it")
+
+
+def _told(folders: Mapping[str, Path], url: str, settings: Any) -> None:
+    """Where an endpoint answers, and how it is asked."""
+    from rtrain.report.live.progress import say
+    from rtrain.run import shown
+    from serve.door import access
+
+    first = next(iter(folders))
+    if len(folders) == 1:
+        say(f"serving {folders[first]} at {url} (Ctrl-C ends it)")
+        say(f"next: {access.curl(url, settings)}")
+        return
+    for name, folder in folders.items():
+        say(f"serving {shown(folder)} at {url}/models/{name} (Ctrl-C ends it)")
+    say(f"next: {access.curl(f'{url}/models/{first}', settings)}")
 
 
 def status(

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rtrain import events
+from rtrain import env, events
 from rtrain.cli.options import (
     Address,
     DataOption,
@@ -26,7 +26,8 @@ from rtrain.cli.options import (
 )
 from rtrain.cli.output import show
 from rtrain.cli.search import searched
-from rtrain.errors import UserError
+from rtrain.cluster import preflight
+from rtrain.errors import ConfigError, UserError
 from rtrain.run import Run
 
 
@@ -104,6 +105,8 @@ def tune(
     if config.deploy.tune.study is not None:
         _study(context, config, folder, reuse, as_json)
         return
+    if problems := preflight.overbooked(config, env.cores()):  # before Ray is imported, which takes seconds
+        raise ConfigError(problems)
     from rtrain.report.live.progress import after
     from rtrain.runs import preparing
     from tune import search

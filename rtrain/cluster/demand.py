@@ -12,13 +12,13 @@ overwritten by Ray Data within 20 s.)
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
-from rtrain.cluster import supply
-from rtrain.cluster.supply import NEEDS, Node
+from rtrain.cluster import feasible, supply
+from rtrain.cluster.supply import NEEDS, Host, Labels, Needs, Startable
 
-Bundle = Mapping[str, float]
 REPEAT_S, EXPIRE_S = 15.0, 45.0
 """Seconds after which a request is given again, and after which one that is not ends by itself."""
 
@@ -26,24 +26,35 @@ REPEAT_S, EXPIRE_S = 15.0, 45.0
 # ---------------------------------------------------------------------------------------------------------- decisions
 
 
-def places(most: int, spare: int, device: str, may: Sequence[Node]) -> list[Bundle]:
-    """The places of a run, each of one CPU or GPU; none where no worker will ever have one.
+class Place(NamedTuple):
+    """One CPU or GPU that is asked for."""
 
-    `most`: workers that the run may have. `spare`: CPUs of the data tasks. `may`: the nodes that there can be, with
-    those that are up: an autoscaler that is asked for more than these starts none of it.
+    resource: str
+    labels: Labels = supply.ANY
+    """Those that its node must have."""
+
+    def fits(self, host: Host) -> bool:
+        return host.has.get(self.resource, 0.0) >= 1 and supply.has(host.labels, self.labels)
+
+
+def places(most: int, needs: Needs, hosts: Sequence[Host], may: Startable) -> list[Place]:
+    """The places of a run's workers and data tasks, each of one CPU or GPU; none where no worker will ever have one.
+
+    `most`: workers that the run may have. `hosts`: the nodes that are up. `may`: what may be started; an autoscaler
+    that is asked for more than it may start at a time starts none of it.
     """
-    workers: list[Bundle] = [{NEEDS[device]: 1.0}] * min(most, supply.fits(may, device, spare))
-    return workers and workers + [{NEEDS["cpu"]: 1.0}] * spare
+    workers = feasible.workers(hosts, may, needs, most)
+    if not workers:
+        return []
+    spare = needs.of(workers).data
+    return [Place(NEEDS[needs.device], needs.labels)] * workers + [Place(NEEDS["cpu"], needs.data_labels)] * spare
 
 
-def told(bundles: Sequence[Bundle], types: Mapping[str, Node], seconds: float) -> str:
+def told(asked: Sequence[Place], may: Startable, seconds: float) -> str:
     """What is waited for, with which types of node, and for how long."""
-    counts: dict[str, int] = {}
-    for bundle in bundles:
-        for name in bundle:
-            counts[name] = counts.get(name, 0) + 1
+    counts = Counter(place.resource for place in asked)
     listed = " and ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in sorted(counts.items()))
-    named = sorted(name for name, node in types.items() if any(node.get(need, 0.0) >= 1 for need in counts))
+    named = sorted(name for name, (host, _) in may.kinds.items() if any(place.fits(host) for place in asked))
     return f"the autoscaler is asked for {listed} on {' or '.join(named) or 'no'} nodes, for {seconds:.0f} s now"
 
 
@@ -53,7 +64,7 @@ def told(bundles: Sequence[Bundle], types: Mapping[str, Node], seconds: float) -
 class Asked(Protocol):
     """Who takes requests: `ray_internals.Requests`, or a test."""
 
-    def ask(self, bundles: Sequence[Bundle], labels: Mapping[str, str], expire_s: float) -> None: ...
+    def ask(self, bundles: Sequence[dict[str, float]], labels: Sequence[dict[str, str]], expire_s: float) -> None: ...
 
     def take_back(self) -> None: ...
 
@@ -64,36 +75,34 @@ class Demand:
     Not for several threads.
     """
 
-    def __init__(
-        self, requests: Asked, labels: Mapping[str, str] = supply.ANY, clock: Callable[[], float] = time.monotonic
-    ):
-        """`labels`: those that the nodes must have."""
-        self._requests, self.labels, self._clock = requests, labels, clock
-        self._bundles: list[Bundle] = []
+    def __init__(self, requests: Asked, clock: Callable[[], float] = time.monotonic):
+        self._requests, self._clock = requests, clock
+        self._places: list[Place] = []
         self._since = self._last = 0.0
 
     @property
-    def bundles(self) -> list[Bundle]:
-        return list(self._bundles)
+    def places(self) -> list[Place]:
+        return list(self._places)
 
     @property
     def seconds(self) -> float:
         """For how long something has been asked for; 0 where nothing is."""
-        return self._clock() - self._since if self._bundles else 0.0
+        return self._clock() - self._since if self._places else 0.0
 
-    def want(self, bundles: Sequence[Bundle]) -> None:
+    def want(self, places: Sequence[Place]) -> None:
         """Ask for these, and for nothing else."""
         now = self._clock()
-        if not bundles:
+        if not places:
             self.end()
             return
-        if not self._bundles:
+        if not self._places:
             self._since = now
-        if list(bundles) != self._bundles or now - self._last >= REPEAT_S:
-            self._bundles, self._last = list(bundles), now
-            self._requests.ask(self._bundles, self.labels, EXPIRE_S)
+        if list(places) != self._places or now - self._last >= REPEAT_S:
+            self._places, self._last = list(places), now
+            bundles = [{place.resource: 1.0} for place in places]
+            self._requests.ask(bundles, [dict(place.labels) for place in places], EXPIRE_S)
 
     def end(self) -> None:
-        if self._bundles:
-            self._bundles = []
+        if self._places:
+            self._places = []
             self._requests.take_back()

@@ -11,8 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rtrain.config import Recipe
+from rtrain.cluster import address as addresses, feasible, supply
+from rtrain.config import Config, Recipe
 from rtrain.errors import Problem, UserError
+
+MOST_A_CORE = 4
+"""Most workers of a search that share a core of a private Ray's machine; each needs some 1 GB."""
 
 
 def checkpoint_copies(keep: int) -> int:
@@ -24,41 +28,56 @@ def checkpoint_copies(keep: int) -> int:
 
 
 def rows(recipe: Recipe, train_rows: int) -> list[Problem]:
-    """A problem if there are fewer training rows than workers: each worker needs a row in at least one update."""
-    workers = recipe.train.workers
-    if train_rows < workers:
+    """A problem if there are fewer training rows than replicas: each needs a row in at least one update."""
+    workers, within = recipe.train.workers, recipe.train.within
+    if train_rows < recipe.train.replicas:
         return [
             Problem(
                 "train.workers",
                 workers,
                 f"only {train_rows} training rows for {workers} workers",
-                f"write --workers {max(1, train_rows)}, or give more rows",
+                f"write --workers {within * max(1, train_rows)}, or give more rows",
             )
         ]
     return []
 
 
-def capacity(recipe: Recipe, cpus: int, spare: int, device: str = "cpu") -> list[Problem]:
+def overbooked(config: Config, cores: int) -> list[Problem]:
+    """A problem if a search has more workers at a time than the machine's cores can carry, where Ray is a private one:
+    that has as many logical CPUs as it is told, and refuses nothing."""
+    workers, asked = config.recipe.train.workers, config.deploy.tune.concurrent or 1
+    if addresses.of(config) is not None or asked == 1 or asked * workers <= MOST_A_CORE * cores:
+        return []
+    reason = f"{asked} trials of {workers} workers are {asked * workers} processes at a time, on {cores} cores"
+    return [
+        Problem("tune.concurrent", asked, reason, f"write {max(1, MOST_A_CORE * cores // workers)}, or leave it out")
+    ]
+
+
+def capacity(recipe: Recipe, needs: supply.Needs, hosts: Sequence[supply.Host], may: supply.Startable) -> list[Problem]:
     """A problem if the cluster can never place the workers or their data tasks, which would then wait for ever.
 
-    `cpus`: logical CPUs of the cluster, with those that its autoscaler may start; workers with GPUs take none of them.
-    `spare`: logical CPUs that the data tasks need.
+    `hosts`: the nodes that are up. `may`: what its autoscaler may start. Of workers with GPUs at least one must have
+    room: a run without a least number takes as many as there can be (`network.device`).
     """
-    workers = recipe.train.min_workers or recipe.train.workers
-    if device != "cpu":
-        reason = f"data tasks need {spare} logical CPUs beside the GPUs, the Ray cluster has {cpus}"
+    train, with_gpus = recipe.train, needs.device != "cpu"
+    workers = train.min_workers or (1 if with_gpus else train.workers)
+    fitting = feasible.workers(hosts, may, needs, workers)
+    if fitting >= workers:
+        return []
+    need, room = needs.of(workers), needs.offered(hosts or may.heads)
+    fewer = f"write --workers {fitting}, or " if fitting else ""
+    if may.kinds:
+        of = f"{need.places} {supply.NEEDS[needs.device]}s for workers and {need.data} CPUs for their data tasks"
+        reason = f"no nodes that may be up together have {of}; there may be {feasible.told(may, needs)}"
+        fix = f"{fewer}{feasible.remedy(may, needs, need)} in the cluster's file"
+    elif with_gpus:
+        reason = f"data tasks need {need.data} logical CPUs beside the GPUs, the Ray cluster has {room.data}"
         fix = "start nodes with more --num-cpus"
-        return [Problem("train.workers", workers, reason, fix)] if cpus < spare else []
-    if cpus < workers + spare:
-        return [
-            Problem(
-                "train.workers",
-                workers,
-                f"workers and data tasks need {workers + spare} logical CPUs, the Ray cluster has {cpus}",
-                f"write --workers {max(1, cpus - spare)}, or start nodes with more --num-cpus",
-            )
-        ]
-    return []
+    else:
+        reason = f"workers and data tasks need {need.cpus} logical CPUs, the Ray cluster has {room.cpus}"
+        fix = f"{fewer}start nodes with more --num-cpus"
+    return [Problem("train.workers", workers, reason, fix)]
 
 
 ANSWER_S = 60.0

@@ -8,9 +8,11 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rtrain import env, events, ray_internals, signals
@@ -104,20 +106,44 @@ def _make_token(path: Path) -> None:
         draft.unlink(missing_ok=True)
 
 
+class Needs(NamedTuple):
+    """What a private cluster is started with, beyond what its configuration says."""
+
+    ahead: int | None = None
+    """Worker processes that are started before there is work for them; None: one for each core."""
+    environment: Mapping[str, str] = MappingProxyType({})
+    """Variables of all its processes but this one."""
+    first: str | None = None
+    """A function by its dotted name, which each worker process calls before it takes work; None: `env.collect_less`."""
+    meanwhile: Callable[[], object] | None = None
+    """Called in a thread while Ray starts."""
+
+
+def starts_ray(config: "Config") -> bool:
+    """Whether `session` would start a cluster of its own."""
+    ray = sys.modules.get("ray")
+    return addresses.of(config) is None and (ray is None or not ray.is_initialized())
+
+
 @contextmanager
 def session(
-    config: "Config", folder: Path, on_event: Callable[[dict[str, Any]], None] | None = None, at_once: int = 1
+    config: "Config",
+    folder: Path,
+    on_event: Callable[[dict[str, Any]], None] | None = None,
+    at_once: int = 1,
+    needs: Needs | None = None,
 ) -> Iterator[None]:
     """Connect to Ray for the `with` block, from inside `folder`.
 
-    A private cluster, which this call starts, has room for `at_once` trainings with the recipe's workers, and ends with
-    the block; any other cluster is left alone. Raises `UserError`, before Ray is asked, where the address that is named
-    leads to no cluster.
+    A private cluster, which this call starts as it `needs`, has room for `at_once` trainings with the recipe's workers,
+    and ends with the block; any other cluster is left alone. Raises `UserError`, before Ray is asked, where the address
+    that is named leads to no cluster.
     """
     named, say = addresses.of(config), on_event or (lambda event: None)
     say(events.doing(f"connecting to Ray at {named[1]}" if named else "starting Ray", "Ray"))
     if named is None:
         _token_file()
+    env.collect_less()
     import ray
 
     if ray.is_initialized():
@@ -129,13 +155,16 @@ def session(
     _quiet()
     if named is None:
         workers = config.recipe.train.workers
-        _start_local(at_once * (workers + supply.data_cpus(config.deploy.cluster.data_cpus, workers)))
+        _start_local(at_once * (workers + supply.data_cpus(config.deploy.cluster.data_cpus, workers)), needs or Needs())
     else:
         try:
             ray.init(address=named[1], runtime_env=_worker_env(), log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:  # what could not be seen from outside
             cause = str(error.__cause__ or error).strip().splitlines()[-1]
             raise UserError(f"{named[0]}={named[1]}: Ray could not connect to it: {cause}") from None
+    # Ray Data sets its own level when it is imported, which not every command does. Of this process alone: the others
+    # have inherited their environment by now, and write what they tell into files.
+    os.environ.setdefault("RAY_DATA_LOG_LEVEL", "ERROR")
     signals.take()  # ray.init has put handlers of its own: one that exits with 15, and one that prints a C++ stack
     try:
         yield
@@ -204,7 +233,7 @@ def object_store(platform: str, free: int | None) -> ObjectStore:
     return ObjectStore(OBJECT_STORE_BYTES, folder, notice)
 
 
-def _start_local(cpus: int) -> None:
+def _start_local(cpus: int, needs: Needs) -> None:
     import ray
 
     # Processes that Ray starts must find rtrain where this one found it, also in a checkout that is not installed.
@@ -215,23 +244,27 @@ def _start_local(cpus: int) -> None:
     store = object_store(sys.platform, free)
     if store.notice:
         sys.stderr.write(f"{store.notice}\n")
-    ray.init(
-        address="local",
-        num_cpus=max(env.cores(), cpus),
-        include_dashboard=False,
-        object_store_memory=store.size,
-        _plasma_directory=store.folder,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    # The log monitor reads every log file of the session again and again, to forward logs. This driver forwards none.
-    ray_internals.end_log_monitor()
+    ahead = env.cores() if needs.ahead is None else needs.ahead
+    first = needs.first or f"{env.__name__}.{env.collect_less.__name__}"
+    # ray.init stays in this thread: it sets handlers of signals.
+    with ThreadPoolExecutor(1) as beside, ray_internals.lean(ahead, needs.environment, first):
+        done = beside.submit(needs.meanwhile) if needs.meanwhile else None
+        ray.init(
+            address="local",
+            num_cpus=max(env.cores(), cpus),
+            include_dashboard=False,
+            object_store_memory=store.size,
+            _plasma_directory=store.folder,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        ray_internals.mark()
+        if done:
+            done.result()
 
 
 def _quiet() -> None:
     """Silence Ray's libraries, which log each step of each data set at INFO; rtrain's own line says what users need."""
-    import ray.data  # noqa: F401  importing it sets its own level, so ours comes after
-
     # Raylets report dead workers on stdout, where --json has promised one object; the run's log and progress report
     # them too. Nothing else is printed this way, since the workers' output is not forwarded.
     ray_internals.drop_forwarded_output()

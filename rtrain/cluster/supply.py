@@ -1,21 +1,27 @@
 """Room for a run's workers on a Ray cluster: what its nodes have, what is free, and what its autoscaler may add.
 
 A node is a map from the name of a resource (`CPU`, `GPU`) to how much of it the node has. The functions that count are
-pure. `here`, `free`, `most` and `leaving` ask the Ray that this process is connected to.
+pure. `up`, `here`, `free`, `most` and `leaving` ask the Ray that this process is connected to. How many nodes of which
+types there may be at a time is for `cluster.feasible`.
 """
 
+import bisect
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
 from rtrain import ray_internals
 from rtrain.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from rtrain.config import Cluster
 
 Node = Mapping[str, float]
 Labels = Mapping[str, str]
@@ -44,57 +50,107 @@ def count(nodes: Iterable[Node], device: str) -> int:
     return sum(int(node.get(NEEDS[device], 0.0)) for node in nodes)
 
 
-def fits(nodes: Sequence[Node], device: str, spare: int) -> int:
-    """How many workers the nodes have room for, beside the `spare` CPUs of the data tasks."""
-    if device == "cpu":
-        return max(0, count(nodes, "cpu") - spare)
-    return count(nodes, device) if count(nodes, "cpu") >= spare else 0
+class Host(NamedTuple):
+    """A node that is up, or one of a type that may be."""
+
+    has: Node
+    labels: Labels = ANY
 
 
-def largest(nodes: Sequence[Node], types: Sequence[tuple[Node, int]], most_workers: int, device: str) -> int:
-    """How many workers the cluster has room for once the autoscaler has started all the nodes that it may.
+class Room(NamedTuple):
+    """What nodes have for runs, or what runs need of them."""
 
-    `nodes`: the nodes that are always up (the head). `types`: a node of each type, and how many of this type there may
-    be. `most_workers`: how many nodes of all types there may be together.
-    """
-    each = sorted((count([node], device) for node, number in types for _ in range(number)), reverse=True)
-    return count(nodes, device) + sum(each[:most_workers])
+    places: int
+    """Workers, on nodes with the labels for them."""
+    data: int
+    """CPUs of nodes that data tasks may run on."""
+    cpus: int
+    """CPUs of nodes that either may run on; 0 where workers take GPUs."""
+
+    def holds(self, need: "Room") -> bool:
+        return all(has >= needs for has, needs in zip(self, need, strict=True))
+
+    def beyond(self, room: "Room") -> "Room":
+        """What this is more than the other; negative where it is less."""
+        return Room(*(one - other for one, other in zip(self, room, strict=True)))
 
 
-def startable(document: Mapping[str, Any], labels: Labels = ANY) -> tuple[list[Node], list[tuple[Node, int]], int]:
-    """The head, the worker types with their numbers, and the limit over all types, from an autoscaler's file; of these
-    the nodes that have the labels."""
+class Needs(NamedTuple):
+    """What the workers and data tasks of a run need of their nodes."""
+
+    device: str = "cpu"
+    data_cpus: int | None = None
+    """The setting `cluster.data_cpus`."""
+    labels: Labels = ANY
+    data_labels: Labels = ANY
+    """Those that a node must have for workers, and for data tasks."""
+
+    def of(self, workers: int, runs: int = 1) -> Room:
+        """The need of so many runs, each of so many workers."""
+        spare = data_cpus(self.data_cpus, workers)
+        return Room(runs * workers, runs * spare, runs * (workers + spare) if self.device == "cpu" else 0)
+
+    def offered(self, hosts: Iterable[Host]) -> Room:
+        """The room of the nodes. Workers and data tasks of one run fit where all three numbers are large enough: either
+        may run wherever it may, and only CPUs serve both."""
+        places = data = cpus = 0
+        for host in hosts:
+            own = count([host.has], self.device) if has(host.labels, self.labels) else 0
+            of_data = count([host.has], "cpu") if has(host.labels, self.data_labels) else 0
+            places, data, cpus = places + own, data + of_data, cpus + max(own, of_data)
+        return Room(places, data, cpus if self.device == "cpu" else 0)
+
+    def most(self, hosts: Sequence[Host], at_most: int | None = None) -> int:
+        """How many workers the nodes have room for, beside their data tasks."""
+        room = self.offered(hosts)
+        return largest(room.places if at_most is None else at_most, lambda number: room.holds(self.of(number)))
+
+
+def largest(at_most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `at_most` that fits, where each smaller one fits too; 0 where none does."""
+    return bisect.bisect(range(1, at_most + 1), False, key=lambda number: not fits(number))
+
+
+def fits(nodes: Sequence[Node], device: str, asked: int | None) -> int:
+    """How many workers the nodes have room for, whatever their labels; `asked` as in `data_cpus`."""
+    return Needs(device, asked).most([Host(node) for node in nodes])
+
+
+class Startable(NamedTuple):
+    """What an autoscaler may start."""
+
+    heads: list[Host]
+    """Those that are up at all times."""
+    kinds: dict[str, tuple[Host, int]]
+    """By type a node, and how many of them there may be."""
+    limit: int
+    """How many nodes of all types there may be."""
+
+
+def startable(document: Mapping[str, Any]) -> Startable:
+    """What an autoscaler's file lets it start."""
     limit, head = int(document.get("max_workers", 0)), document.get("head_node_type")
-    heads: list[Node] = []
-    types: list[tuple[Node, int]] = []
+    found = Startable([], {}, limit)
     for name, kind in document.get("available_node_types", {}).items():
         node = {resource: float(amount) for resource, amount in (kind.get("resources") or {}).items()}
-        if not has(kind.get("labels"), labels):
-            continue
+        host = Host(node, kind.get("labels") or ANY)
         if name == head:
-            heads.append(node)
+            found.heads.append(host)
         else:
-            types.append((node, min(limit, int(kind.get("max_workers", limit)))))
-    return heads, types, limit
+            found.kinds[name] = host, int(kind.get("max_workers", max(limit, ANY_NUMBER)))
+    return found
 
 
 def has(labels: Mapping[str, str] | None, wanted: Labels) -> bool:
     return wanted.items() <= {name: str(value) for name, value in (labels or {}).items()}.items()
 
 
-def reachable(document: Mapping[str, Any], device: str, labels: Labels = ANY) -> list[Node]:
-    """The nodes with the labels that there can be by an autoscaler's file: the head, and as many others as it may start
-    at a time, those with room for most workers first."""
-    heads, types, limit = startable(document, labels)
-    started = sorted((node for node, number in types for _ in range(number)), key=lambda node: -count([node], device))
-    return [*heads, *started[:limit]]
-
-
-def slots(workers: int, spare: int, device: str, cpus: int, room: int) -> int:
-    """How many trials of so many workers, each with `spare` CPUs for its data tasks, have room at a time; at least one.
-    `room`: CPUs or GPUs of the nodes that there can be, `cpus` their CPUs."""
-    each = workers + spare if device == "cpu" else workers
-    return max(1, min(room // each, cpus // max(1, spare)))
+def reachable(may: Startable, device: str, labels: Labels = ANY) -> list[Node]:
+    """The nodes with the labels that there can be: the head, and as many others as an autoscaler may start at a time,
+    those with most CPUs or GPUs first."""
+    kinds = [(host.has, min(may.limit, number)) for host, number in may.kinds.values() if has(host.labels, labels)]
+    started = sorted((node for node, number in kinds for _ in range(number)), key=lambda node: -count([node], device))
+    return [*(host.has for host in may.heads if has(host.labels, labels)), *started[: may.limit]]
 
 
 def data_cpus(asked: int | None, workers: int) -> int:
@@ -109,39 +165,48 @@ def task_cpus(asked: int | None, workers: int) -> float:
     return min(1.0, math.floor(100 * data_cpus(asked, workers) / workers) / 100)
 
 
+def needs(settings: "Cluster", device: str) -> Needs:
+    """Those of a run by its settings."""
+    return Needs(device, settings.data_cpus, settings.labels, settings.data_labels)
+
+
 # ------------------------------------------------------------------------------------------------------ asking the Ray
+
+
+def up() -> list[Host]:
+    """The nodes that are up and will stay, with all their resources."""
+    return list(_staying().values())
 
 
 def here(labels: Labels = ANY) -> list[Node]:
     """The nodes with the labels that are up and will stay, with all their resources."""
-    return list(_staying(labels).values())
+    return [host.has for host in up() if has(host.labels, labels)]
 
 
-def free(own: Mapping[str, int] | None = None, device: str = "cpu", labels: Labels = ANY) -> list[Node]:
-    """The nodes of `here` with their free resources. `own`: the run's own workers by node; their places count as
-    free."""
+def free(own: Mapping[str, int] | None = None, device: str = "cpu") -> list[Host]:
+    """The nodes of `up` with their free resources. `own`: the run's own workers by node; their places count as free."""
     available = ray_internals.available_by_node()
-    found: list[Node] = []
-    for name in _staying(labels):
+    found: list[Host] = []
+    for name, host in _staying().items():
         node = dict(available.get(name, {}))
         node[NEEDS[device]] = node.get(NEEDS[device], 0.0) + (own or {}).get(name, 0)
-        found.append(node)
+        found.append(Host(node, host.labels))
     return found
 
 
 def most(device: str, labels: Labels = ANY) -> int:
-    """How many workers the nodes that are up have room for, or the nodes that the autoscaler may start, if that is
-    more."""
+    """How many CPUs or GPUs for workers the nodes that are up have, or the nodes that the autoscaler may start, if that
+    is more."""
     return max(count(here(labels), device), count(may(device, labels), device))
 
 
 def may(device: str, labels: Labels = ANY) -> list[Node]:
-    """The nodes with the labels that there can be: those that are up, or, where they have room for more workers, those
-    that the autoscaler would have, the largest first."""
+    """The nodes with the labels that there can be: those that are up, or, if that is more, those that the autoscaler
+    would have, the ones with most CPUs or GPUs first."""
     up, document = here(labels), autoscaler()
     if document is None:
         return up
-    all_of_them = reachable(document, device, labels)
+    all_of_them = reachable(startable(document), device, labels)
     return max(up, all_of_them, key=lambda nodes: count(nodes, device))
 
 
@@ -155,13 +220,12 @@ def absent(setting: str, labels: Labels) -> list[Problem]:
 
 def types(labels: Labels = ANY) -> dict[str, Node]:
     """The types of node with the labels that the autoscaler may start, by name."""
-    document = autoscaler() or {}
-    kinds = document.get("available_node_types", {})
-    return {
-        name: {resource: float(amount) for resource, amount in (kind.get("resources") or {}).items()}
-        for name, kind in kinds.items()
-        if name != document.get("head_node_type") and has(kind.get("labels"), labels)
-    }
+    return {name: host.has for name, (host, _) in may_start().kinds.items() if has(host.labels, labels)}
+
+
+def may_start() -> Startable:
+    """What the autoscaler may start; nothing where there is none."""
+    return startable(autoscaler() or {})
 
 
 def autoscaler() -> Mapping[str, Any] | None:
@@ -188,17 +252,33 @@ def autoscaler() -> Mapping[str, Any] | None:
     return {"max_workers": sum(numbers), "available_node_types": kinds}
 
 
+@contextmanager
+def data_tasks_on(labels: Labels) -> Iterator[None]:
+    """Have the data tasks that this process begins in the `with` block run on nodes with the labels."""
+    if not labels:
+        yield
+        return
+    from ray.data import DataContext
+
+    options = DataContext.get_current().execution_options
+    before, options.label_selector = options.label_selector, dict(labels)
+    try:
+        yield
+    finally:
+        options.label_selector = before
+
+
 def leaving() -> set[str]:
     """Ids of the nodes that are being drained, after a spot notice or because they were idle."""
     return ray_internals.draining_nodes()
 
 
-def _staying(labels: Labels) -> dict[str, Node]:
+def _staying() -> dict[str, Host]:
     import ray
 
     gone = leaving()
     return {
-        node["NodeID"]: node["Resources"]
+        node["NodeID"]: Host(node["Resources"], node["Labels"])
         for node in ray.nodes()
-        if node["Alive"] and node["NodeID"] not in gone and has(node["Labels"], labels)
+        if node["Alive"] and node["NodeID"] not in gone
     }

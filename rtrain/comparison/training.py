@@ -83,6 +83,24 @@ def clock(log: Sequence[Event]) -> Iterator[tuple[Event, float]]:
             begun = None
 
 
+def trained(log: Sequence[Event]) -> Iterator[tuple[Event, float]]:
+    """(event, seconds of training up to it), for each event that tells how long its start has trained by then: what the
+    updates took, without evaluations, checkpoints and the waiting for rows. So runs that evaluate more often, or pause,
+    are no slower by it. A start goes on from the seconds of the update that it begins with: what was trained beyond and
+    lost in a crash does not count."""
+    known, base = {0: 0.0}, 0.0
+    for event in log:
+        if event["kind"] == "started":
+            known = {update: seconds for update, seconds in known.items() if update <= event["update"]}
+            base = known[max(known)]
+        elif "train_s" in event:
+            known[event["update"]] = base + event["train_s"]
+            yield event, known[event["update"]]
+        elif event["kind"] == "trained":
+            known[event["updates"]] = base + event["seconds"].get("train", 0.0)
+            yield event, known[event["updates"]]
+
+
 def cost(side: Side) -> Cost:
     found = side.summary
     made, workers = side.made, found["workers"]

@@ -18,7 +18,7 @@ from rtrain.compress.graphs import Export, Quantized, Sample
 from rtrain.config.recipe import Quantize
 from rtrain.data.stores.store import Store
 from rtrain.gate import latency
-from rtrain.network import rounding
+from rtrain.network import positions, rounding, trimming
 
 PRICE_SECONDS = 2.0
 """About how long it is measured what operations in float cost."""
@@ -71,7 +71,8 @@ def write(job: Job, say: Callable[[str, str], None]) -> dict[str, Any]:
     network = job.answered_by(engine)
     samples = list(job.samples(engine.accepted, network.pad_id))
     say("exporting the model", "export")
-    exported = export(engine.network, samples[0])
+    with positions.shortened(engine.network, job.made.max_tokens):
+        exported = export(engine.network, samples[0])
     float_one = job.answered_by(exported.answering(job.threads))
     report: dict[str, Any] = {"export": asdict(export_check.check(float_one, network, job.store))}
     if job.settings.kind == "weights":
@@ -82,6 +83,8 @@ def write(job: Job, say: Callable[[str, str], None]) -> dict[str, Any]:
     else:
         say(f"measuring scales on {len(samples):,} training rows", "scales")
         graph = exported.calibrated(samples)
+    if job.settings.table == "int4":
+        graph.narrow(trimming.lines(job.folder))
     if job.settings.flips is not None:
         say(f"trying each of {len(graph.operations)} operations in float", "fallback")
         report["fallback"] = _fall_back(job, graph, float_one, job.settings.flips)
@@ -113,6 +116,7 @@ def _fall_back(job: Job, graph: Quantized, float_one: predict.Predictor, most_fl
         "flips_before": found.before.flips,
         "flips": found.after.flips,
         "most_flips": most_flips,
+        "reached": found.after.flips <= most_flips,
         "distance_before": found.before.distance,
         "distance": found.after.distance,
         "sensitivity": found.sensitivity,

@@ -5,20 +5,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rtrain import artifact, config as configuration, engines, events
+from rtrain import artifact, config as configuration, engines, events, run as runs
 from rtrain.compress import ranges, student, teacher as answers
 from rtrain.config import Config
+from rtrain.config.recipe import OF_STUDENTS
 from rtrain.data import records
 from rtrain.data.formats import digests
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.gate import gate
-from rtrain.network import model, pooling, precision
+from rtrain.gate import gate, sides
+from rtrain.network import model, pooling
 from rtrain.runs import driver, group, opening, preparing
 from rtrain.tasks import base
 from rtrain.training import inner
 
-DERIVED = ("model.name", "train.epochs", "optim.lr", "distill.teacher")
-"""Settings of a student that follow from its teacher and from its other settings."""
+SCALES = ("mean", "std", "heads")
+"""Facts of a head that say what its outputs mean."""
 STARTS = ".students"
 """Folder beside the runs with what students start from."""
 
@@ -36,11 +37,6 @@ class Teacher:
         made = artifact.read(folder)
         if not engines.get(made.engine).gradients:
             raise UserError(f"{folder} is quantized; distil its float parent")
-        if not made.labels:
-            raise UserError(
-                f"{folder} answers with the words of a vocabulary ({made.task}), which a student is "
-                "not taught; distil the model that was tuned from it"
-            )
         return cls(folder, made)
 
     def reads_alike(self, other: Path) -> bool:
@@ -75,8 +71,11 @@ def run(
     summary = driver.fit(prepared, until=until, workers=workers, on_event=on_event)
     if prepared.run.finished:
         store, threads = prepared.store, config.deploy.serve.threads
-        sides = gate.Sides(prepared.run.artifact, teacher.folder, store, store, threads)
-        summary["gate"] = gate.run(sides, config.recipe.gate, on_event=say)
+        # A trimmed student, or one by name, reads the rows as other tokens than its teacher.
+        whole = sides.trained_from(teacher.folder, teacher.made, beside=store)
+        further = () if whole is None else (whole,)
+        both = gate.Sides(prepared.run.artifact, teacher.folder, store, whole, threads, further=further)
+        summary["gate"] = gate.run(both, config.recipe.gate, on_event=say)
         gate.record(prepared.run.artifact, summary["gate"])
     return prepared.run.folder, summary
 
@@ -103,11 +102,14 @@ def prepare(
 ) -> preparing.Prepared:
     """As `preparing.prepare`, for a student whose configuration is `started`: its teacher answers the rows, where it
     has not yet."""
-    # The teacher answers on processors, wherever the student is trained.
-    wanted, native = config.recipe.train.precision, precision.of_processor()
-    decided = precision.resolve("auto" if precision.problems(wanted, native) else wanted, native)
-    alike = teacher.reads_alike(model.resolve(config.recipe.model.name, tokens_root or folder.parent))
-    taught = partial(answers.teach, teacher.folder, teacher.made, decided, alike=alike, on_event=on_event)
+    weights = model.resolve(config.recipe.model.name, tokens_root or folder.parent)
+    every = [
+        answers.Asked(one.folder, one.made, one.reads_alike(weights))
+        for one in (teacher, *co_teachers(config, teacher))
+    ]
+    taught = None
+    if (name := config.recipe.answers) is not None:
+        taught = partial(answers.teach_together, every, name, on_event=on_event)
     prepared = preparing.prepare(config, folder, reuse, tokens_root, source, taught, begun)
     if config.recipe.distill.quantization_aware:
         ranges.begin(prepared)
@@ -118,14 +120,17 @@ def settled(config: Config, folder: Path, reuse: opening.Reuse) -> Config:
     """What to distil by: `config`, or a resumed student's own configuration with what `config` names."""
     if reuse != "resume":
         return config
-    return preparing.chosen(replace(config, named=config.named.difference(DERIVED)), folder, reuse)[1]
+    return preparing.chosen(replace(config, named=config.named.difference(OF_STUDENTS)), folder, reuse)[1]
 
 
 def started(config: Config, teacher: Teacher, root: Path) -> Config:
     """The configuration with what follows from the teacher, and with the model that the student starts from. That lies
     beside the run, not in it: the run's folder is made once nothing is wrong."""
+    if problems := _of_words(config, teacher):
+        raise ConfigError(problems)
     chosen, asked = config.recipe.distill, config.recipe.model.pooling
     derived = {"train.epochs": chosen.epochs, "optim.lr": chosen.lr, "distill.teacher": teacher.made.version}
+    derived["distill.co_teachers"] = [one.made.version for one in co_teachers(config, teacher)]
     if chosen.student is not None:
         # The teacher's run has decided it for its own model.
         way = {} if "model.pooling" in config.named else {"model.pooling": "auto"}
@@ -139,10 +144,42 @@ def started(config: Config, teacher: Teacher, root: Path) -> Config:
     return configuration.with_overrides(config, {**derived, "model.name": str(start), "model.pooling": pooled})
 
 
+def co_teachers(config: Config, teacher: Teacher) -> list[Teacher]:
+    """The models of `distill.teachers`. Raises `ConfigError` for those whose outputs have no mean with its own."""
+    found: list[Teacher] = []
+    problems: list[Problem] = []
+    for name in config.recipe.distill.teachers:
+        one = Teacher.read(runs.chosen(Path(name)).artifact)
+        found.append(one)
+        if reason := _unlike(one.made, teacher.made):
+            problems.append(Problem("distill.teachers", name, reason, "name a run of the same rows and settings"))
+    versions = [one.made.version for one in (teacher, *found)]
+    problems += [
+        Problem("distill.teachers", name, "it is named twice, or is the teacher itself", "name each run once")
+        for name, one in zip(config.recipe.distill.teachers, found, strict=True)
+        if versions.count(one.made.version) > 1
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _unlike(one: artifact.Artifact, teacher: artifact.Artifact) -> str:
+    """Why two models' outputs to the same row have no mean, or nothing."""
+    if one.task != teacher.task:
+        return f"it answers by the task {one.task}, the teacher by {teacher.task}"
+    if one.labels != teacher.labels:
+        return "its labels, or their order, are others than the teacher's"
+    if any(one.facts.get(name) != teacher.facts.get(name) for name in SCALES):
+        return "its numbers are on another scale than the teacher's, by the mean and the spread of other rows"
+    return ""
+
+
 def refused(config: Config, teacher: Teacher, weights: Path) -> list[Problem]:
     """What a student that starts from the model folder `weights` cannot learn from this teacher."""
     recipe = config.recipe
-    found = [] if teacher.reads_alike(weights) else _of_other_tokens(config, weights)
+    every = (teacher, *co_teachers(config, teacher))
+    found = [] if all(one.reads_alike(weights) for one in every) else _of_other_tokens(config, weights)
     if inner.active(recipe.distill):
         found += inner.problems(recipe, weights, teacher.folder)
     if recipe.distill.quantization_aware:
@@ -153,6 +190,25 @@ def refused(config: Config, teacher: Teacher, weights: Path) -> list[Problem]:
     if recipe.distill.confidence and base.get(recipe.task).output == "number":
         reason = "the teacher gives a number and does not say how sure it is"
         found.append(Problem("distill.confidence", recipe.distill.confidence, reason, "leave it out"))
+    return found
+
+
+def _of_words(config: Config, teacher: Teacher) -> list[Problem]:
+    """What cannot be learned from a masked language model: its answers, one of 30,000 words for each mask and others in
+    each epoch, are not kept; what is inside it can be learned beside its student's own guesses."""
+    if teacher.made.labels:
+        return []
+    distill, reason = config.recipe.distill, f"the teacher answers with the words of a vocabulary ({teacher.made.task})"
+    way = "write distill.alpha=0 and distill.hidden or distill.relations, or distil the model that was tuned from it"
+    found = []
+    if distill.alpha or not inner.active(distill):
+        found.append(Problem("distill.alpha", distill.alpha, f"{reason}, which are not kept for a student", way))
+    for name in ("unlabelled", "teachers"):
+        if value := getattr(distill, name):
+            found.append(Problem(f"distill.{name}", value, f"{reason}, and gives rows none to learn", "leave it out"))
+    if config.recipe.compress.vocabulary == "trim":
+        cut = "its student's blocks of text would be others than its own, and the gate could not compare them"
+        found.append(Problem("compress.vocabulary", "trim", cut, "write keep"))
     return found
 
 

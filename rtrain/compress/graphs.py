@@ -33,6 +33,10 @@ class Quantized(Protocol):
         """Compute these in float, by their float weights, and all others in int8. No scale changes."""
         ...
 
+    def narrow(self, lines: int) -> None:
+        """Have the table of so many lines in 4 bits. Engines whose entry says `narrows` alone."""
+        ...
+
     def answering(self, threads: int | None) -> Engine:
         """The graph as it is now, loaded."""
         ...

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rtrain import predict
+from rtrain.compress import int4
 from rtrain.compress.graphs import Sample, by_nncf, quantize, unreported
 from rtrain.errors import UserError
 from rtrain.network.rounding import LEVELS, SMALLEST, WEIGHT_LEVELS, Quantizers
@@ -79,6 +80,17 @@ class Quantized:
         for name, edges in self._edges.items():
             for edge in edges:
                 edge.into.replace_source_output(edge.exact if name in operations else edge.quantized)
+        self._graph.validate_nodes_and_infer_types()
+
+    def narrow(self, lines: int) -> None:
+        found = list(int4.narrowed(self._graph, lines))
+        if not found:
+            raise UserError(f"the graph has no table of {lines:,} lines, so quantize.table=int4 cannot be; write int8")
+        for into, rows in found:
+            into.replace_source_output(rows)
+            for name, edges in self._edges.items():
+                same = [edge._replace(quantized=rows) if _is(edge.into, into) else edge for edge in edges]
+                self._edges[name] = same
         self._graph.validate_nodes_and_infer_types()
 
     def answering(self, threads: int | None) -> predict.OpenVino:
@@ -178,6 +190,12 @@ def _rounded(node: "openvino.Node") -> Iterator[tuple["openvino.Input", "openvin
             source = into.get_source_output().get_node()
         if source.get_type_name() == QUANTIZER:
             yield into, source.input_value(0)
+
+
+def _is(one: "openvino.Input", other: "openvino.Input") -> bool:
+    """Whether both are the same input of the same operation."""
+    first, second = ((each.get_node().get_friendly_name(), each.get_index()) for each in (one, other))
+    return bool(first == second)
 
 
 def _name(node: "openvino.Node") -> str:

@@ -4,6 +4,7 @@ Scales of activations are static, because scales that are computed per batch mak
 (I8): dynamic int8 moved logits by a tenth of their range. They come from training rows.
 """
 
+import gzip
 import shutil
 import time
 import uuid
@@ -19,11 +20,13 @@ from rtrain.batch import Head, Ints
 from rtrain.compress import calibrate, fallback, vocabulary
 from rtrain.config import Recipe
 from rtrain.config.recipe import Quantize
+from rtrain.data import records
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.gate import gate, told
 from rtrain.network import int8, rounding
 from rtrain.run import Run
+from rtrain.runs import smaller
 from rtrain.tasks import base
 
 SERVED = ("tokenizer.json", "config.json")
@@ -54,7 +57,8 @@ def run(
     if not engines.get(parent.engine).gradients:
         raise UserError(f"{parent_folder} is quantized already; name the run of its float parent")
     trims = recipe.compress.vocabulary == "trim" and "vocabulary" not in parent.lineage
-    refuse(recipe.quantize.engine, trims, learned=(parent_folder / rounding.FILE).is_file())
+    refuse(recipe.quantize, trims, learned=(parent_folder / rounding.FILE).is_file())
+    further = smaller.further(recipe) if trims else None
     store = Store(store_folder)
     started = time.perf_counter()
     whole = out.resolve()  # behind a link, the folder that it names: what is published there is renamed
@@ -80,7 +84,9 @@ def run(
         )
         if trims:
             on_event(events.doing("trimming the vocabulary", "vocabulary"))
-            report |= _trim(draft, store, recipe.compress.vocabulary_pieces, report)
+            report |= _trim(draft, store, recipe, further, report)
+        if recipe.quantize.compressed:
+            _pack(draft)
         report["artefact_mb"] = round(sum(path.stat().st_size for path in draft.iterdir()) / 1e6, 2)
         report["gate"] = gate.run(
             gate.Sides(draft, parent_folder, store, store, threads, answered), recipe.gate, on_event=on_event
@@ -108,11 +114,16 @@ def refuse_out(out: Path) -> None:
     )
 
 
-def refuse(engine: str, trims: bool, learned: bool = False) -> None:
+def refuse(settings: Quantize, trims: bool, learned: bool = False) -> None:
     """Raise before anything is computed: `UserError` where the engine is not installed, `ConfigError` where it is asked
     for what it cannot do. `learned`: the model was trained to be rounded."""
+    engine = settings.engine
     entry = engines.get(engine)
     engines.needed(engine, entry.libraries)
+    if settings.table == "int4" and not entry.narrows:
+        able = " or ".join(name for name in engines.quantized() if engines.get(name).narrows)
+        reason = f"{engine} has no table of 4 bits"
+        raise ConfigError([Problem("quantize.table", "int4", reason, f"write int8, or quantize.engine={able}")])
     if learned and not entry.learns:
         reason = f"the model was trained to be rounded (distill.quantization_aware), of which {engine} makes no graph"
         able = " or ".join(name for name in engines.quantized() if engines.get(name).learns)
@@ -125,13 +136,15 @@ def refuse(engine: str, trims: bool, learned: bool = False) -> None:
 
 def _told(settings: Quantize, found: dict[str, Any]) -> dict[str, Any]:
     """What the lineage says of how the graph was made."""
+    table = {"table": settings.table} if settings.table == "int4" else {}
     if settings.kind == "weights":
-        return {"kind": settings.kind}
+        return {"kind": settings.kind, **table}
     aware = {"quantization_aware": True} if found.get("quantization_aware") else {}
     reverted = found.get("fallback", {}).get("reverted")
     flips = {} if settings.flips is None else {"flips": settings.flips}
     return {
         "calibration_rows": settings.calibration_rows,
+        **table,
         **flips,
         **aware,
         **({"reverted": reverted} if reverted else {}),
@@ -143,6 +156,7 @@ def report_text(report: dict[str, Any]) -> str:
     before, after = report["parent"], report["test"]
     rows = [(name, f"{before[name]:.4f}", f"{after[name]:.4f}") for name in after if name in before and name != "rows"]
     rows.append(("size", f"{report['parent_size_mb']:.1f} MB", f"{report['size_mb']:.1f} MB"))
+    verdict, *rivals = told.brief(report["gate"])
     width = max(len(name) for name, *_ in rows)
     table = [f"{name:<{width}}  {old:>10}  {new:>10}" for name, old, new in [("", "float", "int8"), *rows]]
     apart, moved = report["flips_alone_against_batch"], report["largest_logit_difference_alone_against_batch"]
@@ -155,7 +169,8 @@ def report_text(report: dict[str, Any]) -> str:
             *aware_text(report),
             *_vocabulary_text(report),
             *_graph_text(report),
-            f"gate: {told.sentence(report['gate'])}",
+            f"gate: {verdict}",
+            *rivals,
             f"artefact: {report['artifact']}",
         ]
     )
@@ -189,9 +204,10 @@ def _graph_text(report: dict[str, Any]) -> list[str]:
         )
     if (back := report.get("fallback")) is not None:
         count, of = len(back["reverted"]), back["operations"]
+        short = "" if back["reached"] else f", more than the {back['most_flips']:.2%} that were asked for: not reached"
         lines.append(
             f"fall-back: {count} of {of} operations in float; of {back['rows']:,} training rows' answers "
-            f"{back['flips_before']:.2%} differed, now {back['flips']:.2%} ({back['seconds']:.0f} s)"
+            f"{back['flips_before']:.2%} differed, now {back['flips']:.2%}{short} ({back['seconds']:.0f} s)"
         )
         lines += [f"  in float: {name}" for name in back["reverted"]]
     if back and back["reverted"]:
@@ -216,12 +232,14 @@ def _vocabulary_text(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def _trim(draft: Path, store: Store, at_least: int, report: dict[str, Any]) -> dict[str, Any]:
+def _trim(
+    draft: Path, store: Store, recipe: Recipe, further: records.Source | None, report: dict[str, Any]
+) -> dict[str, Any]:
     """Trim the int8 artefact of `draft` in its place; what its `report` is to say otherwise."""
     whole = draft.with_name(f"{draft.name}-whole")
     draft.rename(whole)
     try:
-        vocabulary.trim_by(whole, store, at_least, draft)
+        vocabulary.trim_by(whole, store, recipe, draft, further)
     finally:
         shutil.rmtree(whole)
     made = artifact.read(draft)
@@ -231,6 +249,18 @@ def _trim(draft: Path, store: Store, at_least: int, report: dict[str, Any]) -> d
         "vocabulary": made.lineage["vocabulary"],
         "size_mb": round(artifact.size_mb(draft, made.engine), 2),
     }
+
+
+def _pack(draft: Path) -> None:
+    """Compress the graph of a finished artefact, whose version is another one then."""
+    made = artifact.read(draft)
+    for path in engines.get(made.engine).present(draft):
+        # Without a date: the same graph has the same bytes.
+        (draft / f"{path.name}{engines.PACKED}").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+        path.unlink()
+    head = Head(made.labels, made.facts)
+    made = replace(made, golden=(), lineage={**made.lineage, "compressed": True})
+    artifact.write(draft, made, predict.golden_logits, predict.golden_inputs(base.get(made.task), head))
 
 
 def _measure(

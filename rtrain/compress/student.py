@@ -31,6 +31,12 @@ BY_LAYER = ("layer_types",)
 """Names of lists with an entry for each layer: ModernBERT's attention is local in some and global in others."""
 
 
+def depth_of(model: Path) -> int | None:
+    """How many layers a Transformers folder has; None where its config.json does not count them."""
+    document = documents.read(model / "config.json")
+    return next((int(document[name]) for name in DEPTHS if name in document), None)
+
+
 def start(teacher: Path, chosen: Distill, root: Path) -> Path:
     """A Transformers folder with every n-th layer of the teacher and its other weights, as narrow as is asked for;
     addressed by all three. Raises `ConfigError` where that is not smaller than the teacher, and `UserError` where an

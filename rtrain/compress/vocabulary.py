@@ -14,13 +14,16 @@ import numpy as np
 
 from rtrain import artifact, engines, predict
 from rtrain.batch import Encoded, Floats, Head, Ints, Ragged
+from rtrain.compress import int4
+from rtrain.config import Recipe
+from rtrain.data import records
 from rtrain.data.stores.shards import KEPT_CHARACTERS
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import trimming
 from rtrain.predict import Predictor
-from rtrain.runs.smaller import used
+from rtrain.runs import smaller
 from rtrain.tasks import base
 from rtrain.tasks.base import Input
 
@@ -54,9 +57,10 @@ def trim(
     out: Path,
     texts: Sequence[Input] = (),
     measure: Callable[[Proof], Mapping[str, Any]] = lambda proof: {},
+    chosen_by: Mapping[str, Any] | None = None,
 ) -> Proof:
     """Write the artefact with the pieces `ids` alone (see `trimming.kept`) as `out`, float or int8, and prove it on
-    `texts`, from whose proof `measure` makes its scores.
+    `texts`, from whose proof `measure` makes its scores. Its lineage says how they were `chosen_by`.
 
     Raises `ArtifactError` where a text of kept pieces has another answer than before, and `UserError` where the
     artefact cannot be trimmed.
@@ -74,7 +78,7 @@ def trim(
         lineage = {**made.lineage, "parent": made.lineage.get("parent", made.version)}
         made = replace(made, lineage=lineage, golden=())
         shown = prove(Predictor(folder, made), Predictor(out, made), texts, trimming.old_ids(ids))
-        counted = {"pieces": len(ids), "of": trimming.size(folder), **shown.facts}
+        counted = {"pieces": len(ids), "of": trimming.size(folder), **shown.facts, **(chosen_by or {})}
         made = replace(made, lineage={**made.lineage, "vocabulary": counted}, metrics=measure(shown))
         head = Head(made.labels, made.facts)
         artifact.write(out, made, predict.golden_logits, predict.golden_inputs(task, head))
@@ -84,9 +88,9 @@ def trim(
     return shown
 
 
-def trim_by(folder: Path, store: Store, at_least: int, out: Path) -> Proof:
-    """`trim` to the pieces of the training rows of `store`, which the artefact's tokenizer has read, proved and scored
-    on its test rows.
+def trim_by(folder: Path, store: Store, recipe: Recipe, out: Path, further: records.Source | None = None) -> Proof:
+    """`trim` by the settings `compress` of a recipe to the pieces of the training rows of `store`, which the artefact's
+    tokenizer has read, and of the rows of `further`, proved and scored on the test rows of `store`.
 
     Raises `ConfigError` where these rows cannot be read again.
     """
@@ -98,13 +102,21 @@ def trim_by(folder: Path, store: Store, at_least: int, out: Path) -> Proof:
         raise ConfigError(
             [Problem("compress.vocabulary", "trim", reason, "trim before rtrain train or rtrain distill")]
         )
-    ids = trimming.kept(folder, used(store), at_least)
+    settings = recipe.compress
+    chosen_by: dict[str, Any] = {"at_least": settings.vocabulary_pieces}
+    if settings.vocabulary_most is not None:
+        chosen_by["most"] = settings.vocabulary_most
+    counts = smaller.counted(store)
+    if further is not None:
+        chosen_by["unlabelled"] = {"path": settings.unlabelled, "digest": further.digest()}
+        counts += smaller.counted_by(further, recipe, folder)
+    ids = smaller.chosen(recipe, folder, counts)
 
     def scores(proof: Proof) -> dict[str, Any]:
         outcomes = task.outcomes(proof.outputs, store.read("test", rows), head)
         return {"test": metric_for(task.output).scores(outcomes, store.targets("test"), head)}
 
-    return trim(folder, ids, out, [text for text in texts if text is not None], scores)
+    return trim(folder, ids, out, [text for text in texts if text is not None], scores, chosen_by)
 
 
 def _asked(kept: tuple[str, str | None] | None, task: base.Task) -> Input | None:
@@ -179,4 +191,5 @@ def _chosen(node: "openvino.Node", chosen: Ints, of: int, path: Path) -> "openvi
     axes = [axis for axis, size in enumerate(node.shape) if size == of]
     if len(axes) != 1:
         raise UserError(f"{path}: a constant of shape {list(node.shape)} may be numbered by pieces in several ways")
-    return opset13.constant(np.ascontiguousarray(np.take(node.data, chosen, axis=axes[0])))
+    lines = np.ascontiguousarray(np.take(int4.numbers(node), chosen, axis=axes[0]))
+    return opset13.constant(lines, dtype=node.get_element_type())

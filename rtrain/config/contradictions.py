@@ -26,13 +26,14 @@ def of_recipe(recipe: Recipe) -> list[Problem]:
     if train.min_workers is not None and train.min_workers > train.workers:
         fix = f"write {train.workers} or less, or leave it out"
         problems.append(Problem("train.min_workers", train.min_workers, f"above train.workers={train.workers}", fix))
-    if recipe.rows_per_update < train.workers:
+    if recipe.rows_per_update < train.replicas:
+        what = "workers" if train.within == 1 else f"replicas of {train.within} workers each"
         problems.append(
             Problem(
                 "train.rows_per_update",
                 recipe.rows_per_update,
-                f"fewer rows than the {train.workers} workers that share them",
-                f"write {train.workers} or more, or fewer train.workers",
+                f"fewer rows than the {train.replicas} {what} that share them",
+                f"write {train.replicas} or more, or fewer train.workers",
             )
         )
     if recipe.distill.teacher and recipe.model.freeze != "none":

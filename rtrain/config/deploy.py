@@ -30,7 +30,10 @@ class Cluster(Section):
     workers whose updates take 24 ms.)"""
     labels: Labels = NO_LABELS
     """Labels that a node must have to get workers, of runs and of a search's trials, e.g. {market: spot}, as the
-    cluster's file gives them to its node types. Data tasks run on any node. Default: any node will do."""
+    cluster's file gives them to its node types. Default: any node will do."""
+    data_labels: Labels = NO_LABELS
+    """Labels that a node must have to get data tasks of runs: those that read their rows, and those that stream them to
+    the workers. Default: any node will do, also one without the labels of workers."""
     storage: str | None = None
     """URL (s3://, gs://, file:// or another that fsspec knows). Each run's checkpoints, log and artefact are copied to
     `<storage>/<run>`; where the run folder is lost, `--resume` brings it back from there."""

@@ -43,6 +43,9 @@ class Model(Section):
     attention_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Dropout of attention weights; null takes the model's own, which is 0.1 for most. With 0, long texts train faster
     on a CPU (1.7 times at 512 tokens), since a mask has the square of the text's tokens as its size."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Dropout of hidden values: of embeddings, of what each layer adds to them and, for BERT and its kin, before the
+    head. null takes the model's own, which is 0.1 for most."""
     pooling: Literal["auto", "own", "mean"] = "auto"
     """How a text's tokens become one vector: `own` is the way of the model's own head (the first token, for most),
     `mean` is the mean of the tokens. `auto` takes the mean for sentence encoders, which are trained for it: the
@@ -53,6 +56,11 @@ class Model(Section):
     """Tokens that the model's table of positions is to hold: a shorter one gets its rows repeated, so that BERT or
     RoBERTa read texts of more than 512 tokens whole once they are trained on some. null, or no more than it has: as it
     is. ModernBERT has no table and needs none."""
+    local_attention: Positive | None = None
+    """Tokens that a token reads on either side, in a model that was made to read all of them (BERT, RoBERTa and their
+    kin); beside these it reads the text's first token, which reads all. What a long text costs grows with its length
+    then, and not with its square. null: as the model was made. Others' code would read all tokens: an artefact is
+    answered by rtrain, and its head refused by transformers."""
     freeze: Literal["none", "encoder"] = "none"
     """Which weights stay as they are: `encoder` trains the head alone, which is several times as fast. A masked
     language model's output embedding is its encoder's word embedding, so it stays too."""
@@ -102,6 +110,10 @@ class Train(Section):
     65,536, measured before the first update and kept in the run. A start that ran out of memory halves it. Models that
     are trained without padding (BERT and its kin) put a worker's rows between two exchanges into as few passes as this
     allows; micro_batch then only sets rows_per_update."""
+    balance: Literal["off", "auto"] = "off"
+    """How many of an update's tokens each worker gets: `off`, as many as the others; `auto`, by its speed, which three
+    passes of each worker tell before the first update, once for a run with so many workers. For nodes of several types,
+    or cores that other work shares: with equal shares the fast workers wait for the slowest."""
     gradient_checkpointing: bool = False
     """Save memory: keep only each layer's input, and compute the layer again in the backward pass. With MiniLM and 16
     texts of 512 tokens, a pass took 1.1 GB in place of 2.6, and 1.0 to 1.25 times as long."""
@@ -156,12 +168,21 @@ class Train(Section):
     log_every: Positive = 10
     """Updates between two progress events."""
 
+    @property
+    def within(self) -> int:
+        """Workers that share one replica of the model, and have its rows."""
+        return self.tensor * self.pipeline
+
+    @property
+    def replicas(self) -> int:
+        return -(-self.workers // self.within)
+
 
 LAID_OUT = ("shard", "tensor", "sequence", "pipeline", "schedule")
 """Settings of `train` that say how the model lies on the workers."""
 SPEED = (
     *("workers", "device", "min_workers", "micro_batch", "tokens_per_pass"),
-    *("aggregation_frequency", "gradient_checkpointing", "transport"),
+    *("aggregation_frequency", "balance", "gradient_checkpointing", "transport"),
     *("strategy", *LAID_OUT),
     *("evaluate_every", "save_every", "keep", "log_every"),
 )
@@ -174,16 +195,25 @@ ADDED = {"lr_scaling": "none", "lr_rows": None, "beta2_scaling": "none", "layer_
 can be resumed."""
 ADDED_TO_DATA: dict[str, Any] = {"outside": None, "valid_part": 0}
 """The same for `data`."""
-ADDED_TO_MODEL: dict[str, Any] = {"attention_dropout": None, "pooling": "own", "freeze": "none", "positions": None}
+ADDED_TO_MODEL: dict[str, Any] = {
+    **{"attention_dropout": None, "dropout": None, "pooling": "own", "freeze": "none"},
+    **{"positions": None, "local_attention": None},
+}
 """The same for `model`; `auto` has been replaced by what it stands for before a run is frozen."""
 
 
 ADDED_TO_DISTILL: dict[str, Any] = {
     **{"student": None, "width": None, "unlabelled": None, "confidence": 0.0},
     **{"relations": 0.0, "relation_heads": 12, "relation_layer": None, "hidden": 0.0},
-    "quantization_aware": False,
+    **{"quantization_aware": False, "co_teachers": []},
 }
 """The same for `distill`."""
+
+
+ADDED_TO_COMPRESS: dict[str, Any] = {"vocabulary_most": None}
+"""The same for `compress`."""
+OF_STUDENTS = ("model.name", "train.epochs", "optim.lr", "distill.teacher", "distill.co_teachers")
+"""Settings of a student that follow from its teacher and from its other settings."""
 
 
 class Distill(Section):
@@ -225,6 +255,19 @@ class Distill(Section):
     layers=null the student is as large as its teacher."""
     teacher: str | None = None
     """Version of the artefact whose answers are learned. `rtrain distill` sets it; it is null in any other run."""
+    teachers: tuple[str, ...] = ()
+    """Further runs, of the same rows and labels, whose models teach too: the student learns the mean of all outputs.
+    Trained with other seeds, they err in other places, and their mean errs less."""
+    co_teachers: tuple[str, ...] = ()
+    """Versions of the artefacts of `teachers`. `rtrain distill` sets them."""
+
+    @property
+    def answers(self) -> str | None:
+        """The name under which a token store keeps the answers that are learned: the teacher's version or, where there
+        are several, a digest of all versions."""
+        if self.teacher is None or not self.co_teachers:
+            return self.teacher
+        return "mean-" + hashlib.sha256(" ".join(sorted([self.teacher, *self.co_teachers])).encode()).hexdigest()[:12]
 
 
 class Compress(Section):
@@ -239,6 +282,9 @@ class Compress(Section):
     """Pieces to keep at least: where the rows need fewer, the vocabulary's first others are kept too, which are its
     most frequent. A piece costs as many bytes of an int8 model as the word embedding is wide, 384 of MiniLM's; with
     the default, an int8 student of 3 of its layers is served from 8.2 MB."""
+    vocabulary_most: Positive | None = None
+    """Most pieces to keep: where the rows need more, those that are rarest in them are not kept, and their words fall
+    apart before the model is trained. null: all that the rows need."""
 
 
 class Quantize(Section):
@@ -248,6 +294,12 @@ class Quantize(Section):
     kind: Literal["static", "weights"] = "static"
     """`static` computes in int8, by scales of the activations that are measured beforehand. `weights` keeps weights
     alone in int8: as small, nothing to calibrate, nearer to the float model, and half as fast in batches."""
+    table: Literal["int8", "int4"] = "int8"
+    """Numbers of the word table. `int4` halves it and changes a few answers in a thousand; the engine `openvino` alone.
+    """
+    compressed: bool = False
+    """Keep the graph's files compressed, a seventh smaller. Where it is first loaded they are unpacked into the user's
+    cache, or into memory where there is none."""
     flips: Share | None = None
     """Largest share of the calibration rows' answers that may differ from the float model's. Where more do, the
     operations that change them most are computed in float, as few as needed. null: none is."""
@@ -295,6 +347,11 @@ class Recipe(Section):
     gate: Gate = Gate()
 
     @property
+    def answers(self) -> str | None:
+        """`distill.answers` where a teacher's are learned: of a masked language model, what is inside is."""
+        return None if self.task == "masked_lm" else self.distill.answers
+
+    @property
     def rows_per_update(self) -> int:
         """Rows of one optimizer step; the default is four passes of every worker."""
         train = self.train
@@ -329,11 +386,15 @@ class Recipe(Section):
         for name, neutral in ADDED_TO_DATA.items():
             if document["data"][name] == neutral:
                 del document["data"][name]
+        document.get("distill", {}).pop("teachers", None)  # where the runs lie; what they are is in co_teachers
         for name, neutral in ADDED_TO_DISTILL.items():
             if "distill" in document and document["distill"][name] == neutral:
                 del document["distill"][name]
         if self.compress.vocabulary == "keep":  # then nothing of the section counts; older runs have none
             del document["compress"]
+        for name, neutral in ADDED_TO_COMPRESS.items():
+            if "compress" in document and document["compress"][name] == neutral:
+                del document["compress"][name]
         if not self.augment.active:  # then it changes no row
             del document["augment"]
         # A neutral setting is left out: runs from before it existed have this identity.

@@ -10,8 +10,8 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,8 +77,12 @@ class Share:
     """Version of the teacher whose outputs go with each row; None without a teacher."""
     task_cpus: float = 1.0
     """Logical CPUs that a data task reserves."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Those of the nodes that data tasks may run on."""
     measures: bool = False
     """Deal the rows at random in the updates that measure the noise of gradients (`exchange.noise`)."""
+    speeds: tuple[float, ...] = ()
+    """Of all workers, by which the rows of the other updates are dealt; none: equally many tokens for each."""
 
 
 def plan_update(store: Store, share: Share, number: int) -> Update:
@@ -88,7 +92,7 @@ def plan_update(store: Store, share: Share, number: int) -> Update:
     lengths = store.column("train", "length")[positions]
     limits = (share.micro_batch, share.tokens_per_pass)
     at_random = share.measures and noise.due(number)
-    passes = deal(lengths, share.workers, share.rank, *limits, at_random=at_random)
+    passes = deal(lengths, share.workers, share.rank, *limits, at_random=at_random, speeds=share.speeds)
     return Update(
         number=number,
         first_row=int(row_ids[0]),
@@ -140,6 +144,7 @@ def one_task() -> list[dict[str, Any]]:
     """Send one row through a data task that returns it unchanged."""
     import ray.data
 
+    ray_internals.without_data_actors()
     dataset = ray.data.range(1, override_num_blocks=1)
     return dataset.map_batches(_as_it_is, batch_size=None, zero_copy_batch=True).take_all()
 
@@ -151,6 +156,7 @@ def _as_it_is(batch: dict[str, Any]) -> dict[str, Any]:
 def _dataset(share: Share, start: int, stop: int) -> "ray.data.Dataset":
     import ray.data
 
+    ray_internals.without_data_actors()
     ray_internals.stream_within(share.task_cpus)  # the run asks for nodes, for all its streams (`cluster.demand`)
     blocks = max(1, math.ceil((stop - start) / _updates_per_task(share)))
     dataset = ray_internals.numbers(stop - start, blocks, share.task_cpus).map_batches(
@@ -163,6 +169,7 @@ def _dataset(share: Share, start: int, stop: int) -> "ray.data.Dataset":
     dataset.context.execution_no_progress_timeout_s = -1
     options = dataset.context.execution_options
     options.preserve_order = True
+    options.label_selector = dict(share.labels) or None
     options.resource_limits = ray.data.ExecutionResources(object_store_memory=STREAM_BYTES)
     return dataset
 

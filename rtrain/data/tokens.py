@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rtrain import drafts
+from rtrain import drafts, ray_internals
 from rtrain.batch import Head
 from rtrain.config import Recipe
 from rtrain.config.recipe import ADDED_TO_DATA
@@ -36,7 +36,7 @@ def digest(recipe: Recipe, source: records.Source, model: Path) -> str:
     if not further.pieces:
         return own
     rows = _digest_unlabelled(recipe, further, model, own)
-    return _hashed(own, rows, recipe.distill.teacher, recipe.distill.confidence)
+    return _hashed(own, rows, recipe.distill.answers, recipe.distill.confidence)
 
 
 def _digest_unlabelled(recipe: Recipe, further: records.Source, model: Path, labelled: str) -> str:
@@ -112,7 +112,7 @@ def _joined(
 ) -> store.Store:
     """The store of labelled rows and of those of the others that the teacher is sure of."""
     own, _ = ensure(recipe, labelled, model, root, taught)
-    alone, teacher = unlabelled.recipe_of(recipe), str(recipe.distill.teacher)
+    alone, teacher = unlabelled.recipe_of(recipe), str(recipe.distill.answers)
 
     def rows(folder: Path) -> store.Store:
         digest_own = _digest(recipe, labelled, folder)
@@ -166,6 +166,7 @@ def _run(job: Job, source: records.Source) -> list[dict[str, Any]]:
     """
     import ray.data
 
+    ray_internals.without_data_actors()
     tasks = pieces.tasks(source)
     if job.recipe.augment.paraphrase is not None:
         rewriting.run(tasks, partial(shards.texts_to_rewrite, job=job), job.recipe.augment, job.folder)

@@ -54,6 +54,11 @@ class Exchange(Protocol):
     passes: int
     """Passes of an update that keep all workers of a replica busy."""
 
+    @property
+    def tells_noise(self) -> bool:
+        """Whether `own_square` ever tells something."""
+        ...
+
     def optimizer(self, made: "Callable[[Callable[[Kind], Kind]], torch.optim.Optimizer]") -> "torch.optim.Optimizer":
         """The optimizer that `made` gives, once it is told what to make of its class."""
         ...
@@ -81,11 +86,16 @@ class Exchange(Protocol):
 
     def own_square(self) -> float | None:
         """After a `run` that measures, the squared norm of what this replica's passes alone gave, before the exchange;
-        of a single replica, of its first pass. None where that is never in one place."""
+        of a single replica, of its first pass. None where that is never in one place: no `tells_noise`."""
         ...
 
     def answering(self, passes: int) -> AbstractContextManager[int]:
         """Around the passes of an evaluation; gives the number of idle ones that must follow them."""
+        ...
+
+    def stops(self, failed: bool) -> bool:
+        """Whether this worker, or one with which it exchanges in the passes of an evaluation, has `failed`. Asked
+        before each of these passes, and last by a worker that makes none any more: nobody waits for it then."""
         ...
 
     def whole(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":

@@ -19,6 +19,9 @@ TOLD_S = 5.0
 Done = TypeVar("Done")
 
 
+OTHERS = "another worker failed; its own error says why"
+
+
 class Elsewhere(RuntimeError):
     """Another rank failed in what all did together; its own error says why."""
 
@@ -26,7 +29,9 @@ class Elsewhere(RuntimeError):
 def together(watch: Watch, work: Callable[[], Done]) -> Done:
     """Do this rank's `work` and wait for all others'. Called on every rank at the same time.
 
-    `work` takes part in no exchange. Where it fails on one rank, all fail: the others with `Elsewhere`.
+    `work` takes part in no exchange by the group of all ranks; where it does by others (`Exchange.stops`), it sees to
+    it that nobody waits for a rank on which it failed. Where it fails on one rank, all fail: the others with
+    `Elsewhere`.
     """
     import torch.distributed as dist
 
@@ -60,7 +65,7 @@ def together(watch: Watch, work: Callable[[], Done]) -> Done:
     if error is not None:
         raise error
     if failed:
-        raise Elsewhere("another worker failed; its own error says why")
+        raise Elsewhere(OTHERS)
     return done
 
 

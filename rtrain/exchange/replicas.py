@@ -107,14 +107,21 @@ class Replicas:
         if found := [whole.local(one) for one in self.collected()]:
             torch_internals.multiply(found, factor)
 
+    @property
+    def tells_noise(self) -> bool:
+        return not self.distributed
+
     def own_square(self) -> float | None:
-        return None if self.distributed else self._first
+        return self._first if self.tells_noise else None
 
     # ------------------------------------------------------------------------------------------- outside of updates
 
     @contextlib.contextmanager
     def answering(self, passes: int) -> Iterator[int]:
         yield 0
+
+    def stops(self, failed: bool) -> bool:
+        return failed
 
     def whole(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
         if ranks.first():

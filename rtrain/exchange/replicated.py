@@ -114,8 +114,12 @@ class Replicated(Replicas):
         found = [one.grad for one in self._others() if one.grad is not None]
         return [*found, *([] if self.rows is None else [self.rows.collected()[1]])]
 
+    @property
+    def tells_noise(self) -> bool:
+        return True
+
     def own_square(self) -> float | None:
-        return self.own.square if self.distributed else super().own_square()
+        return self.own.square if self.distributed else self._first
 
     def multiply(self, factor: "float | torch.Tensor") -> None:
         if found := [one.grad for one in self._others() if one.grad is not None]:

@@ -8,12 +8,13 @@ for is a sum of one number by the process group, twice an exchange: where a work
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     Future = torch.futures.Future[torch.Tensor]
 
@@ -74,7 +75,6 @@ class Stock:
         return self.start(flat, last=True).wait()
 
     def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
-        import torch
         import torch.distributed as dist
 
         rank = dist.get_rank()
@@ -82,15 +82,41 @@ class Stock:
         for owner, tensors in enumerate(owned):
             small = [one for one in tensors if one.numel() < SMALL]
             under_way += [dist.broadcast(one, src=owner, async_op=True) for one in tensors if one.numel() >= SMALL]
-            for kind in dict.fromkeys(one.dtype for one in small):
-                alike = [one for one in small if one.dtype == kind]
-                flat = torch.cat([one.view(-1) for one in alike])
+            for alike, flat in _joined(small):
                 dist.broadcast(flat, src=owner)
                 if rank != owner:
-                    for one, values in zip(alike, flat.split([one.numel() for one in alike]), strict=True):
-                        one.copy_(values.view_as(one))
+                    _put_back(flat, alike)
         for work in under_way:
             work.wait()
+
+
+def add_up(tensors: "Sequence[torch.Tensor]", group: "dist.ProcessGroup | None") -> None:
+    """Each tensor summed over the workers of `group`, in place. Small ones go as one: workers wait for each other once
+    for all of these."""
+    import torch.distributed as dist
+
+    large = [one for one in tensors if one.numel() >= SMALL and one.is_contiguous()]
+    under_way: list[Any] = [dist.all_reduce(one, group=group, async_op=True) for one in large]
+    whole = {id(one) for one in large}
+    for alike, flat in _joined([one for one in tensors if id(one) not in whole]):
+        dist.all_reduce(flat, group=group)
+        _put_back(flat, alike)
+    for work in under_way:
+        work.wait()
+
+
+def _joined(tensors: "Sequence[torch.Tensor]") -> "Iterator[tuple[list[torch.Tensor], torch.Tensor]]":
+    """The tensors of each type, and one vector of all of their numbers."""
+    import torch
+
+    for kind in dict.fromkeys(one.dtype for one in tensors):
+        alike = [one for one in tensors if one.dtype == kind]
+        yield alike, torch.cat([one.reshape(-1) for one in alike])
+
+
+def _put_back(flat: "torch.Tensor", tensors: "Sequence[torch.Tensor]") -> None:
+    for one, values in zip(tensors, flat.split([one.numel() for one in tensors]), strict=True):
+        one.copy_(values.view_as(one))
 
 
 @dataclass(frozen=True)

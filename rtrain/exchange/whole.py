@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rtrain import torch_internals
 from rtrain.exchange.alive import Watch
 
 if TYPE_CHECKING:
@@ -34,6 +35,17 @@ def local(tensor: "torch.Tensor") -> "torch.Tensor":
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def leave_file(module: "torch.nn.Module") -> None:
+    """Copy what a worker has of `module` out of the file that it was read from.
+
+    Tensors that were read are parts of one mapping of the whole file, which stays in memory as long as one of them
+    does: a worker that keeps a share of the weights would have all of them.
+    """
+    for one in (*module.parameters(), *module.buffers()):
+        share = torch_internals.share_of(one)
+        share.data = share.data.clone()
 
 
 def like(value: "torch.Tensor", parameter: "torch.Tensor") -> "torch.Tensor":

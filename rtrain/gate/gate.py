@@ -1,10 +1,10 @@
 """The gate: measure a candidate beside its base on this machine, decide, and write the verdict into the artefact.
 
-The document that `run` returns, and that artifact.json keeps as `gate` (without `rivals`):
+The document that `run` returns, and that artifact.json keeps as `gate`:
 {"schema_version", "verdict", "reasons", "findings": [{"word", "text"}], "version": of the candidate, "against":
 {"name", "version", "folder"}, "student", "rows", "source", "headline", "scores": [difference], "mcnemar", "slices",
 "latency": [speed by bucket], "megabytes", "base_megabytes", "memory_mb", "base_memory_mb", "read_otherwise", "limits",
-"host", "made", "seconds"}.
+"host", "made", "seconds", "rivals": [`rtrain.gate.rivals.Rival`]}.
 """
 
 import platform
@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.gate import decision, footprint, latency, rivals as plain, rows
 from rtrain.gate.decision import Measured, Word
-from rtrain.gate.rows import Answers, Both, Judged, Unequal
+from rtrain.gate.rows import Answers, Both, Judged, Reading, Unequal
 from rtrain.network import int8
 from rtrain.predict import Predictor
 from rtrain.report.answer_rows import SPLITS
@@ -52,13 +52,23 @@ class Sides:
     """A split of the store and positions in it, in place of its test rows."""
     timed: bool = True
     """Whether latency is measured. Not of two models that are computed alike: a ratio would be the machine's."""
+    further: tuple[Store, ...] = ()
+    """Where the rows are a store's: others with the same rows, as one of the sides has read them."""
 
 
-def run(sides: Sides, settings: Gate, *, thorough: bool = False, on_event: Say = lambda event: None) -> dict[str, Any]:
+def run(
+    sides: Sides,
+    settings: Gate,
+    *,
+    thorough: bool = False,
+    fits: bool = False,
+    on_event: Say = lambda event: None,
+) -> dict[str, Any]:
     """Measure and decide; returns the document above. Nothing is written.
 
-    `thorough`: memory is measured too, and two plain models on the same rows (`rivals`). A candidate that cannot be
-    asked is refused; a base that cannot be asked is the caller's mistake, and raises `UserError`.
+    `thorough`: memory is measured too. `fits`: plain models are trained where the run's report has not measured them on
+    these rows. A candidate that cannot be asked is refused; a base that cannot be asked is the caller's mistake, and
+    raises `UserError`.
     """
     started = time.perf_counter()
     if sides.candidate.resolve() == sides.base.resolve():
@@ -74,10 +84,10 @@ def run(sides: Sides, settings: Gate, *, thorough: bool = False, on_event: Say =
             asked = latency.chosen(both.lengths.tolist())
             every = [row for positions in asked.values() for row in positions]
             speeds = latency.measure(both.base.asker(every), both.candidate.asker(every), asked, settings.seconds)
-        found: dict[str, Any] = {}
-        if thorough and both is not None:
-            on_event(events.doing("training plain models on the same rows", "rivals"))
-            found["rivals"] = plain.measure(both, sides.trained, sides.base)
+        rivals: list[dict[str, Any]] = []
+        if both is not None:
+            on_event(events.doing("asking plain models the same rows", "rivals"))
+            rivals = plain.measure(both, sides.trained, sides.base, _of_report(sides), fits=fits)
     memory: list[float | None] = [None, None]
     if (thorough or settings.memory_mb is not None) and not fault:
         on_event(events.doing("measuring memory", "memory"))
@@ -101,7 +111,7 @@ def run(sides: Sides, settings: Gate, *, thorough: bool = False, on_event: Say =
         "reasons": list(told.reasons),
         "findings": [asdict(one) for one in told.findings],
         "version": made.version,
-        "against": {"name": base_made.name, "version": base_made.version, "folder": str(sides.base)},
+        "against": {"name": base_made.name, "version": base_made.version, "folder": str(sides.base.absolute())},
         "student": student,
         "rows": 0 if both is None else len(both.lengths),
         "source": "" if both is None else both.source,
@@ -119,7 +129,7 @@ def run(sides: Sides, settings: Gate, *, thorough: bool = False, on_event: Say =
         "host": host(sides.threads),
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "seconds": round(time.perf_counter() - started, 1),
-        **found,
+        "rivals": rivals,
     }
 
 
@@ -145,12 +155,21 @@ def _answers(sides: Sides, on_event: Say) -> tuple[Both | None, Judged, str]:
                 return None, Judged(None, (), None, 0, (), unscored), ""
             count = sides.rows.rows(split) if positions is None else len(positions)
             on_event(events.doing(f"both models answer {count:,} {split} rows", "answers"))
-            alike = rows.reading(sides.base, base) == rows.reading(sides.candidate, candidate)
+            readings = Reading.of(sides.base, base.artifact), Reading.of(sides.candidate, candidate.artifact)
             known = sides.known if split == "test" else None
-            both = rows.of_store(base, candidate, sides.rows, split, alike, known, positions)
+            stores = (sides.rows, *sides.further)
+            both = rows.of_store(base, candidate, stores, split, readings, known, positions)
     except Unequal as error:
         return None, nothing, str(error)
     return both, rows.judge(both), ""
+
+
+def _of_report(sides: Sides) -> Mapping[str, plain.Rival]:
+    """What the report of a run has measured of plain models, where all rows of one of its splits are asked."""
+    if isinstance(sides.rows, Data) or sides.among is not None:
+        return {}
+    split = next(name for name in SPLITS if sides.rows.rows(name))
+    return plain.of_report(sides.rows, split, (sides.candidate, sides.base))
 
 
 def _inherited(base: Artifact) -> tuple[Word, str] | None:
@@ -191,18 +210,13 @@ def _torch_threads() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------- the artefact
 
 
-def kept(document: dict[str, Any]) -> dict[str, Any]:
-    """What an artefact keeps of the document."""
-    return {name: value for name, value in document.items() if name != "rivals"}
-
-
 def record(folder: Path, document: dict[str, Any]) -> Artifact:
     """Write the verdict into a published artefact, which is replaced as a whole: its files are linked, not copied."""
     folder = folder.resolve()  # a link may be on another file system than what it names
     draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     try:
         shutil.copytree(folder, draft, copy_function=_link)
-        made = artifact.judged(draft, kept(document))
+        made = artifact.judged(draft, document)
         artifact.publish(draft, folder)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)

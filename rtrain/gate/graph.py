@@ -1,5 +1,6 @@
 """What is in an OpenVINO graph, by its .xml alone: constants by part of the model, operators by type and precision."""
 
+import gzip
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -7,6 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from rtrain.engines import PACKED
 
 SCAFFOLD = ("Const", "Parameter", "Result")
 """Layers that compute nothing."""
@@ -53,7 +56,8 @@ class Part:
 
 class Graph:
     def __init__(self, path: Path):
-        root = ElementTree.parse(path).getroot()
+        with gzip.open(path) if path.name.endswith(PACKED) else path.open("rb") as file:
+            root = ElementTree.parse(file).getroot()
         self.layers = {node.attrib["id"]: _layer(node) for node in root.iterfind("layers/layer")}
         self._into: dict[str, list[str]] = defaultdict(list)
         self._outof: dict[str, list[str]] = defaultdict(list)

@@ -5,28 +5,25 @@ Only files are read: no engine is loaded and nothing is computed.
 
 import json
 import math
-import shlex
+import os
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rtrain import artifact, config, engines
+from rtrain import artifact, engines
 from rtrain.artifact import Artifact, ArtifactError
-from rtrain.config.recipe import Distill
-from rtrain.errors import ConfigError
 from rtrain.gate import told
 from rtrain.gate.graph import Graph, Part, part_of
-from rtrain.run import Run
+from rtrain.gate.reproduction import reproduce
 
 SCHEMA_VERSION = 1
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I8": 8, "U8": 8, "F8_E4M3": 8, "F8_E5M2": 8}
 """Bits of an element, by safetensors' names for element types."""
 MOST_HEADER = 100_000_000
 """Most bytes of a safetensors header, by its own specification."""
-ORDER = ("word table", "other embeddings", "layers", "head", "tokenizer", "graph", "other files")
+ORDER = ("word table", "other embeddings", "layers", "head", "tokenizer", "graph", "other files", "compression")
 
 
 def inspect(folder: Path) -> dict[str, Any]:
@@ -35,7 +32,10 @@ def inspect(folder: Path) -> dict[str, Any]:
     graph, parts = _model(folder, made)
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     sizes = {name: part.bytes for name, part in parts.items()} | _rest(folder, made, files, parts)
-    gate = None if made.gate is None else {name: made.gate.get(name) for name in ("verdict", "reasons", "made", "host")}
+    names = ("verdict", "reasons", "made", "host")
+    gate = None if made.gate is None else {name: made.gate.get(name) for name in names}
+    if gate is not None and made.gate and "rivals" in made.gate:
+        gate["rivals"] = made.gate["rivals"]
     return {
         "schema_version": SCHEMA_VERSION,
         "artifact": str(folder),
@@ -61,11 +61,12 @@ def inspect(folder: Path) -> dict[str, Any]:
 
 def _model(folder: Path, made: Artifact) -> tuple[Graph | None, dict[str, Part]]:
     """(the graph of an int8 artefact, the model's numbers by part). None and nothing for engines of other formats."""
-    name = engines.get(made.engine).files[0]
+    path = next(iter(engines.get(made.engine).present(folder)), folder)
+    name = path.name.removesuffix(engines.PACKED)
     if name.endswith(".xml"):
-        graph = Graph(folder / name)
+        graph = Graph(path)
         return graph, graph.parts()
-    return None, _tensors(folder / name) if name.endswith(".safetensors") else {}
+    return None, _tensors(path) if name.endswith(".safetensors") else {}
 
 
 def _tensors(path: Path) -> dict[str, Part]:
@@ -87,63 +88,23 @@ def _tensors(path: Path) -> dict[str, Part]:
 
 def _rest(folder: Path, made: Artifact, files: dict[str, int], parts: dict[str, Part]) -> dict[str, int]:
     """Bytes that are no numbers of the model: what the engine's files hold beside them, the tokenizer, other files."""
-    model = sum(files[name] for name in engines.get(made.engine).files if name in files)
+    present = engines.get(made.engine).present(folder)
+    model, unpacked = (sum(map(size, present)) for size in (lambda path: path.stat().st_size, _unpacked))
     tokenizer = files.get("tokenizer.json", 0)
-    known = {"tokenizer": tokenizer, "graph": model - sum(part.bytes for part in parts.values())}
+    known = {"tokenizer": tokenizer, "graph": unpacked - sum(part.bytes for part in parts.values())}
+    if unpacked != model:
+        known["compression"] = model - unpacked
     total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return {**known, "other files": total - model - tokenizer}
 
 
-def reproduce(folder: Path, made: Artifact) -> list[str]:
-    """The commands that make the artefact again, from the files beside it; empty where it lies outside of its run, or
-    where a later version wrote settings there that this one does not know."""
-    run = Run(folder.absolute().parent)
-    if not run.exists:
-        return []
-    try:
-        return _commands(run, folder, made)
-    except ConfigError:
-        return []
-
-
-def _commands(run: Run, folder: Path, made: Artifact) -> list[str]:
-    found = []
-    if teacher := made.lineage.get("teacher"):
-        rest = shlex.join([*_sets(_distilled(run)), "--out", f"{run}-again"])
-        found.append(f"rtrain distill TEACHER {rest}  # TEACHER: the run of artefact {teacher}")
-    else:
-        found.append(shlex.join(["rtrain", "train", str(run.config), "--out", f"{run}-again"]))
-    if not engines.get(made.engine).gradients:
-        words = [str(run), *_sets(_quantized(run, made)), "--out", str(folder.absolute())]
-        found.append(shlex.join(["rtrain", "quantize", *words]))
-    return found
-
-
-def _distilled(run: Run) -> dict[str, Any]:
-    """What a student was distilled by otherwise than by default."""
-    kept, usual = config.flat(config.load(str(run.config))), config.dotted({"distill": Distill().model_dump()})
-    return {name: kept[name] for name in usual if name != "distill.teacher" and kept[name] != usual[name]}
-
-
-def _quantized(run: Run, made: Artifact) -> dict[str, Any]:
-    """What an int8 artefact was made by otherwise than its run's own settings say, as far as its lineage knows."""
-    recipe, lineage = config.load(str(run.config)).recipe, made.lineage
-    names = ("kind", "calibration_rows", "flips")
-    wanted = {f"quantize.{name}": lineage[name] for name in names if name in lineage} | {"quantize.engine": made.engine}
-    if "vocabulary" in lineage and "vocabulary" not in _lineage(run):
-        wanted["compress.vocabulary"] = "trim"
-    own = config.dotted({"quantize": recipe.quantize.model_dump(), "compress": recipe.compress.model_dump()})
-    return {name: value for name, value in wanted.items() if own[name] != value}
-
-
-def _lineage(run: Run) -> Mapping[str, Any]:
-    """That of the float artefact; empty where it is gone."""
-    return artifact.read(run.artifact, verify=False).lineage if (run.artifact / artifact.NAME).is_file() else {}
-
-
-def _sets(settings: Mapping[str, Any]) -> list[str]:
-    values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
-    return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+def _unpacked(path: Path) -> int:
+    """Bytes of a file's content: of a compressed one by its last four (RFC 1952)."""
+    if not path.name.endswith(engines.PACKED):
+        return path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(-4, os.SEEK_END)
+        return int.from_bytes(file.read(4), "little")
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
@@ -172,7 +133,7 @@ def text(found: dict[str, Any]) -> str:
     scores = {split: own for split, own in found["metrics"].items() if own}
     lines += ["", *(f"{split}: {_scores(own)}" for split, own in scores.items())]
     lines += [f"{name}: {value}" for name, value in found["lineage"].items()]
-    lines += ["", f"gate: {_gate(found)}"]
+    lines += ["", f"gate: {_gate(found)}", *(f"  beside it, {line}" for line in told.rivals(found["gate"] or {}))]
     if found["reproduce"]:
         lines += ["", "made by", *(f"  {command}" for command in found["reproduce"])]
     return "\n".join(lines)

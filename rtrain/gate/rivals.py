@@ -1,13 +1,12 @@
-"""What the transformer buys: two plain models on the same rows, and points per millisecond beside each of them.
+"""What the transformer buys: plain models on the same rows, and points per millisecond beside each of them.
 
-TF-IDF with a linear model, and a static student (`rtrain.gate.static`) with a linear model. Latency is that of a text
-asked alone, tokenizer included, on one thread, for every model alike.
+Of texts with one label or a number: TF-IDF with a linear model, and a static student (`rtrain.gate.static`) with a
+linear model; of tagged words: each word's most frequent tag. Latency is that of a text asked alone, tokenizer included,
+on one thread, for every model alike. What a run's report has measured on the same rows is not measured again.
 """
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,17 +14,27 @@ import numpy as np
 
 from rtrain import engines
 from rtrain.batch import Ragged
-from rtrain.data.stores.store import Store
+from rtrain.data.stores.store import Store, open_store
 from rtrain.gate import static
 from rtrain.gate.rows import Both
 from rtrain.metrics.by_output import metric_for
 from rtrain.report import baseline
+from rtrain.run import Run
 
-TFIDF, STATIC = baseline.TFIDF, "static embeddings and a linear model"
-ASKED = 100
-"""Texts that are asked alone."""
-REPEATS = 3
-"""A text's latency is the least of so many, since a moment of the machine's is no cost of the model."""
+TFIDF, TAGS, STATIC = baseline.TFIDF, baseline.TAGS, "static embeddings and a linear model"
+UNMEASURED = "the run's report has not measured it on these rows"
+NONE = {
+    "spans": "with a place in a text, of which counts of words know nothing",
+    "summary": "with sentences of a text",
+    "tokens": "with words that are masked",
+    "labels": "with several labels",
+    "heads": "with a label for each of several questions",
+}
+"""How models answer that have no rival, by their output."""
+UNREAD = "the base knows no piece of the rows"
+CANDIDATE = "this candidate"
+PLAIN = "plain models"
+"""In place of their names where none is asked."""
 
 Answer = Callable[[Sequence[str]], Any]
 
@@ -50,41 +59,76 @@ class Trained(NamedTuple):
     valid: tuple[list[str], list[Any]]
 
 
-def measure(both: Both, store: Store | None, base: Path) -> list[dict[str, Any]]:
-    """The candidate itself, then its rivals, which are trained on the rows of `store`; `base` is the base's folder."""
-    task, head = both.base.predictor.task, both.base.head
-    metric = metric_for(task.output)
-    texts, own = both.texts, both.candidate
-    asked = [texts[row] for row in np.unique(np.linspace(0, len(texts) - 1, min(ASKED, len(texts))).astype(int))]
+def of_report(store: Store, split: str, folders: Sequence[Path]) -> Mapping[str, Rival]:
+    """What a run has measured of plain models on all rows of a split of its store, for its report. `folders`:
+    artefacts, of which the first lies in such a run."""
+    runs = [run for run in (Run(folder.absolute().parent) for folder in folders) if run.store is not None]
+    own = next((run for run in runs if open_store(run.store or Path()).manifest.digest == store.manifest.digest), None)
+    document = None if own is None or not baseline.uses_all(store, split) else baseline.read(own)
+    if document is None:
+        return {}
+    return {
+        one["name"]: Rival(one["name"], one["scores"][split], one["ms"])
+        for one in document["baselines"]
+        if split in one["scores"] and "ms" in one
+    }
+
+
+def measure(
+    both: Both, store: Store | None, base: Path, known: Mapping[str, Rival], *, fits: bool = True
+) -> list[dict[str, Any]]:
+    """The candidate itself, then its rivals. Those that are not `known` are trained on the rows of `store` where `fits`
+    says so; `base` is the base's folder."""
+    task, head, own = both.base.predictor.task, both.base.head, both.candidate
+    metric, texts = metric_for(task.output), [] if _none(both) else both.texts
+    readable = [text for text in texts if own.predictor.flaw(text) is None]
+    if not readable:
+        return [asdict(one) for one in (Rival(CANDIDATE), Rival(PLAIN, absent=_none(both) or UNREAD))]
     score = metric.scores(own.answered.outcomes, own.targets, own.head)[metric.headline]
-    ms = _ms(lambda some: own.predictor.logits(list(some)), asked)
-    found = [Rival("this candidate", score, ms)]
+    ms = baseline.ms_of_a_text(lambda some: own.predictor.logits(list(some)), readable)
+
+    def beside(one: Rival) -> Rival:
+        assert one.score is not None
+        assert one.ms is not None
+        return replace(one, points_per_ms=points_per_ms(score - one.score, ms - one.ms))
+
+    found = [Rival(CANDIDATE, score, ms)]
+    if task.output == "tags":
+        tags = beside(known[TAGS]) if TAGS in known else Rival(TAGS, absent=UNMEASURED)
+        return [asdict(one) for one in (*found, tags)]
     lacking = _lacking(both, store)
-    if store is None or lacking:
-        return [asdict(one) for one in (*found, *(Rival(name, absent=lacking) for name in (TFIDF, STATIC)))]
-    rows = _rows(store, base / "tokenizer.json", task.output)
-    if not baseline.is_read(rows.train[0]):
-        unread = "the base knows no piece of the training rows"
-        return [asdict(one) for one in (*found, *(Rival(name, absent=unread) for name in (TFIDF, STATIC)))]
+    rows = None if store is None or lacking else _rows(store, base / "tokenizer.json", task.output)
+    if rows is not None and not baseline.is_read(rows.train[0]):
+        lacking, rows = UNREAD, None
     for name, fit in ((TFIDF, _tfidf), (STATIC, _static)):
-        if name == STATIC and not static.is_installed():
+        if name in known:
+            found.append(beside(known[name]))
+        elif name == STATIC and not static.is_installed():
             found.append(Rival(name, absent=f"{static.PACKAGE} is not installed (the extra bench has it)"))
-            continue
-        answer = fit(both, rows)
-        said = answer(texts)
-        outcomes = Ragged.even(said) if task.output == "number" else baseline.certain(said, head)
-        theirs, took = metric.scores(outcomes, both.base.targets, head)[metric.headline], _ms(answer, asked)
-        found.append(Rival(name, theirs, took, points_per_ms(score - theirs, ms - took)))
+        elif rows is None or (name == TFIDF and not fits):
+            found.append(Rival(name, absent=lacking or UNMEASURED))
+        else:
+            answer = fit(both, rows)
+            said = answer(texts)
+            outcomes = Ragged.even(said) if task.output == "number" else baseline.certain(said, head)
+            theirs = metric.scores(outcomes, both.base.targets, head)[metric.headline]
+            found.append(beside(Rival(name, theirs, baseline.ms_of_a_text(answer, texts))))
     return [asdict(one) for one in found]
+
+
+def _none(both: Both) -> str:
+    """Why no plain model answers as this one does, or nothing."""
+    output = both.base.predictor.task.output
+    if output in NONE:
+        return f"none answers {NONE[output]}"
+    return "none tells rows that belong to no class" if "outside" in both.base.head.facts else ""
 
 
 def _lacking(both: Both, store: Store | None) -> str:
     """Why no rival can be trained, or nothing."""
-    output, head = both.base.predictor.task.output, both.base.head
+    output = both.base.predictor.task.output
     if store is None:
-        return "the rows that the candidate was trained on are not known"
-    if output not in ("classes", "number") or "outside" in head.facts:
-        return f"none answers like this model ({output})"
+        return "the rows that the base was trained on are not known"
     if both.base.predictor.head.labels != store.manifest.labels:
         return "the base was trained on other labels"
     if not store.rows("train") or not store.rows("valid"):
@@ -125,17 +169,3 @@ def _static(both: Both, rows: Trained) -> Answer:
 def points_per_ms(gain: float, ms: float) -> float | None:
     """None where the gain costs no time."""
     return 100 * gain / ms if ms > 0 else None
-
-
-def _ms(answer: Answer, texts: Sequence[str]) -> float:
-    """Median latency of a text, milliseconds."""
-    answer(texts[:1])
-    least = []
-    for text in texts:
-        times = []
-        for _ in range(REPEATS):
-            started = time.perf_counter()
-            answer([text])
-            times.append(time.perf_counter() - started)
-        least.append(min(times))
-    return 1000 * statistics.median(least)

@@ -1,20 +1,22 @@
 """The same rows, answered by both sides: each reads them by its own tokenizer and answers through its own engine.
 
-Rows come from a file, or from the token store of the run that the base or the candidate is of. A store holds tokens: a
-side that reads texts as the store's maker did gets them; another one reads the texts that the store has kept, so that a
-wrong tokenizer shows in the score.
+Rows come from a file, or from the token stores of the runs that the sides are of. A store holds tokens: each side gets
+those that it was trained from, as long as it still has the tokenizer that made them. Rows of two stores are joined by
+their ids. A side without a store of its own reads the texts that the other one's has kept, so that a wrong tokenizer
+shows in the score.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rtrain import score
+from rtrain.artifact import Artifact
 from rtrain.batch import Encoded, Head, Int32s, Ints, Ragged, Tokens, pack
 from rtrain.comparison import chance
 from rtrain.comparison.chance import Difference
@@ -114,47 +116,77 @@ def of_file(base: Predictor, candidate: Predictor, data: Data) -> Both:
     return Both(first, other, columns, str(data.path), _otherwise(first.tokens, other.tokens))
 
 
+class Reading(NamedTuple):
+    """What decides which tokens a text becomes; sides of which it is equal read alike."""
+
+    tokenizer: str
+    """SHA-256 of tokenizer.json."""
+    max_tokens: int
+    stride: int | None
+    max_windows: int | None
+
+    @classmethod
+    def of(cls, folder: Path, made: Artifact) -> "Reading":
+        tokenizer = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+        return cls(tokenizer, made.max_tokens, made.facts.get("stride"), made.facts.get("max_windows"))
+
+
+class Rows(NamedTuple):
+    """Rows of a store as a side reads them."""
+
+    tokens: Tokens
+    targets: Ragged
+    head: Head
+    """What the targets mean."""
+
+
 def of_store(
     base: Predictor,
     candidate: Predictor,
-    store: Store,
+    stores: Sequence[Store],
     split: str,
-    alike: bool,
+    readings: tuple[Reading, Reading],
     known: Answers | None = None,
     among: Ints | None = None,
 ) -> Both:
-    """Both sides on the rows of a split. `alike`: the sides have equal `reading`.
+    """Both sides on the rows of a split. The first of `stores` says which rows these are; the others hold the same rows
+    as other tokenizers read them. `readings`: the base's and the candidate's.
 
     `known`: the base's and the candidate's answers to all rows of the split; they are asked anew where rows are drawn.
-    `among`: positions of the rows that count; else all do.
+    `among`: positions, in the first store, of the rows that count; else all do.
 
-    Raises `Unequal` where the candidate's labels, or its tokens, cannot be set beside those of the store.
+    Raises `Unequal` where the candidate's labels, or its tokens, cannot be set beside those of the rows.
     """
     _same_task(base, candidate)
+    store, alike = stores[0], readings[0] == readings[1]
     positions = sample(store.rows(split), MOST_ROWS) if among is None else among[sample(len(among), MOST_ROWS)]
-    tokens, targets = store.read(split, positions), store.targets(split, positions)
-    read = [tokens, tokens]
-    if not alike:
-        made = base.artifact.lineage.get("data_digest") == store.manifest.digest
-        maker, other = (base, candidate) if made else (candidate, base)
-        own, kept = _reread(other, maker, store.texts(split, positions), tokens)
-        read = [tokens.pick(kept), own] if made else [own, tokens.pick(kept)]
-        positions, targets = positions[kept], targets.take(kept)
-
+    asked = len(positions)
+    own = [_own(side, reading, stores) for side, reading in zip((base, candidate), readings, strict=True)]
+    numbers: Ints | None = None
+    if alike:
+        rows = (_rows(store, split, positions),) * 2
+    elif joined := _joined(split, positions, store, own):
+        rows, positions = joined
+        numbers = _numbers(candidate, base)  # each has the numbers of its own vocabulary
+    else:
+        rows, positions = _read_anew((base, candidate), split, positions, store, own)
     usable = known if alike and known and len(known[0].outputs) == len(positions) == store.rows(split) else None
 
-    def side(predictor: Predictor, mine: Tokens) -> Side:
+    def side(predictor: Predictor, mine: Rows) -> Side:
         if usable is None:
-            answered = score.answer(predictor, mine.lengths_of_rows, mine.pick)
+            # A masked word's outputs are a number for each piece of the vocabulary; what is judged are their outcomes.
+            keep = predictor.task.output != "tokens"
+            answered = score.answer(predictor, mine.tokens.lengths_of_rows, mine.tokens.pick, keep=keep)
         else:
             answered = usable[0 if predictor is base else 1]
-        head, answered = _by_name(predictor, answered, store.manifest.head, (base, candidate))
-        return Side(predictor, mine, answered, targets, head, np.zeros(len(positions), dtype=np.bool_))
+        head, answered = _by_name(predictor, answered, mine.head, (base, candidate))
+        return Side(predictor, mine.tokens, answered, mine.targets, head, np.zeros(len(positions), dtype=np.bool_))
 
     columns = {name: values.take(positions).to_pylist() for name, values in store.slices(split).items()}
-    otherwise = 0 if alike else _otherwise(*read)
+    otherwise = 0 if alike else _otherwise(rows[0].tokens, rows[1].tokens, numbers)
     source = f"{split} rows of the run" if among is None else f"held-back {split} rows"
-    return Both(side(base, read[0]), side(candidate, read[1]), columns, source, otherwise)
+    fewer = f", of {asked:,}: both sides' stores have these" if len(positions) < asked else ""
+    return Both(side(base, rows[0]), side(candidate, rows[1]), columns, source + fewer, otherwise)
 
 
 def _same_task(base: Predictor, candidate: Predictor) -> None:
@@ -162,19 +194,80 @@ def _same_task(base: Predictor, candidate: Predictor) -> None:
         raise Unequal(f"it answers by the task {candidate.artifact.task}, its base by {base.artifact.task}")
 
 
-def _otherwise(one: Tokens, other: Tokens) -> int:
-    pairs = zip(*(Ragged(side.ids, side.lengths_of_rows) for side in (one, other)), strict=True)
+def _otherwise(one: Tokens, other: Tokens, numbers: Ints | None = None) -> int:
+    """Rows that are other tokens; `numbers`: what those of the other side are called by the first one's vocabulary."""
+    ids = other.ids if numbers is None else numbers[other.ids]
+    pairs = zip(Ragged(one.ids, one.lengths_of_rows), Ragged(ids, other.lengths_of_rows), strict=True)
     return sum(not np.array_equal(a, b) for a, b in pairs)
+
+
+def _numbers(side: Predictor, other: Predictor) -> Ints:
+    """The number that each piece of a side's vocabulary has in another one's; -1 where it has none."""
+    own, known = side.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+    found = np.full(max(own.values()) + 1, -1, dtype=np.int64)
+    for piece, number in own.items():
+        found[number] = known.get(piece, -1)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def reading(folder: Path, predictor: Predictor) -> tuple[Any, ...]:
-    """What decides which tokens a text becomes; sides of which it is equal read alike."""
-    tokenizer = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
-    facts = predictor.artifact.facts
-    return tokenizer, predictor.artifact.max_tokens, facts.get("stride"), facts.get("max_windows")
+def _rows(store: Store, split: str, positions: Ints) -> Rows:
+    return Rows(store.read(split, positions), store.targets(split, positions), store.manifest.head)
+
+
+def _own(side: Predictor, reading: Reading, stores: Sequence[Store]) -> Store | None:
+    """The store that a side was trained from, where its tokenizer is the one that made it."""
+    for one in stores:
+        trained = side.artifact.lineage.get("data_digest") == one.manifest.digest
+        if trained and reading.tokenizer in one.manifest.sources.get("tokenizer", {}).values():
+            return one
+    return None
+
+
+def _joined(
+    split: str, positions: Ints, store: Store, own: Sequence[Store | None]
+) -> tuple[tuple[Rows, Rows], Ints] | None:
+    """(the rows of both sides, each by its own store; their positions in `store`). None where a side has no store of
+    its own, or these hold none of the rows."""
+    first, other = own
+    if first is None or other is None:
+        return None
+    wanted = store.column(split, "row_id")[positions]
+    places = [_places(one.column(split, "row_id"), wanted) for one in (first, other)]
+    found = (places[0] >= 0) & (places[1] >= 0)
+    if not found.any():
+        return None
+    return (_rows(first, split, places[0][found]), _rows(other, split, places[1][found])), positions[found]
+
+
+def _places(ids: npt.NDArray[np.uint64], wanted: npt.NDArray[np.uint64]) -> Ints:
+    """Where each of `wanted` stands in `ids`; -1 where it does not."""
+    if not len(ids):
+        return np.full(len(wanted), -1, dtype=np.int64)
+    order = np.argsort(ids, kind="stable")
+    places = order[np.minimum(np.searchsorted(ids[order], wanted), len(ids) - 1)]
+    return np.where(ids[places] == wanted, places, -1)
+
+
+def _read_anew(
+    sides: tuple[Predictor, Predictor], split: str, positions: Ints, store: Store, own: Sequence[Store | None]
+) -> tuple[tuple[Rows, Rows], Ints]:
+    """(the rows of both sides, their positions in `store`): one side has the tokens of its store, the other one reads
+    the texts that are kept there."""
+    made = [side.artifact.lineage.get("data_digest") == store.manifest.digest for side in sides]
+    maker = 0 if own[0] is not None or (own[1] is None and made[0]) else 1
+    if (theirs := own[maker]) is not None and theirs is not store:
+        places = _places(theirs.column(split, "row_id"), store.column(split, "row_id")[positions])
+        positions, store, places = positions[places >= 0], theirs, places[places >= 0]
+    else:
+        places = positions
+    whole = _rows(store, split, places)
+    anew, kept = _reread(sides[1 - maker], sides[maker], store.texts(split, places), whole.tokens)
+    mine = whole._replace(tokens=whole.tokens.pick(kept), targets=whole.targets.take(kept))
+    both = (mine, mine._replace(tokens=anew))
+    return (both if maker == 0 else both[::-1]), positions[kept]
 
 
 def _reread(

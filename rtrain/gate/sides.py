@@ -31,7 +31,9 @@ def find(candidate: Path, base: Path, overrides: Mapping[str, Any]) -> tuple[Sid
     settings = {name: value for name, value in overrides.items() if not name.startswith("data.")}
     chosen = configuration.load(NO_RECIPE, settings) if run is None else opening.stored(run.folder, settings)
     base_made = artifact.read(base)
-    store = _store(candidate, base, (artifact.read(candidate), base_made))
+    own = trained_from(candidate, artifact.read(candidate))
+    theirs = trained_from(base, base_made, beside=own)
+    stores = [store for store in (theirs, own) if store is not None]
     of_rows = {name: value for name, value in overrides.items() if name.startswith("data.")}
     if "data.path" in of_rows:
         rows: Any = score.settings(base_made, of_rows)
@@ -39,21 +41,21 @@ def find(candidate: Path, base: Path, overrides: Mapping[str, Any]) -> tuple[Sid
     elif of_rows:
         fix = "write --data with a file of rows, or leave it out"
         raise ConfigError([Problem(min(of_rows), None, "says how a file is read, and none is named", fix)])
-    elif store is None:
+    elif not stores:
         reason = "neither lies in a run whose token store is still there"
         raise UserError(f"no rows to judge {candidate} and {base} on: {reason}; write --data with a file of rows")
     else:
-        rows = store
-    return Sides(candidate, base, rows, store, chosen.deploy.serve.threads), chosen.recipe.gate
+        rows = stores[0]
+    threads = chosen.deploy.serve.threads
+    return Sides(candidate, base, rows, theirs, threads, further=tuple(stores[1:])), chosen.recipe.gate
 
 
-def _store(candidate: Path, base: Path, made: tuple[Artifact, Artifact]) -> Store | None:
-    """The token store that one of the two was trained from, the base's first."""
-    digests = {one.lineage.get("data_digest") for one in made}
-    for folder in (base, candidate):
-        run = Run(folder.parent)
-        if run.exists and (place := run.store) is not None:
-            store = open_store(place)
-            if store.manifest.digest in digests:
-                return store
+def trained_from(folder: Path, made: Artifact, beside: Store | None = None) -> Store | None:
+    """The token store that an artefact was trained from, where its run lies around it and the store is still there; or
+    where it lies beside another one."""
+    run, digest = Run(folder.parent), made.lineage.get("data_digest")
+    places = [run.store if run.exists else None, None if beside is None else beside.folder.with_name(str(digest))]
+    for place in places:
+        if place is not None and (place / "manifest.json").is_file() and open_store(place).manifest.digest == digest:
+            return open_store(place)
     return None

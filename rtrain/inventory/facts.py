@@ -93,6 +93,12 @@ class Known:
         return _text(_section(self.settings, "distill").get("teacher"))
 
     @property
+    def teachers(self) -> frozenset[str]:
+        """Versions of all artefacts that it learns from."""
+        others = _section(self.settings, "distill").get("co_teachers") or ()
+        return frozenset(str(version) for version in (self.teacher, *others) if version)
+
+    @property
     def data(self) -> tuple[str, ...]:
         """The names of its rows: files, folders, addresses or hub names."""
         rows = _section(self.settings, "data")

@@ -20,7 +20,9 @@ SCHEMA_VERSION = 1
 RUN, WHEELS, INSTALL = "run", "wheels", "INSTALL.txt"
 SUFFIXES = frozenset({".json", ".jsonl", ".yaml", ".html", ".parquet", ".safetensors", ".txt", ".xml", ".model"})
 """Suffixes of the files of a run that go. `pytorch_model.bin` is not among them: it would be unpickled."""
-NAMES = frozenset(name for engine in engines.ENGINES.values() for name in engine.files)
+NAMES = frozenset(
+    f"{name}{end}" for engine in engines.ENGINES.values() for name in engine.files for end in ("", engines.PACKED)
+)
 """Files of an engine, whatever their suffix."""
 MOST_FILES = 10_000
 

@@ -148,7 +148,7 @@ def needed_by(known: Known, inventory: Inventory, going: Iterable[Path] = ()) ->
             continue
         if other.weights and any(other.weights.is_relative_to(one.place) for one in folders.values()):
             found.append(f"{other.name} was started from its weights (model.name), and reads them when it is resumed")
-        elif other.teacher in versions and not other.ended:
+        elif other.teachers & versions and not other.ended:
             found.append(f"{other.name} is taught by its artefact, and has not ended")
         elif other.winner is not None and other.run.trial(_number(other.winner)).folder == known.run.folder:
             found.append(f"the search {other.name} has chosen it")

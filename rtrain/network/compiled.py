@@ -4,14 +4,18 @@ Beside no artefact, whose folder may be read-only and whose files are all in its
 """
 
 import contextlib
+import gzip
 import os
 import shutil
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from rtrain import env
+from rtrain.engines import PACKED
 
 KEPT = 8
-"""Artefacts whose graphs are kept: those that were compiled last."""
+"""Artefacts whose graphs are kept: those that were loaded last."""
 
 
 def folder(version: str) -> Path | None:
@@ -24,7 +28,11 @@ def folder(version: str) -> Path | None:
         return None
     found = Path(root) / "openvino" / version
     if found.is_dir():
-        return found if os.access(found, os.R_OK | os.W_OK) else None
+        if not os.access(found, os.R_OK | os.W_OK):
+            return None
+        with contextlib.suppress(OSError):  # it may be another user's
+            os.utime(found)  # by which `_forget` knows when it was used
+        return found
     try:
         found.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         found.mkdir(exist_ok=True)
@@ -34,8 +42,24 @@ def folder(version: str) -> Path | None:
     return found
 
 
+def contents(path: Path) -> bytes:
+    """What a compressed file of a graph holds."""
+    return gzip.decompress(path.read_bytes())
+
+
+def unpacked(files: Sequence[Path], into: Path) -> list[Path]:
+    """A graph's compressed files, unpacked once into the folder `into`."""
+    found = [into / path.name.removesuffix(PACKED) for path in files]
+    for path, plain in zip(files, found, strict=True):
+        if not plain.is_file():
+            draft = plain.with_name(f".{plain.name}.{uuid.uuid4().hex[:8]}")
+            draft.write_bytes(contents(path))
+            draft.rename(plain)  # at once: another process may be loading it
+    return found
+
+
 def _forget(root: Path) -> None:
-    """Remove all but the newest `KEPT`. Another process may be doing the same."""
+    """Remove all but the `KEPT` that were used last. Another process may be doing the same."""
     with contextlib.suppress(OSError):
         ordered = sorted(root.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)
         for old in ordered[KEPT:]:

@@ -5,7 +5,7 @@ between, attention heads or the feed-forward layer's inner vector, is a worker's
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,11 @@ class Cut:
     arXiv:2205.05198)."""
     norms: tuple[str, ...]
     """Normalisations, which then read a worker's own tokens."""
+    several: Mapping[str, int] = field(default_factory=dict)
+    """Of `by_outputs`, the layers whose outputs are several vectors after each other: how many. A worker has its share
+    of each."""
+    inside: tuple[str, ...] = ()
+    """Dropout between two products: of a worker's own numbers, with masks of its own."""
 
 
 _BERT = Cut(
@@ -45,8 +50,20 @@ CUTS: Mapping[str, Cut] = {
         ("attention", "ffn"),
         ("sa_layer_norm", "output_layer_norm"),
     ),
+    "modernbert": Cut(
+        ("attn.Wqkv", "mlp.Wi"),
+        ("attn.Wo", "mlp.Wo"),
+        ("attn", "mlp"),
+        ("attn_norm", "mlp_norm"),
+        several={"attn.Wqkv": 3, "mlp.Wi": 2},
+        inside=("mlp.drop",),
+    ),
 }
 """By model type."""
+
+
+DRAWS: Mapping[str | None, Any] = {packed.NAME: dropout.mask, packed.STOCK_DROPOUT: dropout.stock_salted}
+"""What draws masks of dropout for workers that have some of the numbers each, by the name of a network's attention."""
 
 
 def drop_apart(layers: "torch.nn.Module", place: int) -> None:
@@ -56,6 +73,18 @@ def drop_apart(layers: "torch.nn.Module", place: int) -> None:
     for layer in layers.modules():
         if type(layer) is torch.nn.Dropout:
             layer.forward = partial(_drop_own, layer, place)  # type: ignore[method-assign]
+
+
+def drop_inside(network: Any, layers: "torch.nn.Module", place: int) -> None:
+    """Let dropout between two products, which is of a worker's own numbers, have masks of its own."""
+    import torch
+
+    draw = DRAWS.get(getattr(network, packed.MARK, None), dropout.stock_salted)
+    for layer in layers.children():
+        for name in CUTS[network.config.model_type].inside:
+            part = layer.get_submodule(name)
+            if type(part) is torch.nn.Dropout:
+                part.forward = partial(dropout.drop, part, salt=place, draw=draw)  # type: ignore[method-assign]
 
 
 def _drop_own(layer: "torch.nn.Dropout", place: int, values: "torch.Tensor") -> "torch.Tensor":
@@ -105,8 +134,9 @@ def keep_heads(network: "transformers.PreTrainedModel", parts: int, place: int) 
 
     if not packed.enabled(network):
         return
-    name, draw = f"{packed.NAME}_{place}_of_{parts}", partial(dropout.mask, salt=place)
-    AttentionInterface.register(name, partial(attention.packed, draw=draw))
+    before = getattr(network, packed.MARK)
+    name, draw = f"{before}_{place}_of_{parts}", DRAWS[before]
+    AttentionInterface.register(name, partial(attention.packed, draw=partial(draw, salt=place)))
     AttentionMaskInterface.register(name, packed.mask)
     network.set_attn_implementation(name)
     _count_heads(network, parts)

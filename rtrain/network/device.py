@@ -25,11 +25,13 @@ class Choice:
     """What a user should be told: that GPUs are left alone, or that there are fewer workers than asked for."""
 
 
-def choose(wanted: str, workers: int, least: int | None, gpus: int, usable: bool) -> Choice:
+def choose(wanted: str, workers: int, least: int | None, gpus: int, usable: bool, room: int | None = None) -> Choice:
     """The choice for a run; raises `ConfigError` where what was asked for cannot be had.
 
     `wanted`: `train.device`, or what the run has decided before; `gpus`: those of the whole cluster, with what its
-    autoscaler may start, also where none is up yet; `usable`: whether this build of torch can compute on them.
+    autoscaler may start, also where none is up yet; `usable`: whether this build of torch can compute on them; `room`:
+    how many of the workers have room on nodes that may be up together, with the CPUs of their data tasks (None: not
+    known). Where none has, the run is refused by that (`cluster.preflight`), and not here.
     """
     if wanted == "cpu" or (wanted == "auto" and not gpus):
         return Choice("cpu", workers)
@@ -47,6 +49,9 @@ def choose(wanted: str, workers: int, least: int | None, gpus: int, usable: bool
     if gpus < workers:
         why = f"{gpus} worker{'' if gpus == 1 else 's'} instead of {workers}: the cluster has {has}, one for each"
         return Choice("gpu", gpus, f"{why}. The rows of an update stay the same")
+    if room and (least or 1) <= room < workers:
+        why = f"{room} worker{'' if room == 1 else 's'} instead of {workers}: of the nodes that may be up together with"
+        return Choice("gpu", room, f"{why} CPUs for data tasks no more have a GPU. The rows of an update stay the same")
     return Choice("gpu", workers)
 
 

@@ -5,6 +5,7 @@ gives bits for millions (SFC64, Doty-Humphrey's small fast chaotic generator, as
 """
 
 import hashlib
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,15 @@ def stock(shape: tuple[int, ...], rate: float, dtype: "torch.dtype") -> "torch.T
     return torch.nn.functional.dropout(torch.ones(shape, dtype=dtype), rate)
 
 
+def stock_salted(shape: tuple[int, ...], rate: float, dtype: "torch.dtype", salt: int) -> "torch.Tensor":
+    """A mask drawn by torch, another for each `salt`. As `mask` does, it takes one number of torch's CPU generator
+    whatever its shape, so that workers with other salts go on alike."""
+    import torch
+
+    drawn = torch.Generator().manual_seed(seed_of(int(torch.randint(1 << 62, (1,))), salt))
+    return torch.empty(shape, dtype=dtype).bernoulli_(1 - rate, generator=drawn).div_(1 - rate)
+
+
 @lru_cache(maxsize=8)
 def _scaled(rate: float, dtype: "torch.dtype") -> "npt.NDArray[Any]":
     """The bit pattern of 1 / (1 - rate), as an integer of the same width."""
@@ -65,12 +75,17 @@ def replace(network: "torch.nn.Module") -> None:
             layer.forward = partial(drop, layer)  # type: ignore[method-assign]
 
 
-def drop(layer: "torch.nn.Dropout", values: "torch.Tensor", salt: int = 0) -> "torch.Tensor":
-    """What the layer answers, with another mask for another `salt`."""
+def drop(
+    layer: "torch.nn.Dropout",
+    values: "torch.Tensor",
+    salt: int = 0,
+    draw: "Callable[..., torch.Tensor]" = mask,
+) -> "torch.Tensor":
+    """What the layer answers, with another mask for another `salt`; `draw` as `mask` does."""
     import torch
 
     if not layer.training or not layer.p:
         return values
     if values.device.type != "cpu":
         return torch.nn.functional.dropout(values, layer.p)
-    return values * mask(tuple(values.shape), layer.p, values.dtype, salt)
+    return values * draw(tuple(values.shape), layer.p, values.dtype, salt)

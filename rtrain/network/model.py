@@ -11,7 +11,7 @@ from rtrain import documents, hub
 from rtrain.config import Config, Model, Recipe, with_overrides
 from rtrain.errors import ConfigError, Problem
 from rtrain.exchange import whole
-from rtrain.network import frozen, heads, packed, pooling, positions, sentence
+from rtrain.network import frozen, heads, local, packed, pooling, positions, sentence
 from rtrain.network.auto import auto_class
 from rtrain.tasks import base
 
@@ -120,7 +120,7 @@ def build(
     torch.manual_seed(seed)
     chosen = chosen or Model()
     mean = _pooling(chosen, task, folder) == "mean"
-    settings = {} if chosen.attention_dropout is None else _dropout(folder, chosen.attention_dropout)
+    settings = _dropouts(folder, chosen)
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: number for number, label in enumerate(labels)}}
     model, read = pooling.load(
         auto_class(task.auto_model), folder, new_head=True, **(names if labels else {}), **settings
@@ -129,6 +129,8 @@ def build(
     heads.fit(model, heads.places(documents.read(folder / "config.json"), task.auto_model, labels), drawn)
     if chosen.positions is not None:
         positions.lengthen(model, chosen.positions)
+    if chosen.local_attention is not None:
+        local.limit(model, chosen.local_attention)
     return _as_trained(model, task, chosen, drawn, mean, pack, fast_dropout)
 
 
@@ -139,13 +141,15 @@ def shaped(folder: Path, task: base.Task, outputs: int, chosen: Model | None = N
     from transformers.initialization import no_init_weights
 
     chosen = chosen or Model()
-    settings = {} if chosen.attention_dropout is None else _dropout(folder, chosen.attention_dropout)
+    settings = _dropouts(folder, chosen)
     known = transformers.AutoConfig.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False, num_labels=outputs, **settings
     )
     if chosen.positions is not None:
         longer = chosen.positions + positions.first(known.to_dict())
         known.max_position_embeddings = max(known.max_position_embeddings, longer)
+    if chosen.local_attention is not None:
+        setattr(known, local.KEY, chosen.local_attention)
     with no_init_weights():  # ModernBERT's are drawn until all of them are small enough: it asks for their numbers
         model = auto_class(task.auto_model).from_config(known, trust_remote_code=False)
     model.tie_weights()
@@ -176,9 +180,11 @@ def attend(network: Any, *, training: bool) -> None:
     holds no square of the text, of which an evaluation's large passes would take gigabytes. A GPU's is always fused,
     and so is local attention: by plain products, padding that reads nothing answers with what is no number.
     """
-    if getattr(network, "_supports_sdpa", False) and not packed.enabled(network):
-        local = getattr(network.config, "sliding_window", None) is not None
-        plain = training and whole.device(network).type == "cpu" and not local
+    if local.reach(network.config) is not None and not packed.enabled(network):
+        local.attend(network)
+    elif getattr(network, "_supports_sdpa", False) and not packed.enabled(network):
+        near = getattr(network.config, "sliding_window", None) is not None
+        plain = training and whole.device(network).type == "cpu" and not near
         network.set_attn_implementation("eager" if plain else "sdpa")
 
 
@@ -197,26 +203,40 @@ def keep_inputs_alone(network: Any) -> None:
     network.activation_checkpointing_enable({"use_reentrant": False})
 
 
-DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
-"""Names by which configurations call the dropout of attention weights: of BERT and its kin, DistilBERT, ModernBERT."""
+DROPOUTS = {
+    "attention_dropout": ("attention weights", ("attention_probs_dropout_prob", "attention_dropout")),
+    "dropout": ("hidden values", ("hidden_dropout_prob", "dropout", "embedding_dropout", "mlp_dropout")),
+}
+"""By setting: what is dropped, and the names by which configurations call it: of BERT and its kin, DistilBERT,
+ModernBERT."""
 
 
-def _dropout(folder: Path, share: float) -> dict[str, Any]:
+def _dropouts(folder: Path, chosen: Model) -> dict[str, Any]:
+    """What the settings change in the configuration of a model folder."""
     import transformers
 
+    wanted = {name: share for name in DROPOUTS if (share := getattr(chosen, name)) is not None}
+    if not wanted:
+        return {}
     known = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    names = [name for name in DROPOUTS if hasattr(known, name)]
-    if not names:
-        reason = f"{type(known).__name__} has no dropout of attention weights ({' or '.join(DROPOUTS)})"
-        raise ConfigError([Problem("model.attention_dropout", share, reason, "set it to null")])
-    return dict.fromkeys(names, share)
+    found: dict[str, Any] = {}
+    for setting, share in wanted.items():
+        what, names = DROPOUTS[setting]
+        own = [name for name in names if hasattr(known, name)]
+        if not own:
+            reason = f"{type(known).__name__} has no dropout of {what} ({' or '.join(names)})"
+            raise ConfigError([Problem(f"model.{setting}", share, reason, "set it to null")])
+        found |= dict.fromkeys(own, share)
+    return found
 
 
-def check_architecture(folder: Path, max_tokens: int, begun: bool = False, asked: int | None = None) -> list[Problem]:
+def check_architecture(
+    folder: Path, max_tokens: int, begun: bool = False, chosen: Model | None = None
+) -> list[Problem]:
     """What can be known of a model folder before a process starts. A run that has `begun` may have as many tokens as
-    the table of positions has places, as it was allowed. `asked`: model.positions."""
-    config = documents.read(folder / "config.json")
-    problems = positions.problems(config, asked)
+    the table of positions has places, as it was allowed."""
+    config, chosen = documents.read(folder / "config.json"), chosen or Model()
+    problems = positions.problems(config, chosen.positions) + local.problems(config, chosen.local_attention)
     if "auto_map" in config:
         problems.append(
             Problem(
@@ -227,7 +247,7 @@ def check_architecture(folder: Path, max_tokens: int, begun: bool = False, asked
             )
         )
     own = config.get("max_position_embeddings") if begun else positions.reached(config)
-    most = own and max(own, asked or 0)
+    most = own and max(own, chosen.positions or 0)
     if most and max_tokens > most:
         fix = f"write {most} or less"
         if config.get("model_type") in positions.TABLES:

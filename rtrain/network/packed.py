@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rtrain.batch import Int32s, Ints, Tokens
-from rtrain.network import attention, dropout as masks
+from rtrain.network import attention, dropout as masks, local
 from rtrain.network.device import moved
 from rtrain.network.inputs import LAYOUT
 from rtrain.network.layout import Layout, layout_of
@@ -26,7 +26,7 @@ NAME = "rtrain_packed"
 STOCK_DROPOUT = "rtrain_packed_stock_dropout"
 """The name of the implementation whose masks of dropout are drawn by torch."""
 MARK = "rtrain_packs"
-"""Attribute of a network that computes no padding; copies of the network have it too."""
+"""Attribute of a network that computes no padding, the name of its attention; copies of the network have it too."""
 HEADS = "rtrain_heads"
 """Attribute of a network that has a share of the attention heads: how many."""
 FIRST_POSITION: Mapping[str, Callable[[Any], int]] = {
@@ -56,7 +56,7 @@ def enable(network: "transformers.PreTrainedModel", head: str, *, fast_dropout: 
     AttentionInterface.register(name, partial(attention.packed, draw=draw))
     AttentionMaskInterface.register(name, mask)
     network.set_attn_implementation(name)
-    setattr(network, MARK, True)
+    setattr(network, MARK, name)
     if fast_dropout:
         masks.replace(network)
     if head != "tokens":
@@ -78,7 +78,7 @@ def inputs_of(network: Any, tokens: Tokens, device: "torch.device") -> tuple[dic
     """What an enabled network is called with: tensors [1, tokens] and the layout; and where in the pack each of the
     pass's tokens is."""
     config = network.config
-    layout = layout_of(tokens, getattr(network, HEADS, config.num_attention_heads), device)
+    layout = layout_of(tokens, getattr(network, HEADS, config.num_attention_heads), device, local.reach(config))
     inside = np.arange(len(tokens.ids)) - np.repeat(np.cumsum(tokens.lengths) - tokens.lengths, tokens.lengths)
     columns = {
         "input_ids": tokens.ids.astype(np.int64),
@@ -96,9 +96,7 @@ def mask(**named: Any) -> Any:
 
     As truth values: of a token of padding that reads none of a text, numbers would make an answer that is no number.
     """
-    from transformers.masking_utils import sdpa_mask
-
-    return None if named["attention_mask"] is None else sdpa_mask(**named)
+    return None if named["attention_mask"] is None else local.mask(**named)
 
 
 def _by_window(head: str, encoder: Any, inputs: Any, named: Mapping[str, Any], output: Any) -> Any:

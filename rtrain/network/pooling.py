@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rtrain.errors import UserError
+from rtrain.network import local
 from rtrain.network.inputs import LAYOUT
 
 if TYPE_CHECKING:
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 FACT = "token_pooling"
 """Name of the fact of an artefact whose model pools by `mean`: transformers alone would answer otherwise."""
 GUARD = (1, 1, 1)
-"""Dimensions before the two of each of a head's matrices, where it reads the mean: `AutoModelFor...` ends with an error
-of mismatched sizes, whereas `AutoModel` and sentence-transformers load the encoder, and leave the head out."""
+"""Dimensions before the two of each of a head's matrices, where it reads the mean or attention is local (`local`):
+`AutoModelFor...` ends with an error of mismatched sizes, whereas `AutoModel` and sentence-transformers load the
+encoder, and leave the head out."""
 
 
 def pool_by_mean(network: "transformers.PreTrainedModel") -> None:
@@ -66,16 +68,17 @@ def save(
     network: "transformers.PreTrainedModel",
     folder: Path,
     *,
-    mean: bool,
+    guarded: bool,
     weights: "Mapping[str, torch.Tensor] | None" = None,
 ) -> None:
-    """Write config.json and model.safetensors; `mean`: the head reads the mean, and its matrices are guarded.
+    """Write config.json and model.safetensors; `guarded`: others would answer otherwise, so the head's matrices have a
+    shape that they refuse.
 
     `weights`: whole ones by name, where the network's own are shares of them or more than is to be saved.
     """
     encoder = f"{network.base_model_prefix}."
     weights = dict(network.state_dict() if weights is None else weights)
-    if mean:
+    if guarded:
         head = {name: weight for name, weight in weights.items() if weight.ndim == 2 and not name.startswith(encoder)}
         weights |= {name: weight.reshape(*GUARD, *weight.shape) for name, weight in head.items()}
     network.save_pretrained(folder, state_dict=weights)
@@ -114,4 +117,5 @@ def load(
             others.append(f"{name} is {list(stored)} in place of {list(wanted)}")
     if others and not new_head:
         raise UserError(f"{folder}: model.safetensors does not fit config.json: {', '.join(others)}; copy it whole")
+    local.attend(network)
     return network, read

@@ -1,7 +1,8 @@
 """How many tokens the positions of a model reach, and a table of positions that is made longer."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,35 @@ def lengthen(network: Any, asked: int) -> None:
             filled = torch.arange(start + asked) if name == "position_ids" else torch.zeros(start + asked)
             embeddings.register_buffer(name, filled.to(value)[None], persistent=False)
     network.config.max_position_embeddings = start + asked
+
+
+@contextmanager
+def shortened(network: Any, tokens: int) -> Iterator[None]:
+    """While the block runs, the table of positions of a network in evaluation ends where a text of `tokens` tokens
+    does: a graph that is traced in it has no further places. Its answers to such texts are the same.
+
+    Other architectures than those of `TABLES` stay as they are, and so does a table that is no longer than that.
+    """
+    import torch
+
+    settings = network.config.to_dict()
+    own, start = reached(settings), first(settings)
+    if settings.get("model_type") not in TABLES or own is None or tokens >= own:
+        yield
+        return
+    embeddings = network.base_model.embeddings
+    table, many = embeddings.position_embeddings, start + tokens
+    whole, buffers = table.weight, dict(embeddings.named_buffers(recurse=False))
+    try:
+        table.weight = torch.nn.Parameter(whole.detach()[:many].clone(), requires_grad=False)
+        for name, value in buffers.items():
+            if value.shape == (1, start + own):
+                embeddings.register_buffer(name, value[:, :many].clone(), persistent=False)
+        yield
+    finally:
+        table.weight = whole
+        for name, value in buffers.items():
+            embeddings.register_buffer(name, value, persistent=False)
 
 
 def tell_tokenizer(folder: Path, settings: Mapping[str, Any]) -> None:

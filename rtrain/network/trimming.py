@@ -8,7 +8,8 @@ import hashlib
 import json
 import shutil
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,19 +47,29 @@ class Trimmed(NamedTuple):
     """The old id of each piece that is left."""
 
 
-def used_by(tokenizer: Any, texts: Iterable[str]) -> list[int]:
-    """The ids that occur in texts. `tokenizer` is a `tokenizers.Tokenizer`; it should not cut them."""
-    found: set[int] = set()
+def counted_by(tokenizer: Any, texts: Iterable[str]) -> Counter[int]:
+    """How often each id occurs in texts. `tokenizer` is a `tokenizers.Tokenizer`; it should not cut them."""
+    found: Counter[int] = Counter()
     for text in texts:
         found.update(tokenizer.encode(text).ids)
-    return sorted(found)
+    return found
 
 
-def kept(folder: Path, numbers: Iterable[int], at_least: int = 0) -> list[int]:
+def used_by(tokenizer: Any, texts: Iterable[str]) -> list[int]:
+    """The ids that occur in texts; the most frequent first."""
+    return by_frequency(counted_by(tokenizer, texts))
+
+
+def by_frequency(counts: Mapping[int, int]) -> list[int]:
+    """The most frequent first; of equally frequent ones, the one that comes first in the vocabulary."""
+    return sorted(counts, key=lambda number: (-counts[number], number))
+
+
+def kept(folder: Path, numbers: Iterable[int], at_least: int = 0, most: int | None = None) -> list[int]:
     """The ids of a model folder's vocabulary that stay where the ids `numbers` are used (`vocabulary.kept`)."""
     document, settings = _json(folder / TOKENIZER), _json(folder / SETTINGS)
     pad = settings.get("pad_token_id")
-    return vocabulary.kept(document, numbers, at_least, also=_ids(settings), pad=0 if pad is None else pad)
+    return vocabulary.kept(document, numbers, at_least, _ids(settings), 0 if pad is None else pad, most)
 
 
 def size(folder: Path) -> int:

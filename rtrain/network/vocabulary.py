@@ -34,25 +34,49 @@ def pieces(document: Document) -> dict[int, str]:
 
 
 def kept(
-    document: Document, used: Iterable[int], at_least: int = 0, also: Collection[int] = (), pad: int | None = None
+    document: Document,
+    used: Iterable[int],
+    at_least: int = 0,
+    also: Collection[int] = (),
+    pad: int | None = None,
+    most: int | None = None,
 ) -> list[int]:
     """The ids that stay, in the order of their new numbers.
 
-    These are the `used` ones; single characters and bytes, into which an unknown word falls apart; special and added
-    tokens; those of `also` that exist; and, up to `at_least` pieces, the first others: vocabularies are in the order of
-    frequency, or of merges. The piece `pad` keeps its number, since RoBERTa and its kin count positions from it. Raises
-    `UserError` for a tokenizer that cannot be cut.
+    These are single characters and bytes, into which an unknown word falls apart; special and added tokens; those of
+    `also` that exist; the `used` ones, of which the first are kept where there are more than `most` pieces in all; and,
+    up to `at_least` pieces, the first others: vocabularies are in the order of frequency, or of merges. The piece `pad`
+    keeps its number, since RoBERTa and its kin count positions from it. Raises `UserError` for a tokenizer that cannot
+    be cut, or that has more than `most` characters and special tokens.
     """
     _refuse(document)
     found, parents = pieces(document), _parents(document)
-    wanted = {number for number in used if number in found} | (set(also) & found.keys()) | _always(document, found)
-    wanted = _with_ancestors(wanted, parents)
-    for number in sorted(found):
-        if len(wanted) >= at_least:
-            break
-        if number not in wanted and not RESERVED.fullmatch(found[number]):
-            wanted |= _with_ancestors({number}, parents)
+    wanted = _with_ancestors((set(also) & found.keys()) | _always(document, found), parents)
+    if most is not None and len(wanted) > most:
+        raise UserError(
+            f"compress.vocabulary_most={most}: single characters and special tokens alone are {len(wanted)} pieces; "
+            "write more, or null"
+        )
+    limit = len(found) if most is None else most
+    _fill(wanted, (number for number in used if number in found), parents, limit, limit)
+    spare = (number for number in sorted(found) if not RESERVED.fullmatch(found[number]))
+    _fill(wanted, spare, parents, min(at_least, limit), limit)
     return _ordered(wanted, _own(document), pad)
+
+
+def _fill(
+    wanted: set[int],
+    further: Iterable[int],
+    parents: Mapping[int, list[tuple[int, int]]],
+    enough: int,
+    most: int,
+) -> None:
+    """Add the first of `further`, each with its ancestors, until `wanted` has `enough`, and never more than `most`."""
+    for number in further:
+        added = _with_ancestors({number}, parents) - wanted
+        if len(wanted) >= enough or len(wanted) + len(added) > most:
+            return
+        wanted |= added
 
 
 def renumbered(document: Document, ids: Sequence[int]) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """What a worker group of `rtrain verify` does: train the same slice in several layouts and measure how far they part.
 
-All in float64 and without dropout: in float32, correct code parts too, since Adam amplifies rounding where the true
-gradient is zero. What is trained with is the run's own stream, loop and step.
+All without dropout, and nearly all in float64: in fp32, correct code parts too, since Adam amplifies rounding where the
+true gradient is zero. What is trained with is the run's own stream, loop and step.
 """
 
 import copy
 import hashlib
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +22,7 @@ from rtrain.exchange import ranks, whole
 from rtrain.exchange.exchange import Exchange
 from rtrain.network import model
 from rtrain.proof import planted
+from rtrain.proof.plan import EXACT, SINGLE, Case, train_of
 from rtrain.run import Run
 from rtrain.strategies import choose as strategies
 from rtrain.tasks import base
@@ -31,57 +32,10 @@ if TYPE_CHECKING:
     import torch
 
 REFERENCE = "reference"
-SINGLE = "1 worker"
-"""The reference, as a layout to start from."""
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "shard 2": {"shard": 2},
-    "shard 3": {"shard": 3},
-    "tensor 2": {"tensor": 2},
-    "sequence": {"tensor": 2, "sequence": True},
-    "pipeline": {"pipeline": 2, "schedule": "1f1b"},
-}
-"""Settings of `train` by the name of a layout."""
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "gpipe": {"pipeline": 2, "schedule": "gpipe"},
-    "interleaved": {"pipeline": 2, "schedule": "interleaved"},
-}
-"""Further schedules of a pipeline."""
-GRIDS: dict[str, dict[str, Any]] = {
-    "shard 2, tensor 2": {"shard": 2, "tensor": 2},
-    "shard 3, sequence": {"shard": 3, "tensor": 2, "sequence": True},
-    "pipeline of 2": {"pipeline": 2, "schedule": "1f1b"},
-}
-"""Layouts of four workers: two replicas of two workers each."""
-PLAIN = {"shard": 0, "tensor": 1, "sequence": False, "pipeline": 1, "gradient_compression": "none"}
-"""Those of a case without a layout. Compression is left out: the user asked for what it loses, and the sums are not at
-fault."""
 FLOOR = 1e-6
 """A tensor's gradient below this share of the whole gradient's norm is compared with that share instead of itself."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One layout of the slice."""
-
-    workers: int
-    micro_batch: int
-    layout: str = ""
-    """The name of one of `LAYOUTS`, `SCHEDULES` or `GRIDS`, or none: the whole model on every worker."""
-    resumed: str = ""
-    """From whose checkpoint in mid-slice the case starts, if from any: `SINGLE`, or a layout."""
-    bug: str | None = None
-    """The name of one of `planted.BUGS`, or none."""
-
-    @property
-    def name(self) -> str:
-        resumed = "resized from 1" if self.resumed == SINGLE else self.resumed and f"resumed from {self.resumed}"
-        parts = [f"{self.workers} x {self.micro_batch}", self.layout, resumed, self.bug or ""]
-        return ", ".join(part for part in parts if part)
-
-    @property
-    def keeps(self) -> str:
-        """The name under which the case leaves a checkpoint in mid-slice, if it does."""
-        return "" if self.resumed or self.bug else self.layout
+FP32_FLOOR = 1.0
+"""The same in fp32: a tensor whose true gradient is zero, as a key's bias has, is nothing but rounding."""
 
 
 @dataclass
@@ -101,6 +55,11 @@ class Measured:
     workers_differ: int = 0
     """Workers whose weights are not, bit for bit, those of the first worker that has the same."""
     seconds: float = 0.0
+
+
+def reference_of(case: Case) -> str:
+    """The folder of what a case is compared with."""
+    return REFERENCE if case.precision == EXACT else f"{REFERENCE}-{case.precision}"
 
 
 @dataclass(frozen=True)
@@ -147,17 +106,17 @@ class _Group:
             loss=losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing),
             order=order,
             pad_id=model.pad_id(folder),
-            precision="fp64",
+            precision=EXACT,
             until=order.updates,
         )
 
     def run(self, case: Case) -> None:
         clock = loop.Clock()
         with clock.section("case"):
-            train = self.job.recipe.train
-            train = train.model_copy(update={**PLAIN, **{**LAYOUTS, **SCHEDULES, **GRIDS}.get(case.layout, {})})
-            exchange = strategies.build(copy.deepcopy(self.start), train)
-            reference = _Reference(self.slice.scratch / REFERENCE, ranks.first(), self.slice.updates)
+            train = train_of(self.job.recipe.train, case.layout, case.workers)
+            network = copy.deepcopy(self.start)
+            exchange = strategies.build(network if case.precision == EXACT else network.float(), train)
+            reference = _Reference(case, self.slice, active=ranks.first())
             measured = self._train(case, exchange, reference)
             measured.workers_differ = _differing(exchange.module)
         measured.seconds = round(clock.seconds["case"], 2)
@@ -165,14 +124,14 @@ class _Group:
             self.job.run.append("case", **asdict(case), name=case.name, measured=asdict(measured))
 
     def _train(self, case: Case, exchange: Exchange, reference: "_Reference") -> Measured:
-        job, measured = self.job, Measured()
+        job, measured = replace(self.job, precision=case.precision), Measured()
         optimizer = optim.of_run(exchange, job.recipe)
         begin, link = 0, loop.GENESIS
         if case.resumed:
             state = checkpoint.load(reference.checkpoint(case.resumed), exchange.module, optimizer)
             begin, link = state.update, bytes.fromhex(state.ledger)
         step.settle(exchange, job.loss, job.pad_id, job.precision)
-        teacher = job.recipe.distill.teacher
+        teacher = job.recipe.answers
         share = ingest.Share(
             job.store.folder, job.order, exchange.world, exchange.rank, case.micro_batch, teacher=teacher
         )
@@ -188,7 +147,8 @@ class _Group:
             link = chain(link, update.digest)
             measured.rows += done.rows
             measured.most_passes = max(measured.most_passes, done.passes)
-            if update.number + 1 == job.order.updates // 2 and (case.keeps or not reference.made):
+            keeps = case.keeps or (not reference.made and case.precision == EXACT)
+            if keeps and update.number + 1 == job.order.updates // 2:
                 reference.keep(case.keeps or SINGLE, exchange, optimizer, update.number + 1, link)
         measured.rows, measured.order_digest = _sum(exchange, measured.rows), link.hex()
         reference.weights(self.start, exchange, measured)
@@ -208,10 +168,13 @@ class _Compared(step.Observer):
 
 
 class _Reference:
-    """Gradients and weights of the first case, on disk; every later case is compared with them as it goes."""
+    """Gradients and weights of the first case of a precision, on disk; every later case of that is compared with them
+    as it goes."""
 
-    def __init__(self, folder: Path, active: bool, updates: int):
-        self._folder, self._active, self._middle = folder, active, updates // 2
+    def __init__(self, case: Case, of: Slice, active: bool):
+        self._folder = folder = of.scratch / reference_of(case)
+        self._active, self._middle = active, of.updates // 2
+        self._floor = FLOOR if case.precision == EXACT else FP32_FLOOR
         self.made = (folder / "weights.safetensors").is_file()
         self.is_made_here = active and not self.made
         if active:
@@ -241,7 +204,7 @@ class _Reference:
         norms = {name: float(value.norm()) for name, value in known.items() if not name.endswith(ROWS)}
         total = sum(norm**2 for norm in norms.values()) ** 0.5
         for name, grad in gradients.items():
-            ratio = _difference(grad, known, name) / max(norms.get(name, 0.0), FLOOR * total)
+            ratio = _difference(grad, known, name) / max(norms.get(name, 0.0), self._floor * total)
             if not ratio <= measured.gradient_ratio:  # a NaN is the worst of all
                 measured.gradient_ratio, measured.worst_tensor, measured.worst_update = ratio, name, update
 

@@ -16,8 +16,6 @@ from rtrain.training import step
 if TYPE_CHECKING:
     import torch
 
-RunUpdate = Callable[..., step.Done]
-
 
 def mean_of_means(
     exchange: Exchange, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
@@ -162,13 +160,13 @@ class _Scaled(Pipeline):
         return made
 
 
-LAID_OUT: dict[str, dict[str, RunUpdate]] = {
+LAID_OUT: dict[str, dict[str, step.RunUpdate]] = {
     "shard 3": {"gradient twice": counted_twice, "replica left out": replica_left_out},
     "pipeline": {"edge gradient lost": edge_gradient_lost, "scale_grads left on": divided_by_passes},
 }
 """Bugs of workers that have a part of the weights, by the layout in which they are planted."""
 STALE = "stale embedding row"
-BUGS: dict[str, RunUpdate] = {
+BUGS: dict[str, step.RunUpdate] = {
     "mean of means": mean_of_means,
     "dropped tail row": dropped_tail_row,
     "double exchange": double_exchange,

@@ -7,111 +7,29 @@ not do: AdamW ignores the scale of a gradient, so that a gradient exchanged twic
 
 import shutil
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration, events
-from rtrain.cluster import preflight
-from rtrain.config import Config, Recipe
+from rtrain import config as configuration, env, events
+from rtrain.cluster import preflight, supply
+from rtrain.config import Config
 from rtrain.data import tokens
 from rtrain.errors import ConfigError, UserError
 from rtrain.network import model
-from rtrain.proof import planted
-from rtrain.proof.cases import GRIDS, LAYOUTS, PLAIN, REFERENCE, SCHEDULES, SINGLE, Case, Measured, Slice, run_group
+from rtrain.proof.cases import REFERENCE, Measured, Slice, run_group
+from rtrain.proof.plan import EXACT, Case, LeftOut, most_workers, plan, refused
 from rtrain.run import Run
 from rtrain.runs import driver, failures, group as worker_group, nodes, preparing
-from rtrain.strategies import allowed
 
 TOLERANCE = 1e-8
 """Correct code stays below it by orders of magnitude, in float64; see `PLANTED`."""
 PLANTED = 1e-2
 """What a planted bug must reach in at least one figure."""
-
-ROWS_PER_UPDATE, FULL_ROWS_PER_UPDATE = 32, 64
-FULL_ROWS = 1003
-"""A prime beyond 1,000: no layout divides it, so every layout has ragged passes and a short last update."""
-TOKENS, FULL_TOKENS = 4_000, 40_000
-"""Long texts get fewer rows, so that the time of a slice does not depend on them."""
-UPDATES = 4
-"""Full updates of the default slice; one update of a single row follows, in which all workers but one are idle."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What will be trained: `rows` rows of the store in updates of `rows_per_update`, in each group's cases."""
-
-    rows: int
-    rows_per_update: int
-    groups: tuple[tuple[Case, ...], ...]
-    """One worker group each: all its cases have the same number of workers. The first case is the reference."""
-
-    @property
-    def updates(self) -> int:
-        return -(-self.rows // self.rows_per_update)
-
-    @property
-    def workers(self) -> int:
-        return max(group[0].workers for group in self.groups)
-
-
-def plan(config: Config, train_rows: int, mean_tokens: float, *, full: bool = False, bugs: bool = False) -> Plan:
-    """Pure: slice and cases for a recipe with `train_rows` rows of `mean_tokens` tokens in the mean."""
-    train = config.recipe.train
-    groups = _full() if full else _default(train.workers, train.micro_batch)
-    if bugs:
-        named = planted.possible(config.recipe.model.freeze)
-        workers = groups[-1][0].workers
-        planted_in = [("", bug) for bug in named]
-        planted_in += [(where, bug) for where, bugs in planted.LAID_OUT.items() for bug in bugs]
-        groups = (*groups[:-1], (*groups[-1], *(Case(workers, 3, where, bug=bug) for where, bug in planted_in)))
-    most = max(group[0].workers for group in groups)
-    budget = int((FULL_TOKENS if full else TOKENS) / max(1.0, mean_tokens))
-    rows_per_update = min(config.recipe.rows_per_update, FULL_ROWS_PER_UPDATE if full else ROWS_PER_UPDATE)
-    rows_per_update = min(rows_per_update, budget // UPDATES, train_rows // UPDATES)
-    # Four rows for each worker at least: in passes of three they make two, and the second is short.
-    rows_per_update = max(rows_per_update, 4 * most)
-    rows = min(FULL_ROWS, budget) if full else UPDATES * rows_per_update + 1
-    return Plan(min(max(rows, UPDATES * rows_per_update + 1), train_rows), rows_per_update, groups)
-
-
-def _default(workers: int, micro_batch: int) -> tuple[tuple[Case, ...], ...]:
-    workers = max(2, workers)
-    other = 3 if micro_batch != 3 else 2
-    several = (Case(workers, micro_batch), Case(workers, other), Case(workers, other, resumed=SINGLE))
-    return ((Case(1, micro_batch), Case(1, other)), (*several, *_laid_out(workers, other)))
-
-
-def _laid_out(workers: int, size: int, layouts: Iterable[str] = LAYOUTS) -> tuple[Case, ...]:
-    """Each layout, and each resumed by the next one; the last by workers that have the whole model."""
-    cases = tuple(Case(workers, size, name) for name in layouts)
-    return (*cases, *(Case(workers, size, into, resumed=name) for name, into in pairwise([*layouts, ""])))
-
-
-def possible(todo: Plan, recipe: Recipe, weights: Path) -> Plan:
-    """The plan without the layouts that the number of workers, or the model in the folder `weights`, does not allow."""
-
-    def fits(case: Case) -> bool:
-        known = {**LAYOUTS, **SCHEDULES, **GRIDS}
-        layouts = [name for name in (case.layout, case.resumed) if name in known]
-        chosen = [{**PLAIN, **known[name], "workers": case.workers, "min_workers": None} for name in layouts]
-        trains = [recipe.train.model_copy(update=settings) for settings in chosen]
-        return not any(allowed.problems(recipe.model_copy(update={"train": one}), weights) for one in trains)
-
-    return replace(todo, groups=tuple(tuple(case for case in group if fits(case)) for group in todo.groups))
-
-
-def _full() -> tuple[tuple[Case, ...], ...]:
-    sizes = (8, 4, 2)
-    groups = [tuple(Case(workers, size) for size in sizes) for workers in (1, 2, 3)]
-    resized = [(*group, Case(group[0].workers, 4, resumed=SINGLE)) for group in groups[1:]]
-    grids = (Case(4, 4), *_laid_out(4, 4, GRIDS))
-    every = (*LAYOUTS, *SCHEDULES)
-    return (groups[0], *((*group, *_laid_out(group[0].workers, 4, every)) for group in resized), grids)
-
+NOISE = 3.0
+"""How far a layout may part from one worker in fp32, by how far two sizes of passes of one worker do."""
 
 # ----------------------------------------------------------------------------------------------------------- judgement
 
@@ -124,10 +42,33 @@ class Report:
     rows_per_update: int
     updates: int
     cases: list[tuple[Case, Measured]] = field(default_factory=list)
+    left_out: Sequence[LeftOut] = ()
     seconds: float = 0.0
 
     def _of(self, planted: bool) -> list[tuple[Case, Measured]]:
-        return [(case, measured) for case, measured in self.cases if (case.bug is not None) == planted]
+        return [
+            (case, measured)
+            for case, measured in self.cases
+            if (case.bug is not None) == planted and case.precision == EXACT
+        ]
+
+    @property
+    def beyond_noise(self) -> list[tuple[Case, float, float]]:
+        """Layouts in fp32, and how many times as far as two sizes of passes they part from one worker: by weights, by
+        gradients."""
+        rounded = [(case, measured) for case, measured in self.cases if case.precision != EXACT]
+        noise = [measured for case, measured in rounded if case.workers == 1][1:]
+        return [
+            (
+                case,
+                *(
+                    getattr(measured, figure) / getattr(noise[0], figure)
+                    for figure in ("weights_ratio", "gradient_ratio")
+                ),
+            )
+            for case, measured in rounded
+            if case.workers > 1
+        ]
 
     @property
     def weights_ratio(self) -> float:
@@ -166,6 +107,9 @@ class Report:
             expected = self.rows - self.updates // 2 * self.rows_per_update if case.resumed else self.rows
             if measured.rows != expected:
                 found.append(f"{case.name}: {measured.rows} rows instead of {expected}")
+        for case, *times in self.beyond_noise:
+            if not max(times) <= NOISE:
+                found.append(f"{case.name}: it parts from one worker {max(times):.1f} times as far as rounding does")
         return found
 
     def to_document(self) -> dict[str, Any]:
@@ -174,6 +118,7 @@ class Report:
             "weights_ratio": self.weights_ratio,
             "gradient_ratio": self.gradient_ratio,
             "cases": [{"name": case.name, **asdict(case), **asdict(measured)} for case, measured in self.cases],
+            "left_out": [asdict(one) for one in self.left_out],
             "problems": self.problems,
             "tolerance": TOLERANCE,
             "rows": self.rows,
@@ -185,17 +130,31 @@ class Report:
     def text(self) -> str:
         lines = [
             f"{self.rows:,} rows in {self.updates} updates of {self.rows_per_update}, float64; "
-            "all compared with the first case",
+            "all compared with the first case; fp32 by itself",
             f"{'workers x micro-batch':<36}  {'passes':>6}  {'weights':>8}  {'gradient':>8}  worst tensor (update)",
         ]
-        for number, (case, measured) in enumerate(self.cases):
+        references = dict[str, Case]()
+        for case, measured in self.cases:
+            first = references.setdefault(case.precision, case)
             worst = f"{measured.worst_tensor} ({measured.worst_update})" if measured.worst_tensor else ""
             figures = f"{measured.weights_ratio:>8.1e}  {measured.gradient_ratio:>8.1e}  {worst}"
-            lines.append(f"{case.name:<36}  {measured.most_passes:>6}  {figures if number else 'reference'}")
+            lines.append(f"{case.name:<36}  {measured.most_passes:>6}  {'reference' if case is first else figures}")
+        for case, weights, gradient in self.beyond_noise:
+            parts = f"weights {weights:.1f}, gradient {gradient:.1f} times as far as with passes of another size"
+            lines.append(f"{case.name}: apart from one worker by {parts} ({NOISE:g} allowed)")
+        why = dict[tuple[int, str], list[str]]()
+        for one in self.left_out:
+            why.setdefault((one.workers, one.why), []).append(one.layout)
+        lines += [f"left out: {workers} workers, {'; '.join(of)} ({reason})" for (workers, reason), of in why.items()]
         if any(case.bug for case, _ in self.cases):
             seen = len(self._of(planted=True)) - len(self.unseen)
-            lines.append(f"{seen} of {len(self._of(planted=True))} planted bugs seen (a figure above {PLANTED:g})")
-        verdict = "passed: the same training in every layout" if not self.problems else "FAILED:"
+            absent = [bug for one in self.left_out for bug in one.bugs]
+            more = f"; not planted, as their layouts are left out: {', '.join(absent)}" if absent else ""
+            lines.append(
+                f"{seen} of {len(self._of(planted=True))} planted bugs seen (a figure above {PLANTED:g}){more}"
+            )
+        trained = "every layout that is not left out" if self.left_out else "every layout"
+        verdict = f"passed: the same training in {trained}" if not self.problems else "FAILED:"
         lines.append(
             f"{verdict} (weights {self.weights_ratio:.1e}, gradient {self.gradient_ratio:.1e}; "
             f"tolerance {TOLERANCE:g}; {self.seconds:.0f} s)"
@@ -208,8 +167,14 @@ class Report:
 
 def session_config(config: Config, full: bool) -> Config:
     """The configuration whose local Ray has room for the largest of the worker groups."""
-    most = max(group[0].workers for group in (_full() if full else _default(config.recipe.train.workers, 8)))
+    most = most_workers(config.recipe.train, full, env.cores())
     return configuration.with_overrides(config, {"train.workers": most})
+
+
+def _cores(config: Config) -> int:
+    """Those for workers: of this machine, or of the cluster that is asked for."""
+    cluster = config.deploy.cluster
+    return env.cores() if cluster.address is None else supply.most("cpu", cluster.labels)
 
 
 def run(
@@ -218,9 +183,10 @@ def run(
     *,
     full: bool = False,
     bugs: bool = False,
+    cores: int | None = None,
     on_event: driver.OnEvent | None = None,
 ) -> Report:
-    """Verify a recipe on the Ray that the process is connected to.
+    """Verify a recipe on the Ray that the process is connected to. `cores`: those for workers, where they are known.
 
     `folder` is made for gradients and weights and removed in the end; the token store beside it is the one that
     training uses. Raises `UserError` where the cases cannot be run; figures that are too large are in the report.
@@ -233,8 +199,9 @@ def run(
     config, _ = preparing.separated(model.resolved(config, weights), source)
     store, _ = tokens.ensure(config.recipe, source, weights, folder.parent)
     rows = store.rows("train")
-    todo = plan(config, rows, store.manifest.tokens["train"] / max(1, rows), full=full, bugs=bugs)
-    todo = possible(todo, config.recipe, weights)
+    mean_tokens, fits = store.manifest.tokens["train"] / max(1, rows), partial(refused, config.recipe, weights)
+    cores = _cores(config) if cores is None else cores
+    todo = plan(config, rows, mean_tokens, full=full, bugs=bugs, cores=cores, refused=fits)
     config = configuration.with_overrides(
         config,
         {
@@ -245,15 +212,15 @@ def run(
     )
     if problems := [*preflight.rows(config.recipe, rows), *preparing.capacity(config)]:
         raise ConfigError(problems)
-    # In float64 the reference's gradients, its weights and checkpoints of three times its weights.
-    copies = todo.updates + 4 + 3 * sum(bool(case.keeps) for group in todo.groups for case in group)
-    preflight.disk(folder, copies * 2 * sum(path.stat().st_size for path in weights.glob("*.safetensors")))
+    # In float64 the reference's gradients, its weights and checkpoints of three times its weights; in fp32 the first.
+    copies = 1.5 * todo.updates + 5 + 3 * sum(bool(case.keeps) for group in todo.groups for case in group)
+    preflight.disk(folder, int(copies * 2) * sum(path.stat().st_size for path in weights.glob("*.safetensors")))
     folder.mkdir(parents=True)
     trained = Slice(config.recipe, folder, store.folder, weights, todo.rows, todo.updates)
     with events.Follow([(folder, {})], on_event):
         for group in todo.groups:
             _run_group(group, trained)
-    report = Report(todo.rows, todo.rows_per_update, todo.updates, _measured(folder))
+    report = Report(todo.rows, todo.rows_per_update, todo.updates, _measured(folder), todo.left_out)
     report.seconds = round(time.monotonic() - begin, 1)
     shutil.rmtree(folder)
     return report
@@ -270,14 +237,15 @@ def _run_group(group: Sequence[Case], trained: Slice) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     except Exception as error:
-        shutil.rmtree(folder / REFERENCE, ignore_errors=True)  # gigabytes; the log and the traceback stay
+        for kept in folder.glob(f"{REFERENCE}*"):  # gigabytes; the log and the traceback stay
+            shutil.rmtree(kept, ignore_errors=True)
         raise failures.explain(Run(folder), error) from error
 
 
 def _measured(folder: Path) -> list[tuple[Case, Measured]]:
     return [
         (
-            Case(**{name: event[name] for name in ("workers", "micro_batch", "layout", "resumed", "bug")}),
+            Case(**{one.name: event[one.name] for one in fields(Case)}),
             Measured(**event["measured"]),
         )
         for event in Run(folder).events("case")

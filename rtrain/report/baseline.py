@@ -5,12 +5,16 @@ answer that suits the training rows best. Tagged words: the tag that each word h
 have none; a summary's scores hold those of the first sentences already.
 
 {"schema_version": 2, "headline": name of the score, "trained_on": rows, "baselines": [{"name", "scores": {split: value,
-larger is better}}, ...]}. Made once, when a run has ended, from its token store: rows past `MOST_ROWS`, and tokens past
-`MOST_TOKENS`, are left out by a fixed draw, so that a large run's report takes seconds too.
+larger is better}, "ms": median latency of a text asked alone, where it was measured}, ...]}. Made once, when a run has
+ended, from its token store: rows past `MOST_ROWS`, and tokens past `MOST_TOKENS`, are left out by a fixed draw, so that
+a large run's report takes seconds too.
 """
 
+import hashlib
 import json
 import re
+import statistics
+import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -34,6 +38,11 @@ NAME = "baselines.json"
 TFIDF, ONE_ANSWER, TAGS = "TF-IDF and a linear model", "one answer to every text", "each word's most frequent tag"
 MOST_ROWS, MOST_TOKENS = 10_000, 500_000
 """Most rows and tokens of a split that are used: it takes some ten seconds for a few labels, a minute for a hundred."""
+ASKED, REPEATS = 100, 3
+"""Texts that are asked alone, and how often: a text's latency is the least of these, since a moment of the machine's is
+no cost of the model."""
+ASKED_S, FEWEST = 3.0, 5
+"""After so many seconds no more texts are asked than these few: one of 512 tokens takes a large encoder a second."""
 CHOICES_OF_C = (0.1, 1.0, 10.0)
 CHOICES_OF_ALPHA = (0.1, 1.0, 10.0)
 WORD, BETWEEN_BLANKS = r"(?u)\b\w\w+\b", r"\S+"
@@ -105,15 +114,16 @@ def _measure(store: Store, output: str, tokenizer: Path) -> dict[str, Any]:
     chosen = {split: _chosen(store, split) for split in ("train", "valid", "test") if store.rows(split)}
     targets = {split: store.targets(split).take(rows) for split, rows in chosen.items()}
     answers: dict[str, dict[str, Ragged]] = {}
+    ms: dict[str, float] = {}
     if output == "tags":
-        answers[TAGS] = _tags(store, chosen, targets, head)
+        answers[TAGS], ms[TAGS] = _tags(store, chosen, targets, head, tokenizer)
     else:
         train = targets["train"]
         answers[ONE_ANSWER] = {split: _one_answer(train, len(rows), output, head) for split, rows in chosen.items()}
         texts = {split: _texts(store, split, rows, tokenizer) for split, rows in chosen.items()}
         varied = output == "number" or len(np.unique(train.values)) > 1
         if "valid" in chosen and varied and is_read(texts["train"]):
-            answers[TFIDF] = _linear(texts, targets, output, head)
+            answers[TFIDF], ms[TFIDF] = _linear(texts, targets, output, head)
     baselines = [
         {
             "name": name,
@@ -122,6 +132,7 @@ def _measure(store: Store, output: str, tokenizer: Path) -> dict[str, Any]:
                 for split, outcomes in of_split.items()
                 if split != "train"
             },
+            **({"ms": ms[name]} if name in ms else {}),
         }
         for name, of_split in answers.items()
     ]
@@ -132,6 +143,31 @@ def rows(store: Store, split: str, tokenizer: Path) -> tuple[list[str], Ragged]:
     """The rows of a split that are used: what the encoder read of their texts, and their targets."""
     chosen = _chosen(store, split)
     return _texts(store, split, chosen, tokenizer), store.targets(split).take(chosen)
+
+
+def uses_all(store: Store, split: str) -> bool:
+    """Whether the scores of a split are those of all of its rows."""
+    return len(_chosen(store, split)) == store.rows(split)
+
+
+def ms_of_a_text(answer: Callable[[Sequence[str]], Any], texts: Sequence[str]) -> float:
+    """Median latency of a text that is asked alone, in milliseconds; texts are drawn evenly, and fewer of them where
+    they take long."""
+    asked = [texts[place] for place in np.unique(np.linspace(0, len(texts) - 1, min(ASKED, len(texts))).astype(int))]
+    answer(asked[:1])
+    least: list[float] = []
+    until = time.perf_counter() + ASKED_S
+    # In an order that a few of them are spread over all, too.
+    for text in sorted(asked, key=lambda one: hashlib.sha256(one.encode()).digest()):
+        if len(least) >= FEWEST and time.perf_counter() > until:
+            break
+        times = []
+        for _ in range(REPEATS):
+            started = time.perf_counter()
+            answer([text])
+            times.append(time.perf_counter() - started)
+        least.append(min(times))
+    return 1000 * statistics.median(least)
 
 
 def is_read(texts: Sequence[str]) -> bool:
@@ -169,21 +205,33 @@ def _one_answer(train: Ragged, rows: int, output: str, head: Head) -> Ragged:
     return certain(np.full(rows, most), head)
 
 
-def _linear(texts: dict[str, list[str]], targets: dict[str, Ragged], output: str, head: Head) -> dict[str, Ragged]:
+def _linear(
+    texts: dict[str, list[str]], targets: dict[str, Ragged], output: str, head: Head
+) -> tuple[dict[str, Ragged], float]:
+    """(outcomes by split, milliseconds of a text)"""
     every = {split: own.values.tolist() for split, own in targets.items()}
     train, valid = (texts["train"], every["train"]), (texts["valid"], every["valid"])
     held_out = [split for split in texts if split != "train"]
     if output == "number":
-        return {split: Ragged.even(numbers(train, valid, texts[split])) for split in held_out}
+        model = fitted_numbers(train, valid)
+        found = {split: Ragged.even(model(texts[split])) for split in held_out}
+        return found, ms_of_a_text(model, texts[held_out[-1]])
     known = [place for place, label in enumerate(every["train"]) if label >= 0]
     train = ([texts["train"][place] for place in known], [every["train"][place] for place in known])
     asked = [text for split in held_out for text in texts[split]]
-    said = np.split(labels(train, valid, asked), np.cumsum([len(texts[split]) for split in held_out])[:-1])
-    return {split: certain(own, head) for split, own in zip(held_out, said, strict=True)}
+    machine = fitted_labels(train, valid)
+    said = np.split(machine(asked), np.cumsum([len(texts[split]) for split in held_out])[:-1])
+    outcomes = {split: certain(own, head) for split, own in zip(held_out, said, strict=True)}
+    return outcomes, ms_of_a_text(machine, texts[held_out[-1]])
 
 
-def _tags(store: Store, chosen: dict[str, stats.Ints], targets: dict[str, Ragged], head: Head) -> dict[str, Ragged]:
-    """Outcomes of words are [tag, how sure, loss] each; a word is known by its tokens."""
+def _tags(
+    store: Store, chosen: dict[str, stats.Ints], targets: dict[str, Ragged], head: Head, tokenizer: Path
+) -> tuple[dict[str, Ragged], float]:
+    """(outcomes by split, milliseconds of a text). Outcomes of words are [tag, how sure, loss] each; a word is known by
+    its tokens."""
+    import tokenizers
+
     words = {split: _words(store, split, rows) for split, rows in chosen.items()}
     known = {split: [row[row != IGNORED].astype(np.int64).tolist() for row in own] for split, own in targets.items()}
     train = [
@@ -199,7 +247,14 @@ def _tags(store: Store, chosen: dict[str, stats.Ints], targets: dict[str, Ragged
             for own, true in zip(said, known[split], strict=True)
         ]
         found[split] = Ragged.of(rows, np.float64)
-    return found
+    last = next(reversed(chosen))
+    reads, most = tokenizers.Tokenizer.from_file(str(tokenizer)), most_frequent(train)
+    words_of = dict(zip(texts := _texts(store, last, chosen[last], tokenizer), words[last], strict=True))
+
+    def answer(asked: Sequence[str]) -> Any:
+        return [(reads.encode(text), [most.get(word, "O") for word in words_of[text]]) for text in asked]
+
+    return found, ms_of_a_text(answer, texts)
 
 
 def _words(store: Store, split: str, rows: stats.Ints) -> list[list[tuple[int, ...]]]:
@@ -268,12 +323,17 @@ def fitted_numbers(train: Scored, valid: Scored) -> Callable[[Sequence[str]], np
 
 def tags(train: Iterable[Tagged], sentences: Iterable[Sequence[Hashable]]) -> list[list[str]]:
     """The tag that each word has most often in `train` (of equals the first by name); O where it does not occur."""
+    most = most_frequent(train)
+    return [[most.get(word, "O") for word in words] for words in sentences]
+
+
+def most_frequent(train: Iterable[Tagged]) -> dict[Hashable, str]:
+    """The tag that each word has most often; of equals the first by name."""
     counts: dict[Hashable, Counter[str]] = defaultdict(Counter)
     for words, own in train:
         for word, tag in zip(words, own, strict=True):
             counts[word][tag] += 1
-    most = {word: min(found, key=lambda tag: (-found[tag], tag)) for word, found in counts.items()}
-    return [[most.get(word, "O") for word in words] for words in sentences]
+    return {word: min(found, key=lambda tag: (-found[tag], tag)) for word, found in counts.items()}
 
 
 def _features(texts: Sequence[str]) -> Any:

@@ -1,6 +1,7 @@
 """From a configuration to a finished run, on the Ray that the process is connected to."""
 
 import hashlib
+import math
 import time
 import uuid
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_me
 from rtrain.runs.start import ALL, Shortcuts, Start
 
 OnEvent = Callable[[dict[str, Any]], None]
+COUNT_EVERY_S = 5.0
+"""Seconds after which it is counted anew what the autoscaler may start."""
 SETTLE_S = 5.0
 """Seconds after which CPUs that were given back are seen as free."""
 
@@ -125,7 +128,7 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
     """
     run, train, cluster = prepared.run, prepared.config.recipe.train, prepared.config.deploy.cluster
     kind, least, most = prepared.device.device, train.min_workers, prepared.device.workers
-    wanted, ceiling = notice.wanted(most, least, kind, supply.data_cpus(cluster.data_cpus, most)), most
+    wanted, ceiling = notice.wanted(most, least, supply.needs(cluster, kind)), most
     if prepared.device.why:
         run.append("device", device=kind, why=prepared.device.why)
     recovery, owners = Recovery(cluster.max_crashes), _owners(run, cluster)
@@ -206,19 +209,20 @@ class _Asking:
     Leaving its `with` block takes it back. Where there is no autoscaler, nobody is asked."""
 
     def __init__(self, prepared: Prepared):
-        self._most, self._kind = prepared.device.workers, prepared.device.device
-        self._spare = supply.data_cpus(prepared.config.deploy.cluster.data_cpus, self._most)
-        self.labels = prepared.config.deploy.cluster.labels
+        self._most = prepared.device.workers
+        self.needs = supply.needs(prepared.config.deploy.cluster, prepared.device.device)
         asks = prepared.config.recipe.train.min_workers is not None and supply.autoscaler() is not None
         # By the whole path: runs of one name would take each other's nodes away.
         whose = hashlib.sha256(str(prepared.run.folder).encode()).hexdigest()[:8]
         requests = ray_internals.Requests(f"rtrain-{prepared.run.name}-{whose}")
-        self.demand = Demand(requests, self.labels) if asks else None
+        self.demand = Demand(requests) if asks else None
+        self._counted = -math.inf
 
     def __call__(self) -> None:
-        if self.demand is not None:
-            may = supply.may(self._kind, self.labels)
-            self.demand.want(places(self._most, self._spare, self._kind, may))
+        now = time.monotonic()
+        if self.demand is not None and now - self._counted >= COUNT_EVERY_S:
+            self._counted = now
+            self.demand.want(places(self._most, self.needs, supply.up(), supply.may_start()))
 
     def __enter__(self) -> "_Asking":
         return self
@@ -237,14 +241,14 @@ def _workers(run: Run, wanted: notice.Wanted, kind: str, say: OnEvent, asking: _
     """
     said, patient = 0.0, time.monotonic() + SETTLE_S
     while True:
-        free = supply.free(placement.workers_by_node(run), kind, asking.labels)
+        free = supply.free(placement.workers_by_node(run), kind)
         workers, now = wanted(free), time.monotonic()
-        if workers and (now > patient or workers >= wanted(supply.here(asking.labels))):
+        if workers and (now > patient or workers >= wanted(supply.up())):
             return workers
         asking()
         if now > patient and now - said > notice.SAY_EVERY_S:
             said = now
-            say(notice.waiting(None, kind, asking.demand, asking.labels))
+            say(notice.waiting(None, kind, asking.demand, asking.needs.labels))
         time.sleep(notice.LOOK_EVERY_S)
 
 

@@ -13,7 +13,7 @@ from rtrain.runs import placement, worker
 from rtrain.runs.start import Start
 
 if TYPE_CHECKING:
-    import ray.train
+    from ray.train.torch import TorchTrainer
 
 JOIN_S = 120
 """Seconds that workers wait for each other, at least: when they start, one may import torch on a busy machine."""
@@ -78,18 +78,16 @@ class Fresh:
 
 def trainer(
     train_function: Callable[[], None], layout: Layout, storage: Path, *, callbacks: Sequence[Any] = ()
-) -> "ray.train.torch.TorchTrainer":
+) -> "TorchTrainer":
     """A worker group that runs `train_function`, each worker with a CPU or a GPU. `callbacks` are Ray Train's own."""
     import ray.train
-    import ray.train.torch
 
     env.set_limits(layout.stall_s, PLACEMENT_S if layout.elastic else None)
+    asks = not layout.asked and not ray_internals.is_private()
     number = len(list(storage.iterdir())) if storage.is_dir() else 0
-    trainer: ray.train.torch.TorchTrainer = ray_internals.torch_trainer(asks=not layout.asked)(
+    trainer: TorchTrainer = ray_internals.torch_trainer(asks=asks)(
         train_function,
-        torch_config=ray.train.torch.TorchConfig(
-            backend=backend(layout.device), timeout_s=int(max(layout.stall_s, JOIN_S))
-        ),
+        torch_config=ray_internals.torch_config(backend(layout.device), int(max(layout.stall_s, JOIN_S))),
         scaling_config=ray.train.ScalingConfig(
             num_workers=layout.workers,
             use_gpu=layout.device == "gpu",

@@ -21,7 +21,7 @@ from rtrain.runs.recovery import Growth, workers_for
 
 DIVERGED = "diverged"
 """The reason of a notice that a search gives: the run ends there, and nothing starts it again."""
-Wanted = Callable[[Sequence[supply.Node]], int]
+Wanted = Callable[[Sequence[supply.Host]], int]
 """How many workers a start may have on such nodes; 0 means that it waits for more."""
 
 LOOK_EVERY_S = 1.0
@@ -77,11 +77,11 @@ def waiting(
 ) -> dict[str, Any]:
     """The event of a start that waits: for `workers`, or for the least number, where that is None. `asked`: what the
     autoscaler is asked for meanwhile."""
-    has = supply.count(supply.here(labels), device)
-    free = supply.count(supply.free(device=device, labels=labels), device)
+    needs = supply.Needs(device, labels=labels)
+    has, free = (needs.offered(hosts).places for hosts in (supply.up(), supply.free()))
     event = {"kind": "waiting", "workers": workers, "needs": supply.NEEDS[device], "has": has, "free": free}
-    if asked is not None and asked.bundles:
-        event["asked"] = demand.told(asked.bundles, supply.types(labels), asked.seconds)
+    if asked is not None and asked.places:
+        event["asked"] = demand.told(asked.places, supply.may_start(), asked.seconds)
     return event
 
 
@@ -135,16 +135,16 @@ class Watch:
         if own.keys() & supply.leaving():
             give(self._run, "preemption")
             return
-        had = self._wanted(supply.here(self._labels))
-        free = self._wanted(supply.free(own, self._device, self._labels))
+        had = self._wanted(supply.up())
+        free = self._wanted(supply.free(own, self._device))
         if self._growth.look(time.monotonic(), self._workers, had, free):
             give(self._run, "resize")
 
 
-def wanted(most: int, least: int | None, device: str, spare: int) -> Wanted:
-    """Workers that nodes allow, of which data tasks take `spare` CPUs; see `recovery.workers_for`."""
-    return partial(_wanted, most, least, device, spare)
+def wanted(most: int, least: int | None, needs: supply.Needs) -> Wanted:
+    """Workers that nodes allow, beside the data tasks of as many; see `recovery.workers_for`."""
+    return partial(_wanted, most, least, needs)
 
 
-def _wanted(most: int, least: int | None, device: str, spare: int, nodes: Sequence[supply.Node]) -> int:
-    return workers_for(most, least, supply.fits(nodes, device, spare))
+def _wanted(most: int, least: int | None, needs: supply.Needs, hosts: Sequence[supply.Host]) -> int:
+    return workers_for(most, least, needs.most(hosts))

@@ -75,6 +75,8 @@ def absolute(config: Config, resumed: Path | None = None) -> Config:
         unlabelled = getattr(recipe, section).unlabelled
         if unlabelled and not files.is_hub_name(unlabelled, recipe.data.format):
             paths[f"{section}.unlabelled"] = _absolute(unlabelled)
+    if recipe.distill.teachers:
+        paths["distill.teachers"] = [_absolute(run) for run in recipe.distill.teachers]
     if resumed is None:
         paths |= {field: _pinned(kind, name) for field, (kind, name) in hub_names(config).items()}
     elif Run(resumed).exists:

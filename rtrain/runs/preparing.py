@@ -1,6 +1,6 @@
 """From a configuration to a run that may start: everything that can be refused is refused, and its rows are there."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from rtrain import config as configuration, documents
 from rtrain.checkpoints import replica
-from rtrain.cluster import preflight, supply
+from rtrain.cluster import feasible, preflight, supply
 from rtrain.config import Config, Recipe
 from rtrain.data import quarantine, records, refusals, separators, tokens, unlabelled
 from rtrain.data.order import Order, refuse_other, version
@@ -86,8 +86,8 @@ def check(
         problems += error.problems
     try:
         folder = model.resolve(config.recipe.model.name, root)
-        tokens_read, asked = config.recipe.data.window_tokens, config.recipe.model.positions
-        problems += model.check_architecture(folder, tokens_read, begun, asked)
+        tokens_read = config.recipe.data.window_tokens
+        problems += model.check_architecture(folder, tokens_read, begun, config.recipe.model)
         problems += allowed.problems(config.recipe, folder)
     except ConfigError as error:
         problems += error.problems
@@ -126,15 +126,20 @@ def prepare(
     source = source.beside(root)
     config = model.resolved(config, weights)
     config, label_column = (config, None) if created else separated(config, source, begun)
-    whole, weights = weights, smaller.trimmed(config.recipe, source, weights, root, begun)
+    data_labels = config.deploy.cluster.data_labels
+    with supply.data_tasks_on(data_labels):
+        whole, weights = weights, smaller.trimmed(config.recipe, source, weights, root, begun)
     origin = commit.origin(config.recipe, source, weights)
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
         raise _other_rows(run, created, origin)
     preflight.disk(run.folder, needed=_disk_needed(weights, config.recipe.train.keep))
     if not created:
         _refuse_copied(config, run)
-    chosen_device = _device(config, run)
-    store, made = tokens.ensure(config.recipe, source, weights, root, taught)
+    chosen_device = device_of(config, run)
+    if problems := _of_fewer(config.recipe, chosen_device, weights):
+        raise ConfigError(problems)
+    with supply.data_tasks_on(data_labels):
+        store, made = tokens.ensure(config.recipe, source, weights, root, taught)
     if created:
         refuse_other("--resume", run.folder, created.get("order", 1), store.rows("train"))
     if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, chosen_device.device)]:
@@ -224,13 +229,25 @@ def _overlaps(recipe: Recipe, store: Store) -> list[dict[str, Any]]:
     return found
 
 
-def _device(config: Config, run: Run) -> device.Choice:
+def device_of(config: Config, run: Run) -> device.Choice:
     """What the run trains on: what the recipe says, else what the run has decided before, else what the cluster has or
     may start."""
     train = config.recipe.train
     wanted = train.device if train.device != "auto" else run.decisions.get(DEVICE, "auto")
-    gpus = supply.most("gpu", config.deploy.cluster.labels)
-    return device.choose(wanted, train.workers, train.min_workers, gpus, device.usable())
+    settings = config.deploy.cluster
+    gpus = supply.most("gpu", settings.labels)
+    room = gpus and feasible.workers(supply.up(), supply.may_start(), supply.needs(settings, "gpu"), train.workers)
+    return device.choose(wanted, train.workers, train.min_workers, gpus, device.usable(), room)
+
+
+def _of_fewer(recipe: Recipe, found: device.Choice, weights: Path) -> list[Problem]:
+    """What fewer workers than asked for cannot do: layers that are cut for four of them, say, where there are three
+    GPUs."""
+    if found.workers == recipe.train.workers:
+        return []
+    train = recipe.train.model_copy(update={"workers": found.workers})
+    problems = allowed.problems(recipe.model_copy(update={"train": train}), weights)
+    return [replace(one, reason=f"{one.reason} ({found.why})") for one in problems]
 
 
 def said_of_rows(run: Run) -> list[dict[str, Any]]:
@@ -268,8 +285,11 @@ def _disk_needed(weights: Path, keep: int) -> int:
 
 
 def capacity(config: Config, kind: str = "cpu") -> list[Problem]:
-    train = config.recipe.train
-    spare = supply.data_cpus(config.deploy.cluster.data_cpus, train.min_workers or train.workers)
-    labels = config.deploy.cluster.labels
-    absent = supply.absent("cluster.labels", labels)
-    return absent or preflight.capacity(config.recipe, supply.most("cpu", labels), spare, kind)
+    """What keeps the workers, or their data tasks, from ever having room on the cluster."""
+    settings = config.deploy.cluster
+    absent = [
+        *supply.absent("cluster.labels", settings.labels),
+        *supply.absent("cluster.data_labels", settings.data_labels),
+    ]
+    needs = supply.needs(settings, kind)
+    return absent or preflight.capacity(config.recipe, needs, supply.up(), supply.may_start())

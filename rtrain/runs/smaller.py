@@ -7,6 +7,8 @@ The rows are first read by the whole tokenizer, into a token store that a teache
 trimmed one.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,42 +37,53 @@ def trimmed(recipe: Recipe, source: records.Source, weights: Path, root: Path, b
     """
     if recipe.compress.vocabulary == "keep":
         return weights
-    at_least, further = recipe.compress.vocabulary_pieces, _unlabelled(recipe, begun)
-    made_of = tokens.digest(recipe, source, weights), at_least, further and further.digest()
+    settings, more = recipe.compress, further(recipe, begun)
+    most = [] if settings.vocabulary_most is None else [settings.vocabulary_most]
+    made_of = tokens.digest(recipe, source, weights), settings.vocabulary_pieces, more and more.digest(), *most
     final = root / FOLDER / trimming.address(weights, *made_of)
     if final.is_dir():
         return final
     labelled, taught = unlabelled.parted(source)
     store, _ = tokens.ensure(recipe, labelled, weights, root)
-    numbers = used(store) + (used_by(further, recipe, weights) if further else []) + used_by(taught, recipe, weights)
-    ids = trimming.kept(weights, numbers, at_least)
+    counts = counted(store) + counted_by(taught, recipe, weights)
+    if more is not None:
+        counts += counted_by(more, recipe, weights)
+    ids = chosen(recipe, weights, counts)
     return weights if len(ids) == trimming.size(weights) else trimming.trim(weights, ids, final)
 
 
-def used(store: Store, split: str = "train") -> list[int]:
-    """The ids that occur in the rows of a split."""
-    found: set[int] = set()
+def chosen(recipe: Recipe, folder: Path, counts: Mapping[int, int]) -> list[int]:
+    """The ids of a model's vocabulary that stay by the settings `compress`; `counts`: how often rows use each."""
+    settings = recipe.compress
+    numbers = trimming.by_frequency(counts)
+    return trimming.kept(folder, numbers, settings.vocabulary_pieces, settings.vocabulary_most)
+
+
+def counted(store: Store, split: str = "train") -> Counter[int]:
+    """How often each id occurs in the rows of a split."""
+    found: Counter[int] = Counter()
     for first in range(0, store.rows(split), BLOCK):
         positions = np.arange(first, min(first + BLOCK, store.rows(split)), dtype=np.int64)
-        found.update(np.unique(store.read(split, positions).ids).tolist())
-    return sorted(found)
+        ids, times = np.unique(store.read(split, positions).ids, return_counts=True)
+        found.update(dict(zip(ids.tolist(), times.tolist(), strict=True)))
+    return found
 
 
-def _unlabelled(recipe: Recipe, begun: bool) -> records.Source | None:
+def further(recipe: Recipe, begun: bool = False) -> records.Source | None:
     """The files of `compress.unlabelled`. Raises `ConfigError` with every problem found."""
     if recipe.compress.unlabelled is None:
         return None
     return unlabelled.inspect(recipe.data, recipe.compress.unlabelled, SETTING, begun=begun)
 
 
-def used_by(source: records.Source, recipe: Recipe, weights: Path) -> list[int]:
-    """The ids that occur in the texts of rows without labels, read to their ends. Rows without a text are passed
+def counted_by(source: records.Source, recipe: Recipe, weights: Path) -> Counter[int]:
+    """How often each id occurs in the texts of rows without labels, read to their ends. Rows without a text are passed
     over."""
     tokenizer = load_tokenizer(weights, 1)
     tokenizer.no_truncation()
     data = unlabelled.without_labels(recipe.data, None)
     rows = (row for piece in source.pieces for row in records.read(piece, data) if row.reason is None)
-    return trimming.used_by(tokenizer, (text for row in rows for text in (row.text, row.pair) if text))
+    return trimming.counted_by(tokenizer, (text for row in rows for text in (row.text, row.pair) if text))
 
 
 def told(
@@ -85,7 +98,8 @@ def told(
     before, _ = tokens.ensure(recipe, unlabelled.parted(source)[0], whole, root)
     ids = trimming.old_ids(made.kept)
     counted = {split: changed(before, store, split, ids) for split in SPLITS if store.rows(split)}
-    return {"pieces": len(ids), "of": made.of, "changed": counted, "model": str(weights)}
+    most = {} if recipe.compress.vocabulary_most is None else {"most": recipe.compress.vocabulary_most}
+    return {"pieces": len(ids), "of": made.of, "changed": counted, **most, "model": str(weights)}
 
 
 def changed(before: Store, after: Store, split: str, ids: Ints) -> int:
@@ -107,4 +121,5 @@ def changed(before: Store, after: Store, split: str, ids: Ints) -> int:
 def lineage(run: Run) -> dict[str, Any]:
     """What an artefact says of its vocabulary: nothing where it is whole."""
     event = run.first(EVENT)
-    return {} if event is None else {EVENT: {name: event[name] for name in ("pieces", "of", "changed")}}
+    names = ("pieces", "of", "changed", "most")
+    return {} if event is None else {EVENT: {name: event[name] for name in names if name in event}}

@@ -24,7 +24,7 @@ def decided(config: Config, chosen: device.Choice, store: Store, model: Path) ->
     if recipe.train.strategy == "manual":
         return config, None
     labels = config.deploy.cluster.labels
-    nodes = [*supply.here(labels), *supply.may(chosen.device, labels)]
+    nodes = [*supply.here(labels), *supply.types(labels).values()]
     passes = _passes(config, chosen, store)
 
     def fits(workers: int) -> tuple[fitting.Choice, dict[str, Any]]:

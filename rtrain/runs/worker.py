@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,37 +19,35 @@ from rtrain.data import ingest
 from rtrain.data.order import Order
 from rtrain.data.stores.store import Store, open_store
 from rtrain.doctor.forecast import guess
-from rtrain.errors import ConfigError, UserError
+from rtrain.errors import UserError
 from rtrain.exchange import ranks, whole
 from rtrain.exchange.alive import Watch
 from rtrain.metrics import scores
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import (
     beside,
+    local,
     model,
     packed,
     pooling,
     positions,
-    precision as formats,
     rounding,
     sentence,
     trimming,
 )
 from rtrain.report import cost
 from rtrain.run import Run
-from rtrain.runs import machines, notice, predictions, recovery, smaller
+from rtrain.runs import decisions, machines, notice, predictions, recovery, smaller
 from rtrain.runs.start import Start
-from rtrain.strategies import choose as strategies
+from rtrain.strategies import choose as strategies, ways
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer, reading_of
-from rtrain.training import evaluate, inner, loop, losses, pass_size
+from rtrain.training import balance, evaluate, inner, loop, losses, pass_size
 
 if TYPE_CHECKING:
     import torch
     import transformers
 
-PASS = "tokens_per_pass"
-"""The name under which a run keeps the decision."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
 
@@ -75,13 +74,14 @@ def run(start: Start) -> None:
     """The train function of `driver.fit`, on every worker: set up, train, finish."""
     clock = loop.Clock()
     ingest.warm_up()
-    with clock.section("setup"):
-        worker = _Worker(start)
-        updates = worker.updates()
-    outcome = loop.train(worker.job, worker.exchange, updates, worker.reporter, clock)
-    if outcome.finished:
-        worker.finish(outcome)
-    worker.watch.stop()
+    with env.freed_goes_back(ways.gives_back(start.config.recipe.train)):
+        with clock.section("setup"):
+            worker = _Worker(start)
+            updates = worker.updates()
+        outcome = loop.train(worker.job, worker.exchange, updates, worker.reporter, clock)
+        if outcome.finished:
+            worker.finish(outcome)
+        worker.watch.stop()
 
 
 class _Worker:
@@ -103,10 +103,11 @@ class _Worker:
         self.reporter = _TrainReporter(self._run, self._rank)
         store, task = open_store(start.store), base.get(recipe.task)
         self.network = self._network(store, task)
-        precision = _precision(self.watch, self.network.device, self._run, recipe.train.precision)
+        precision = decisions.precision(self.watch, self.network.device, self._run, recipe.train.precision)
         within = self._inner(task, precision)
         loss = losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing, within)
         self._fits = self._fitting(store, task, loss, precision)
+        self._speeds = self._timed(store, task, loss, precision)
         touched_rows = start.shortcuts.touched_rows
         self.exchange = strategies.build(
             self.network, recipe.train, self.watch, self.reporter.event, touched_rows=touched_rows
@@ -131,7 +132,7 @@ class _Worker:
             until=min(start.until or order.updates, order.updates),
             rung=start.rung,
             replica=replica.of(start.config.deploy.cluster, start.run, start.owners),
-            measures=_measures(self.watch, self._run),
+            measures=decisions.measures(self.watch, self._run, self.exchange.tells_noise),
             profile=self._run.profile(self._rank) if start.profile else None,
         )
 
@@ -177,32 +178,44 @@ class _Worker:
         recipe = self._start.config.recipe
         if self.network.device.type == "cpu" or recipe.train.tokens_per_pass:
             return None
-        if known := _decided_size(self.watch, self._run):
+        if known := decisions.size(self.watch, self._run):
             return known
 
         def made(tokens: int) -> Tokens:
-            return pass_size.longest_rows(store, task, tokens, recipe.distill.teacher)
+            return pass_size.longest_rows(store, task, tokens, recipe.answers)
 
         longest = int(store.column("train", "length").max())
         tried = guess.tried(self.network, self._source, task, recipe, longest, precision)
         return pass_size.measured(self.network, loss, made, model.pad_id(self._source), precision, tried)
+
+    def _timed(self, store: Store, task: base.Task, loss: losses.RunLoss, precision: str) -> tuple[float, ...]:
+        """The speeds of all workers, where rows are dealt by them; measured before the exchange is made, too."""
+        recipe = self._start.config.recipe
+        if recipe.train.balance == "off" or self._world == 1:
+            return ()
+        tokens = pass_size.longest_rows(store, task, pass_size.ON_CPU, recipe.distill.teacher)
+        timed = partial(balance.seconds, self.network, loss, tokens, model.pad_id(self._source), precision)
+        return decisions.speeds(self.watch, self._run, timed)
 
     def updates(self) -> loop.Updates:
         """This worker's part of the run's updates, in passes that its device holds."""
         start, train = self._start, self.job.recipe.train
         # Where padding costs nothing, the rows of a worker are regrouped: tokens alone say how many fit into a pass.
         most_rows = None if packed.enabled(self.network) else train.micro_batch
-        asked = train.tokens_per_pass or self._dealt(_smallest(self.watch, self._run, self._fits) or pass_size.ON_CPU)
+        fits = decisions.smallest(self.watch, self._run, self._fits)
+        asked = train.tokens_per_pass or self._dealt(fits or pass_size.ON_CPU)
         most_tokens = recovery.tokens_per_pass(asked, start.halvings)
         if self._rank == 0 and most_tokens < asked:
             self._run.append("smaller_passes", tokens=most_tokens)
-        teacher = self.job.recipe.distill.teacher
+        teacher = self.job.recipe.answers
         share = ingest.Share(
             self.job.store.folder,
             self.job.order,
             *(self.exchange.world, self.exchange.rank, most_rows, most_tokens, teacher),
             measures=self.job.measures,
+            speeds=self._speeds,
             task_cpus=supply.task_cpus(start.config.deploy.cluster.data_cpus, self.exchange.workers),
+            labels=start.config.deploy.cluster.data_labels,
         )
         return lambda first, last: self._told(ingest.stream(share, first, last))
 
@@ -265,45 +278,6 @@ def _device() -> "torch.device":
     return ray.train.torch.get_device() if given else torch.device("cpu")
 
 
-def _precision(watch: Watch, device: "torch.device", run: Run, wanted: str) -> str:
-    """Rank 0's device decides, once; a format that some other device lacks is refused there by name.
-
-    Rank 0 alone reads what was decided before, and tells the others: on a mounted folder they may not see a file that
-    was just written, and would decide apart.
-    """
-    native = formats.of(device)
-    place = ranks.decided(watch, lambda: formats.FORMATS.index(formats.decide(run, wanted, native)))
-    chosen = formats.FORMATS[place]
-    if problems := formats.problems(chosen, native):
-        raise ConfigError(problems)
-    return chosen
-
-
-def _measures(watch: Watch, run: Run) -> bool:
-    """Whether the noise of gradients is measured: always, but in a run that an earlier version began, whose rows were
-    dealt otherwise. It goes on with the same sums, bit for bit."""
-    return bool(ranks.decided(watch, lambda: int(run.decide("noise", int(run.first("started") is None)))))
-
-
-def _decided_size(watch: Watch, run: Run) -> int | None:
-    """Tokens of a pass as an earlier start has decided: rank 0 reads it and tells the others."""
-    return ranks.decided(watch, lambda: int(run.decisions.get(PASS, 0))) or None
-
-
-def _smallest(watch: Watch, run: Run, fits: int | None) -> int | None:
-    """Tokens of a pass that fits on every worker's GPU. Rank 0 decides, once."""
-    if fits is None:
-        return None
-    smallest = -ranks.most(-fits)
-
-    def keep() -> int:
-        if PASS not in run.decisions:
-            run.append("pass_size", tokens=smallest)
-        return int(run.decide(PASS, smallest))
-
-    return ranks.decided(watch, keep)
-
-
 def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]) -> tuple[loop.Job, loop.Outcome]:
     """The job with what its task chooses on the validation rows (a threshold, say), and both splits' scores by it."""
     chosen = job.task.calibrate(answers["valid"], job.store.targets("valid"), job.head) if job.validates else {}
@@ -345,8 +319,8 @@ def export(
     `validated`: the outcomes of the validation rows, of which the artefact keeps histograms.
     """
     draft = job.run.folder / f".artifact.{uuid.uuid4().hex[:8]}"
-    mean = job.recipe.model.pooling == "mean"
-    pooling.save(network, draft, mean=mean, weights=beside.without(weights))
+    mean, reach = job.recipe.model.pooling == "mean", local.reach(network.config)
+    pooling.save(network, draft, guarded=mean or reach is not None, weights=beside.without(weights))
     if (begun := quantizers(job.recipe, job.run)) is not None:
         rounding.learned(begun, weights).write(draft / rounding.FILE)
     for name in TOKENIZER_FILES:
@@ -355,7 +329,7 @@ def export(
     if job.recipe.model.positions is not None:
         positions.tell_tokenizer(draft, network.config.to_dict())
     max_tokens = reading_of(job.task, job.recipe.data).max_tokens
-    if pooled := sentence_pooling(job.recipe, source):
+    if reach is None and (pooled := sentence_pooling(job.recipe, source)):  # others' encoders would read all
         sentence.write(draft, pooled, network.config.hidden_size, max_tokens)
     known, abstains = {}, {}
     if validated is not None:
@@ -368,7 +342,12 @@ def export(
         labels=job.store.manifest.labels,
         max_tokens=max_tokens,
         engine=engines.FLOAT,
-        facts={**job.head.facts, **({pooling.FACT: "mean"} if mean else {}), **abstains},
+        facts={
+            **job.head.facts,
+            **({pooling.FACT: "mean"} if mean else {}),
+            **({local.FACT: reach} if reach is not None else {}),
+            **abstains,
+        },
         data=job.recipe.data.model_dump(mode="json", include=set(artifact.COLUMNS)),
         metrics=outcome.scores,
         reference=known,
@@ -381,6 +360,7 @@ def export(
             "order_digest": outcome.ledger,
             "best_update": outcome.best_update,
             **({"teacher": teacher} if (teacher := job.recipe.distill.teacher) else {}),
+            **({"co_teachers": list(others)} if (others := job.recipe.distill.co_teachers) else {}),
             **smaller.lineage(job.run),
         },
     )

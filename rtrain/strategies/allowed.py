@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import documents
-from rtrain.config import Recipe
+from rtrain.config import Recipe, Train
 from rtrain.errors import Problem
 from rtrain.network import cuts
 from rtrain.strategies import schedules
@@ -27,6 +27,9 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
     if train.gradient_compression != "none":
         reason = f"with {' and '.join(asked)} gradients are sent as they are"
         found.append(Problem("train.gradient_compression", train.gradient_compression, reason, f"write none, or {fix}"))
+    if train.balance != "off":
+        reason = f"with {' and '.join(asked)} workers make equally many passes, or the same"
+        found.append(Problem("train.balance", train.balance, reason, f"write off, or {fix}"))
     if train.transport == "shared_memory":
         reason = f"with {' and '.join(asked)} the process group sends what is exchanged"
         found.append(Problem("train.transport", train.transport, reason, f"write auto, or {fix}"))
@@ -50,7 +53,7 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
         reason = "with train.sequence=true no worker has all of the student's tokens"
         found.append(Problem("distill.hidden", recipe.distill.hidden, reason, "write 0, or train.sequence=false"))
     config = documents.read(model / "config.json")
-    return found + _of_tensor(train.tensor, train.workers, config)
+    return found + _of_tensor(train.tensor, train.workers, config) + _of_both(train, config)
 
 
 def _of_tensor(tensor: int, workers: int, config: Mapping[str, Any]) -> list[Problem]:
@@ -67,3 +70,17 @@ def _of_tensor(tensor: int, workers: int, config: Mapping[str, Any]) -> list[Pro
     able = [one for one in range(1, workers + 1) if not any(number % one for number in numbers.values())]
     fix = f"write {' or '.join(map(str, able))}"
     return [Problem("train.tensor", tensor, f"it does not divide {' nor '.join(wrong)}", fix)]
+
+
+def _of_both(train: Train, config: Mapping[str, Any]) -> list[Problem]:
+    """What replicas cannot share of layers that are cut by parts of their outputs (`Cut.several`)."""
+    kind, replicas = str(config.get("model_type")), train.replicas
+    if train.shard < 2 or replicas == 1 or kind not in cuts.CUTS or not cuts.CUTS[kind].several:
+        return []
+    fix = "write 0, or train.tensor=1"
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        return [Problem("train.shard", train.shard, f"with train.tensor biases of {kind} are not shared", fix)]
+    if (width := config["hidden_size"]) % replicas:
+        reason = f"with train.tensor {replicas} replicas share the model's width of {width}, which they do not divide"
+        return [Problem("train.shard", train.shard, reason, fix)]
+    return []

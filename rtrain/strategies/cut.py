@@ -1,11 +1,14 @@
 """A replica on several workers: its layers are cut across them by torch's tensor parallelism."""
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rtrain import torch_internals
 from rtrain.exchange import ranks, whole
 from rtrain.exchange.alive import Watch
 from rtrain.exchange.replicas import Say, unsaid
+from rtrain.exchange.timeline import WAITS
 from rtrain.exchange.touched_rows import table_of
 from rtrain.network import cuts
 from rtrain.strategies import mesh
@@ -35,8 +38,20 @@ class Cut(Parted):
     ):
         """`sequence`: between layers' products, each worker of a replica has some of the tokens."""
         super().__init__(module, watch, say, size=tensor, along=mesh.TENSOR)
-        if tensor > 1:
+        self._cut = tensor > 1
+        if self._cut:
             cut_layers(module, self._grid[mesh.TENSOR], sequence)
+
+    @contextlib.contextmanager
+    def during(self, last: bool) -> Iterator[None]:
+        with self.sums_told(), super().during(last):
+            yield
+
+    def sums_told(self) -> "contextlib.AbstractContextManager[None]":
+        """Inside, the timeline is told for how long this worker waits for the sums of its replica's workers."""
+        if not self._cut:
+            return contextlib.nullcontext()
+        return torch_internals.around_waits(lambda: self.timeline.during(WAITS))
 
     def whole(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
         for name, tensor in tensors.items():
@@ -72,6 +87,7 @@ def cut_layers(module: Any, group: "DeviceMesh", sequence: bool) -> None:
     assert layers is not None  # `cuts` knows the architectures
     trained = {name: one.requires_grad for name, one in module.named_parameters()}
     plan: dict[str, Any] = {name: ColwiseParallel() for name in cut.by_outputs}
+    plan |= {name: _of_several(parts) for name, parts in cut.several.items()}
     plan |= {name: RowwiseParallel() for name in cut.by_inputs}
     if sequence:
         every, own = (Replicate(),), (Shard(1),)
@@ -93,4 +109,33 @@ def cut_layers(module: Any, group: "DeviceMesh", sequence: bool) -> None:
         parallelize_module(table[1], group, RowwiseParallel(input_layouts=Replicate()))
     for name, one in module.named_parameters():
         one.requires_grad_(trained[name])  # torch's sequence parallelism forgets it
+    cuts.drop_inside(module, layers, group.get_local_rank())
     cuts.keep_heads(module, group.size(), group.get_local_rank())
+    whole.leave_file(module)
+
+
+def _of_several(parts: int) -> Any:
+    """How a linear layer is cut whose outputs are so many vectors after each other, of each of which a worker computes
+    its share. torch computes with tensors that are cut in this way as if each worker had all of them."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    class OfSeveral(ParallelStyle):
+        def _apply(self, module: Any, device_mesh: Any) -> Any:
+            def compute(values: "torch.Tensor") -> "torch.Tensor":
+                # What the workers give this layer's input adds up: each has some of its outputs.
+                every = DTensor.from_local(values, device_mesh, [Replicate()], run_check=False)
+                bias = None if module.bias is None else module.bias.to_local()
+                own = every.to_local(grad_placements=[Partial()])
+                return torch.nn.functional.linear(own, module.weight.to_local(), bias)
+
+            import torch
+
+            how = [torch_internals.shares_of_several(0, parts)]
+            for name, one in list(module.named_parameters(recurse=False)):
+                share = distribute_tensor(one.detach(), device_mesh, how, src_data_rank=None)
+                module.register_parameter(name, torch.nn.Parameter(share, one.requires_grad))
+            module.forward = compute
+            return module
+
+    return OfSeveral()

@@ -7,7 +7,7 @@ sum alone. So every pass of every replica is an exchange: all make equally many 
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rtrain import torch_internals
@@ -15,12 +15,15 @@ from rtrain.batch import Tokens
 from rtrain.exchange.alive import Watch
 from rtrain.exchange.exchange import Work
 from rtrain.exchange.replicas import Say, unsaid
+from rtrain.exchange.timeline import WAITS, Timeline
 from rtrain.strategies import mesh
 from rtrain.strategies.cut import Cut
 from rtrain.training import layerwise
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard
 
 
 class Fully(Cut):
@@ -47,8 +50,15 @@ class Fully(Cut):
         self._parts: Any = [*(layerwise.layers(getattr(module, "base_model", module)) or ()), module]
         self._weights = weights
         for part in self._parts:
-            fully_shard(part, mesh=self._grid[mesh.REPLICAS], reshard_after_forward=None if weights else False)
+            fully_shard(
+                part,
+                mesh=self._grid[mesh.REPLICAS],
+                reshard_after_forward=None if weights else False,
+                shard_placement_fn=_across,
+            )
             part.set_force_sum_reduction_for_comms(True)  # Gloo takes no means
+            part.set_custom_all_gather(_Told(self.timeline, gathered))
+            part.set_custom_reduce_scatter(_Told(self.timeline, shared_out))
 
     def filled(self, passes: Sequence[Tokens], work: Work) -> Sequence[Tokens]:
         return [*passes, *[work.idle] * (max(1, self.most(len(passes))) - len(passes))]
@@ -56,7 +66,8 @@ class Fully(Cut):
     @contextlib.contextmanager
     def during(self, last: bool) -> Iterator[None]:
         self._parts[-1].set_reshard_after_backward(last or self._weights)
-        yield
+        with self.sums_told():
+            yield
 
     @contextlib.contextmanager
     def answering(self, passes: int) -> Iterator[int]:
@@ -65,3 +76,57 @@ class Fully(Cut):
         finally:
             for part in self._parts:
                 part.reshard()
+
+    def stops(self, failed: bool) -> bool:
+        return bool(self.most(super().stops(failed)))
+
+
+class _Told:
+    """A collective as `fully_shard` calls it, of which the timeline is told: a processor stands still for it."""
+
+    def __init__(self, timeline: Timeline, collective: "Callable[..., dist.Work | None]"):
+        self._timeline, self._collective = timeline, collective
+
+    def allocate(self, size: Any, *, dtype: "torch.dtype", device: "torch.device") -> "torch.Tensor":
+        import torch
+
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, *given: Any, **named: Any) -> "dist.Work | None":
+        with self._timeline.during(WAITS):
+            return self._collective(*given, **named)
+
+
+def gathered(
+    output_tensor: "torch.Tensor", input_tensor: "torch.Tensor", group: "dist.ProcessGroup", async_op: bool = False
+) -> "dist.Work | None":
+    """The whole of what every worker has a share of."""
+    import torch.distributed as dist
+
+    work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+    return work
+
+
+def shared_out(
+    output_tensor: "torch.Tensor",
+    input_tensor: "torch.Tensor",
+    group: "dist.ProcessGroup",
+    op: Any,
+    async_op: bool = False,
+) -> "dist.Work | None":
+    """The sum of what every worker has the whole of, a share of it for each."""
+    import torch.distributed as dist
+
+    work: dist.Work | None = dist.reduce_scatter_single(
+        output_tensor, input_tensor, op=op, group=group, async_op=async_op
+    )
+    return work
+
+
+def _across(parameter: "torch.nn.Parameter") -> "Shard | None":
+    """The axis along which replicas share a weight: the first, but for one that is cut within a replica by parts of
+    that. Of what is cut twice so, torch puts the rows together in a wrong order."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    cut = isinstance(parameter, DTensor) and any(torch_internals.is_of_several(one) for one in parameter.placements)
+    return Shard(1) if cut else None

@@ -4,9 +4,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rtrain.exchange import whole
+from rtrain.exchange import transport, whole
 from rtrain.exchange.alive import Watch
 from rtrain.exchange.replicas import Replicas, Say, unsaid
+from rtrain.exchange.timeline import WAITS
 from rtrain.strategies import mesh
 from rtrain.strategies.shares import MOMENTS, STEP_BYTES
 
@@ -47,8 +48,9 @@ class Parted(Replicas):
     def during(self, last: bool) -> Iterator[None]:
         yield
         if last and self.distributed:
-            for gradient in self.collected():
-                self.sum(whole.local(gradient)).div_(self.world)
+            with self.timeline.during(WAITS):
+                transport.add_up([whole.local(one) for one in self.collected()], self._group)
+            self.multiply(1.0 / self.world)
 
     def agreed(self, value: int) -> int:
         import torch
@@ -59,3 +61,6 @@ class Parted(Replicas):
         found = torch.tensor([value], dtype=torch.int64)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._within)
         return int(found.item())
+
+    def stops(self, failed: bool) -> bool:
+        return bool(self.agreed(int(failed)))

@@ -129,8 +129,9 @@ class Pipeline(Parted):
             dist.all_gather(norms, own, group=self._within)
         return torch.nn.utils.get_total_norm(norms)
 
-    def own_square(self) -> float | None:
-        return None
+    @property
+    def tells_noise(self) -> bool:
+        return False
 
     # --------------------------------------------------------------------------------------------- outside of updates
 

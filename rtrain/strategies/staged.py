@@ -43,6 +43,7 @@ class Staged:
         owners = _owners(network, places, last=parts - 1)
         kept = {one: found for one, found in owners.items() if found & set(own)}
         _leave(network, kept)
+        whole.leave_file(network)
         self.shared = [one for one, found in kept.items() if len(found) > 1]
         """Weights of this worker that the first and the last part have in common: words, of a tied head."""
         self.shares = any(len(found) > 1 for found in owners.values())
@@ -50,7 +51,8 @@ class Staged:
         encoder = network.base_model
         encoder.embeddings.forward = partial(self._enter, encoder.embeddings.forward)
         for module in {*encoder.children(), *_layers(network)} - {encoder.embeddings}:
-            if (part := places.get(module)) is not None:
+            # What has no weights is no part of the way: ModernBERT's positions, of which each layer reads some.
+            if (part := places.get(module)) is not None and any(True for _ in module.parameters()):
                 module.forward = partial(self._pass_by, module.forward, part)
 
     @property

@@ -58,22 +58,35 @@ def gathered(exchange: "Exchange", task: Task, store: Store, split: str, *, pad_
     model.attend(network, training=False)
     # Neighbours in length share a pass, and the workers take turns, so that they end together.
     order = np.argsort(store.column(split, "length"), kind="stable")[exchange.rank :: exchange.world]
+    own_passes = sum(1 for _ in passes(store, split, order))
 
-    def answer(tokens: Tokens) -> Floats:
-        exchange.watch.passes()
-        wanted = task.wanted(tokens, store.manifest.head)
-        found: Floats = forward(network, tokens, pad_id, precision, wanted).float().cpu().numpy()
-        return found
+    with exchange.answering(own_passes) as missing:
+        asked = answered = 0
 
-    with exchange.answering(sum(1 for _ in passes(store, split, order))) as missing:
+        def answer(tokens: Tokens) -> Floats:
+            nonlocal asked, answered
+            exchange.watch.passes()
+            asked += 1
+            if exchange.stops(failed=False):
+                raise ranks.Elsewhere(ranks.OTHERS)
+            wanted = None if tokens is filling else task.wanted(tokens, store.manifest.head)
+            found: Floats = forward(network, tokens, pad_id, precision, wanted).float().cpu().numpy()
+            answered += 1
+            return found
 
         def answers() -> Ragged:
             with torch.no_grad():
-                found = outcomes_of(task, store, split, order, answer)
-                for _ in range(missing):
-                    forward(exchange.model, idle(pad_id), pad_id, precision)
-                return found
+                try:
+                    found = outcomes_of(task, store, split, order, answer)
+                    for _ in range(missing):
+                        answer(filling)
+                    return found
+                except Exception:
+                    if asked == answered < own_passes + missing:  # others are about to exchange with this worker
+                        exchange.stops(failed=True)
+                    raise
 
+        filling = idle(pad_id)
         own = ranks.together(exchange.watch, answers)
     network.train()
     model.attend(network, training=True)

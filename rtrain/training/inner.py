@@ -92,6 +92,9 @@ class Inner:
         self._mine = _Watched(student, [pair[0] for pair in self._pairs], related[0])
         self._theirs = _Watched(teacher, [pair[1] for pair in self._pairs], related[1])
         self.parts = sum(getattr(distill, name) > 0 for name in NAMES)
+        # Nothing asks for the teacher's answers. A language model's head would make 30,000 numbers for each token.
+        speaks = getattr(teacher, "get_output_embeddings", lambda: None)() is not None
+        self._wanted = np.zeros(1, dtype=np.int64) if speaks else None
         if distill.hidden:
             mine, theirs = (_width(network) for network in (student, teacher))
             like = next(student.parameters())
@@ -108,7 +111,7 @@ class Inner:
 
         asked = tokens if self._ids is None else replace(tokens, ids=self._ids[tokens.ids].astype(np.int32))
         with torch.no_grad():
-            forward(self._teacher, asked, self._pad_id, self._precision)
+            forward(self._teacher, asked, self._pad_id, self._precision, self._wanted)
         layout = layout_of(tokens, self._distill.relation_heads, next(self._student.parameters()).device)
         mine, theirs = self._mine.taken(tokens, layout), self._theirs.taken(tokens, layout)
         sums = []

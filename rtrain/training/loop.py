@@ -130,9 +130,8 @@ class _Loop(step.Observer):
             evaluate_every=job.recipe.train.evaluate_every or job.order.updates_per_epoch,
             save_every=job.recipe.train.save_every,
         )
-        where = device.named(whole.device(exchange.module))
-        known = {"workers": exchange.workers, "device": where, "precision": job.precision, "lr": job.recipe.peak_lr}
-        known["rows_per_update"] = job.recipe.rows_per_update
+        known = {"workers": exchange.workers, "precision": job.precision, "lr": job.recipe.peak_lr}
+        known |= {"device": device.named(whole.device(exchange.module)), "rows_per_update": job.recipe.rows_per_update}
         self._reporter.event("started", update=self._state.update, of=job.order.updates, **known)
         exchange.module.train()
         step.settle(exchange, job.loss, job.pad_id, job.precision)
@@ -199,13 +198,13 @@ class _Loop(step.Observer):
             ledger=state.ledger,
             rows=sums.rows_seen,
             real_tokens=sums.real_tokens,
+            train_s=self._clock.trained,
         )
 
     # ------------------------------------------------------------------------------------------------------ evaluation
 
     def _evaluate(self, kept: dict[str, Ragged]) -> None:
-        """Score the validation rows, whose outcomes go into `kept`; where that is the best so far, the state and the
-        answers say so."""
+        """Score the validation rows, whose outcomes go into `kept`; state and answers say so if that is the best."""
         found, is_best = self._validated(self._state.update, kept)
         if is_best:
             self._state = best.kept(found, self._state)
@@ -229,7 +228,8 @@ class _Loop(step.Observer):
             return best.better(found, best.of(self._state))
 
         is_best = ranks.decided(self._exchange.watch, compare)
-        self._reporter.event("evaluated", split="valid", update=update, scores=scores, loss=found.loss)
+        told = {"scores": scores, "loss": found.loss, "train_s": self._clock.trained}
+        self._reporter.event("evaluated", split="valid", update=update, **told)
         self._evaluations[update] = found
         return found, bool(is_best)
 
@@ -318,6 +318,8 @@ class _Loop(step.Observer):
         finished = state.update == job.order.updates
         with self._clock.section("checkpoint"):
             self._flushed(copied=finished)
+            if not finished:  # at once: the end of the workers themselves takes seconds, and may come too late
+                self._reporter.event("saved", update=state.update)
             update = self._best(state)
         if update not in (NONE, state.update):
             self._loaded(update)
@@ -361,7 +363,7 @@ def one_update(
     optimizer: "torch.optim.Optimizer",
     update: Update,
     *,
-    run_update: Callable[..., step.Done] | None = None,
+    run_update: step.RunUpdate | None = None,
     observer: step.Observer | None = None,
     scale: float | None = None,
 ) -> step.Done:

@@ -82,6 +82,29 @@ class Done:
     """What a measuring update tells of the gradient's noise."""
 
 
+class RunUpdate(Protocol):
+    """What is called as `run_update` is: by itself, or with a mistake that was planted."""
+
+    def __call__(
+        self,
+        exchange: Any,
+        optimizer: "torch.optim.Optimizer",
+        loss: Loss,
+        passes: Sequence[Tokens],
+        /,
+        *,
+        pad_id: int,
+        precision: str = "fp32",
+        scale: float | None = None,
+        clip_norm: float | None = None,
+        rows: int | None = None,
+        observer: Observer | None = None,
+        measures: bool = False,
+    ) -> Done:
+        """`exchange`: an `Exchange`; mistakes are of some of its classes."""
+        ...
+
+
 def row_sum(row_ids: "npt.NDArray[np.uint64]") -> int:
     """Sum of row ids modulo 2^64, as a signed number. Ids are uniform hashes: other rows have another sum."""
     return int(row_ids.sum(dtype="uint64").astype("int64"))

@@ -42,6 +42,11 @@ class Clock:
 
     seconds: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def trained(self) -> float:
+        """What updates have taken: no evaluation, no checkpoint, no waiting for rows."""
+        return round(self.seconds.get("train", 0.0), 3)
+
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
         start = time.perf_counter()

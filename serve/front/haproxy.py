@@ -55,9 +55,8 @@ def bound(host: str) -> str:
 
 def rewrite(text: str, front: Front, socket: Path) -> str:
     """Ray's file, closed: no page of statistics or metrics on a port, an admin socket of the owner's alone at the path
-    `socket`, no log on the syslog port, the address that was asked for, a time-out for headers, our own errors, no more
-    requests for the replicas than they take, and no way to Ray's own proxy where no replica is up: it would hold a
-    request until its deadline, and 503 says at once to come again. The only replica has more time for a health check.
+    `socket`, no log on the syslog port, the address that was asked for, a time-out for headers, our own errors, and no
+    more requests for the replicas than they take. The only replica has more time for a health check.
 
     Raises `UnknownFile` where a line that is to be changed does not stand there exactly once, and where anything but
     the endpoint would listen afterwards, or stand in for replicas.
@@ -87,8 +86,6 @@ def rewrite(text: str, front: Front, socket: Path) -> str:
     # There only where gRPC is on.
     grpc = r"^(frontend grpc_frontend\n(?:    #.*\n)*    bind )\S+:(\d+ proto h2)$"
     text = re.sub(grpc, rf"\g<1>{front.host}:\2", text, flags=re.MULTILINE)
-    # Once for each application: none is there yet when HAProxy starts.
-    text = re.sub(r"^    # Fallback to .*\n    server \S+ \S+ check backup\n", "", text, flags=re.MULTILINE)
     if re.search(r"^\s*server\s.*\sbackup\b", text, re.MULTILINE):
         raise UnknownFile("Ray Serve's file for HAProxy has a server beside the replicas that rtrain does not know")
     text = re.sub(r"^backend .*\n(?:    .*\n?)*", lambda found: _own(found[0], front), text, flags=re.MULTILINE)

@@ -13,7 +13,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from rtrain.cluster import supply
 from rtrain.config import Serve
 from rtrain.errors import ConfigError, Problem
 from serve import schema
+from serve.declared import RAY_SERVE
 from serve.door import access
 from serve.front import haproxy, supervisor
 
@@ -54,7 +54,6 @@ TEMPORARY = "/tmp"
 """A socket's path has at most 107 bytes; Ray puts the 56 of a node's id into it, so that no longer folder will do."""
 END_S = 10.0
 """Seconds that a task on the head may take."""
-
 Tell = Callable[[str], None]
 
 
@@ -79,18 +78,20 @@ class Ingress:
             on_head(remove, END_S, self.folder)
 
 
-def choose(settings: Serve, most: int, replicas: int, tell: Tell) -> Ingress | None:
+def choose(settings: Serve, most: int, replicas: int, tell: Tell, *, before_ray: bool = False) -> Ingress | None:
     """HAProxy where it can be had, by `serve.ingress`; None for Ray's own proxy. `most`: requests that a replica takes
     at a time; `replicas`: how many there may be. `tell` gets the reason, where Ray's was not asked for, and a limit of
-    the machine's that is too low. Raises `ConfigError` where HAProxy was asked for and cannot be had."""
+    the machine's that is too low. `before_ray`: of a Ray that this machine alone is about to have. Raises `ConfigError`
+    where HAProxy was asked for and cannot be had."""
     if settings.ingress == "stock":
         return None
-    several = several_nodes()
+    several = not before_ray and several_nodes()
     if several and access.is_loopback(settings.host):
         # HAProxy reaches replicas on other nodes over the network, where whoever else is there could ask them.
         found: Found | str = "replicas on other nodes would listen on the network, and serve.host is this machine alone"
     else:
-        found = on_head(find, END_S, settings.host, math.ceil(settings.deadline_s), most, pair(settings))
+        asked = (settings.host, math.ceil(settings.deadline_s), most, pair(settings))
+        found = find(*asked) if before_ray else on_head(find, END_S, *asked)
     if isinstance(found, Found):
         host = "0.0.0.0" if several else "127.0.0.1"
         taken, line = connections(most * replicas, found.files)
@@ -101,6 +102,17 @@ def choose(settings: Serve, most: int, replicas: int, tell: Tell) -> Ingress | N
         raise ConfigError([Problem("serve.ingress", "haproxy", found, "write auto or stock")])
     tell(f"requests go through Ray Serve's own proxy, which takes longer than HAProxy: {found}")
     return None
+
+
+class Chosen(NamedTuple):
+    """What takes the requests, settled before Ray was started, whose processes all have its `variables`."""
+
+    front: Ingress | None
+
+
+def variables(front: Ingress | None) -> dict[str, str]:
+    """Of Ray Serve's controller, and of all that it starts."""
+    return {**RAY_SERVE, **(front.environment if front else {})}
 
 
 def several_nodes() -> bool:
@@ -116,8 +128,6 @@ class Found(NamedTuple):
 
     folder: Path
     """HAProxy's files lie there, for this process's owner alone."""
-    port: int
-    """A free one, for Ray's own proxy, which HAProxy asks while no replica answers."""
     cores: int
     files: int
     """Most files that a process may open."""
@@ -170,10 +180,7 @@ def find(host: str, body_s: int, most: int, pair: bytes = b"") -> Found | str:
     front = haproxy.Front(haproxy.bound(host), HEADER_S, body_s, str(folder), most, str(certificate) if pair else "")
     executable.write_text(supervisor.script(sys.executable, binary, front))
     executable.chmod(0o700)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    return Found(folder, port, env.cores(), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    return Found(folder, env.cores(), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
 
 def drain(folder: Path, seconds: float) -> None:
@@ -244,7 +251,8 @@ def environment(found: Found, settings: Serve, taken: int) -> dict[str, str]:
     }
     others = {
         "RAY_SERVE_ENABLE_HA_PROXY": 1,
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": found.port,
+        # Called by the controller. Ray's own proxy would stand in where no replica is up, which HAProxy answers itself.
+        "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "rtrain.ray_internals.serving.without_fallback_proxy",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": LEAVING_S,
     }
     prefixed = {f"RAY_SERVE_HAPROXY_{name}": value for name, value in named.items()}

@@ -185,10 +185,15 @@ def _apart(config: Config, dimensions: Sequence[Dimension]) -> list[Problem]:
     return []
 
 
+def rows_of_one(config: Config) -> dict[str, int]:
+    """Rows of an update by each setting that says how many there are, of its value 1."""
+    return {FREQUENCY: config.recipe.train.workers * config.recipe.train.micro_batch, ROWS: 1}
+
+
 def under(config: Config, dimensions: Sequence[Dimension], rows: int) -> tuple[Dimension, ...]:
     """The dimensions without the updates that gain little by their rows, where `rows` is the gradients' noise scale: of
     aggregation frequencies, and of rows per update, those up to the first that has so many."""
-    of_one = {FREQUENCY: config.recipe.train.workers * config.recipe.train.micro_batch, ROWS: 1}
+    of_one = rows_of_one(config)
 
     def cut(one: Dimension) -> Dimension:
         if one.name not in of_one or not one.ordered:
@@ -200,6 +205,45 @@ def under(config: Config, dimensions: Sequence[Dimension], rows: int) -> tuple[D
         return replace(one, high=max(one.low or 0, min(one.high or 0, enough)))
 
     return tuple(map(cut, dimensions))
+
+
+def with_rows(
+    config: Config, dimensions: Sequence[Dimension], point: Mapping[str, Any], rows: int
+) -> dict[str, Any] | None:
+    """The point with updates of so many rows, or as near to them as the space has any; None where they are not
+    searched."""
+    of_one = rows_of_one(config)
+    searched = [one for one in dimensions if one.name in of_one and one.ordered]
+
+    def nearest(one: Dimension) -> Any:
+        wanted = rows / of_one[one.name]
+        if one.choices:
+            return min(one.choices, key=lambda value: abs(math.log(value / wanted)))
+        return one.clipped(max(1, round(wanted)))
+
+    return {**point, **{one.name: nearest(one) for one in searched}} if searched else None
+
+
+def evaluated_every(config: Config) -> int | None:
+    """Rows between two evaluations of a trial where the least time to a score is searched for: as many for each, since
+    a trial that is read more often is seen earlier to have come there. None where each is read after an epoch.
+
+    They are about those of the recipe, and a number of the largest updates, so that common frequencies divide them.
+    """
+    every = config.recipe.train.evaluate_every
+    if config.deploy.tune.objective != "time" or every is None:
+        return None
+    tried = [*config.deploy.tune.points, *({name: _most(one)} for name, one in config.deploy.tune.space.items())]
+    of_one = rows_of_one(config)
+    sizes = [of_one[name] * int(point[name]) for point in tried for name in of_one if point.get(name) is not None]
+    largest = max([config.recipe.rows_per_update, *sizes])
+    return largest * max(1, round(every * config.recipe.rows_per_update / largest))
+
+
+def _most(searched: Range | tuple[Any, ...]) -> Any:
+    if isinstance(searched, Range):
+        return searched.high
+    return max(searched) if all(map(is_number, searched)) else None
 
 
 # ------------------------------------------------------------------------------------------------- what a trial changes

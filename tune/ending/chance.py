@@ -18,6 +18,7 @@ where seeds differ by far more than their rows tell.
 A score that is no mean over rows, e.g. F1, is taken row by row by its jackknife pseudo-values (Tukey 1958).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -160,6 +161,12 @@ def _noise(table: Table, first: int, other: int, by_row: Sequence[Floats], neste
     together = _variance(np.mean(by_row, axis=0))
     rest = max(0.0, (each - together) * seeds / (seeds - 1))
     return _Noise(max(0.0, together - rest / seeds) * rows, max(0.0, scores - rest), rest * rows, free)
+
+
+def luck(one: Held, other: Held) -> float:
+    """Standard deviation of a score by its rows, told by two trainings of one setting, on the same rows in the same
+    order: half of the variance of their difference. Where both answer alike there is none, whatever the score."""
+    return math.sqrt(_variance(pseudo_values(other) - pseudo_values(one)) / 2)
 
 
 def pseudo_values(held: Held) -> Floats:

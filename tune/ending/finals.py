@@ -30,6 +30,7 @@ from rtrain.errors import UserError
 from rtrain.metrics.slices import LEAST
 from tune.ending import chance
 from tune.ending.chance import Gap, Held
+from tune.known import spread
 from tune.known.aim import Aim
 from tune.known.history import History, Trial, numbered
 
@@ -243,7 +244,7 @@ class _Seen:
             # One seed does not tell what another would change, and few rows tell nothing.
             return found, found.low > 0 and found.seeds > 1 and found.rows >= LEAST
 
-        return _Seen(means, gaps, costs, (spread(history) or 0.0) if objective == "front" else 0.0)
+        return _Seen(means, gaps, costs, (spread.ended(history) or 0.0) if objective == "front" else 0.0)
 
     @property
     def leader(self) -> int:
@@ -313,28 +314,3 @@ def _by_time(targets: Mapping[int, Sequence[float]], costs: Mapping[int, float],
         return found, rare and bool(after.max() < before.min())
 
     return _Seen(means, gaps, costs, 0.0)
-
-
-# ------------------------------------------------------------------------------------------------------------- noise
-
-
-def spread(history: History) -> float | None:
-    """Standard deviation of a trial's final score from seed to seed, pooled over the trials that have several; None
-    where none has."""
-    squares, free = 0.0, 0
-    for trial in history.own:
-        ends = [one.finished for one in history.trials if trial.number in (one.number, one.of)]
-        scores = [end.score for end in ends if end is not None]
-        if len(scores) > 1:
-            squares += float(np.var(scores)) * len(scores)
-            free += len(scores) - 1
-    return math.sqrt(squares / free) if free else None
-
-
-def row_noise(score: float, rows: int) -> float | None:
-    """Standard error of a share from its rows alone, with two right and two wrong ones added, so that all right is not
-    certain (Agresti & Coull 1998); None for a score that is no share."""
-    if not 0 <= score <= 1 or rows < 1:
-        return None
-    share = (score * rows + 2) / (rows + 4)
-    return math.sqrt(share * (1 - share) / (rows + 4))

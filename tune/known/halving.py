@@ -52,6 +52,14 @@ class Ladder:
         return trials
 
 
+def sizes(planned: int) -> tuple[int, ...]:
+    """Numbers of trials below `planned`, from about a half of it on, of which halving leaves just `KEPT`. Of one trial
+    more three would be left, which takes a further rung."""
+    doubled = [KEPT * REDUCTION**power for power in range(max(1, planned).bit_length())]
+    half = max((one for one in doubled if one <= planned / 2), default=KEPT)
+    return tuple(one for one in doubled if half <= one < planned)
+
+
 def goes_on(trials: int) -> int:
     """How many of so many trials go on from a rung."""
     return min(trials, max(KEPT, math.ceil(trials / REDUCTION)))
@@ -69,11 +77,13 @@ def due(history: History, ladder: Ladder, aim: Aim, asking: bool) -> list[Go] | 
     """The trials that have yet to come to their next rung; None when the halving is over.
 
     `asking`: further trials may be asked for, so that none is compared yet. An empty list means that whoever asks has
-    to ask for another trial. Trials that failed or diverged take no part.
+    to ask for another trial. Trials that failed or diverged take no part, and those that repeat another one go no
+    further than the first rung.
     """
     field = [trial for trial in history.own if trial.sound]
     for rung in range(len(ladder.rungs)):
-        waiting = [trial for trial in field if at(trial, rung) is None]
+        repeats = [trial for trial in history.trials if trial.of is not None and trial.sound and not trial.finished]
+        waiting = [trial for trial in field + (repeats if asking else []) if at(trial, rung) is None]
         if waiting or (rung == 0 and asking):
             return [Go(trial.number, rung) for trial in waiting]
         if len(field) <= KEPT:
@@ -101,15 +111,3 @@ def frozen_at(history: History, ladder: Ladder, aim: Aim) -> dict[int, int]:
         left |= {trial.number: rung for trial in field if trial not in stay}
         field = stay
     return left
-
-
-def rows_used(history: History, ladder: Ladder) -> tuple[int, int]:
-    """(rows trained on until the halving was over, rows of the end)."""
-    search = sum(trial.reached[-1].rows for trial in history.own if trial.reached)
-    ended = [trial for trial in history.trials if trial.finished]
-    end = sum(_after_rungs(trial, ladder) for trial in ended)
-    return search, end
-
-
-def _after_rungs(trial: Trial, ladder: Ladder) -> int:
-    return ladder.full - (trial.reached[-1].rows if trial.reached else 0)

@@ -9,7 +9,7 @@ Status = Literal["asked", "frozen", "finished", "failed", "diverged"]
 RECIPE = "recipe"
 """What has proposed trial 0: the recipe as it stands."""
 SEED = "seed"
-"""What has proposed a trial that repeats another one's settings with another seed, at the search's end."""
+"""What has proposed a trial that repeats another one's settings with another seed."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,9 @@ class Reached:
     """Mean over the rows, where the task has one."""
     seconds: float = 0.0
     """Seconds of training until then."""
+    luck: float | None = None
+    """Of a trial that repeats another one: the standard deviation that the rows alone make of one of the two scores
+    (`chance.luck`)."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Trial:
     diverged: str | None = None
     """How it was seen to diverge; None if it did not."""
     lost: float = 0.0
-    """Seconds of its starts until it failed or diverged."""
+    """Seconds of training until it failed or diverged."""
 
     @property
     def status(self) -> Status:
@@ -88,7 +91,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Seconds that it has taken its workers, as far as is known."""
+        """Seconds of training, as far as is known."""
         if self.finished is not None:
             return self.finished.seconds
         return max(self.lost, self.reached[-1].seconds if self.reached else 0.0)
@@ -120,18 +123,27 @@ class History:
     budget: Mapping[str, Any] | None = None
     """The settings of time and money by which it was stopped; None where something else did."""
     noise: int | None = None
-    """The noise scale of trial 0's gradients, in rows, at the upper end of its interval; None until it is known."""
+    """The most rows of an update, by trial 0: the upper end of its gradients' noise scale, or those that take longer
+    than they gain; None until it is known."""
+    rows: int | None = None
+    """The rows of an update with which training is soonest at its end, by trial 0."""
     chosen: int | None = None
     """The winner's number, once the search has ended."""
     verdict: Mapping[str, Any] = field(default_factory=dict)
-    """What the end has come to; `text` is one sentence."""
+    """What the end has come to: the document of `finals.Verdict`."""
     seconds: float = 0.0
     """Seconds that the search has taken, over all of its starts."""
+    slot_seconds: float = 0.0
+    """Seconds that its slots were there, over all of them and all starts: at work, starting, or idle."""
 
     @property
     def own(self) -> tuple[Trial, ...]:
         """Trials with settings of their own, without those that repeat one with another seed."""
         return tuple(trial for trial in self.trials if trial.of is None)
+
+    def money(self, workers: int, price: float) -> float:
+        """What a cluster bills for the slots, each of so many workers, at a price of a worker's hour."""
+        return self.slot_seconds / 3600 * workers * price
 
     def after(self, event: Mapping[str, Any]) -> "History":
         """The history with one more event of the journal. An event of another kind changes nothing."""
@@ -148,13 +160,15 @@ class History:
             case "diverged":
                 return self._with(event["trial"], lambda trial: replace(trial, **_ended(event, diverged="why")))
             case "noise":
-                return replace(self, noise=event["rows"])
+                return replace(self, noise=event["rows"], rows=event.get("chosen"))
             case "stopped":
                 return replace(self, stopped=event["why"], budget=event.get("budget"))
             case "reopened":
                 return replace(self, stopped=None, budget=None)
             case "spent":
-                return replace(self, seconds=self.seconds + event["seconds"])
+                # A journal of an earlier version does not tell how many slots there were: one at least.
+                slots = event.get("slot_seconds", event["seconds"])
+                return replace(self, seconds=self.seconds + event["seconds"], slot_seconds=self.slot_seconds + slots)
             case "chosen":
                 return replace(self, chosen=event["best"], verdict=event["verdict"])
         return self

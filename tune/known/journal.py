@@ -1,13 +1,14 @@
 """`trials.jsonl` of a search: its journal, one event a line. It is only added to, and the search is rebuilt from it.
 
 asked     trial, settings, by, of, seed                        a trial's settings are decided
-reached   trial, rung, update, rows, score, loss, seconds      it came to a rung
+reached   trial, rung, update, rows, score, loss, seconds, luck it came to a rung
 finished  trial, update, rows, score, held, ...                it came to its end
 failed    trial, error, seconds                                diverged  trial, why, seconds
-noise     rows                                                 the noise scale of trial 0's gradients, at its upper end
+noise     rows, chosen                                         by trial 0: most rows of an update, and the best number
 stopped   why, budget                                          no further trial is asked for
 reopened  budget                                               more may be: by a larger budget, on a resume
-spent     seconds                                              how long the search took since the last such line
+spent     seconds, slot_seconds                                how long the search took since the last such line, and
+                                                               how long its slots were there, added up
 chosen    best, verdict                                        the search has ended
 """
 

@@ -214,7 +214,7 @@ class Spent:
 def spent(history: History, tune: Tune) -> Spent:
     first = later = end = 0
     for trial in history.trials:
-        rungs = [one.rows for one in trial.reached if trial.of is None] or [0]
+        rungs = [one.rows for one in trial.reached] or [0]
         first, later = first + rungs[0], later + rungs[-1] - rungs[0]
         end += trial.finished.rows - rungs[-1] if trial.finished else 0
     full = full_rows(history, tune)

@@ -15,6 +15,7 @@ from rtrain.report.drawing.svg import duration, short
 from rtrain.run import Run
 from rtrain.tasks import base
 from tune.known import journal
+from tune.known.aim import at
 from tune.known.history import History, Trial, numbered, replay
 from tune.results import drawn, figures, verdict
 from tune.results.drawn import Known
@@ -156,6 +157,7 @@ def _again(known: Known, trials: Sequence[Trial]) -> Table:
             trial.number,
             f"trial {trial.of}",
             str(trial.seed),
+            known.figure(first.score) if (first := at(trial, 0)) else "-",
             known.figure(trial.finished.held) if trial.finished else "-",
             known.figure(trial.finished.score) if trial.finished else "-",
             trial.status,
@@ -163,8 +165,8 @@ def _again(known: Known, trials: Sequence[Trial]) -> Table:
         )
         for trial in trials
     ]
-    head = ("trial", "settings of", "seed", "held back", "all validation rows", "status", "seconds")
-    return Table("The end: the same settings with other seeds", head, rows, f"Figures are {known.score}.", wide=True)
+    head = ("trial", "settings of", "seed", "rung 1", "held back", "all validation rows", "status", "seconds")
+    return Table("The same settings with other seeds", head, rows, f"Figures are {known.score}.", wide=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------- cost
@@ -195,9 +197,8 @@ def _cost(known: Known) -> Section:
         rows.append(("full runs that the rows would pay for", f"{(spent.searched + spent.end) / spent.full:.1f}"))
     if tune.price is not None:
         workers = known.config.recipe.train.workers
-        rows.append(
-            (f"money, at {tune.price:g} an hour of a worker", f"{spent.seconds * workers / 3600 * tune.price:.2f}")
-        )
+        money = known.history.money(workers, tune.price)
+        rows.append((f"money, at {tune.price:g} an hour of a worker", f"{money:.2f}"))
     blocks.append(Table("What it has cost", ("", ""), rows))
     return Section("cost", "What it has cost", "", blocks)
 

@@ -1,8 +1,9 @@
 """The table of a study of aggregation frequencies: what each run came to, on this machine and over other networks.
 
-Pure but for `of_run`, which reads a run's folder.
+Pure but for `of_run`, which reads a run's folder, and `keep`.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -166,6 +167,7 @@ def table(
         parts.append(_part(title, results, there, "{:.1f}", lambda one, there=there: saved(one, there)))  # type: ignore[misc]
         document["networks"][name] = {
             "how": how,
+            "exchange_s": (networks or {}).get(name),
             "results": [
                 {"optimizer": one.optimizer, "frequency": one.frequency, "seconds": there(one)}
                 | {"saved": saved(one, there)}
@@ -179,11 +181,21 @@ def table(
 
 
 def of_document(document: Mapping[str, Any], networks: Mapping[str, float] | None = None) -> Table:
-    """The table of a study that was kept, with other networks."""
+    """The table of a study that was kept, with the networks that it knows and further ones."""
     names = Result.__dataclass_fields__.keys()
     results = [Result(**{name: one[name] for name in names}) for one in document["results"]]
     left_out = {int(k): why for k, why in document["left_out"].items()}
-    return table(results, document["headline"], left_out, networks)
+    return table(results, document["headline"], left_out, {**measured(document), **(networks or {})})
+
+
+def measured(document: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of an exchange over the networks that were measured for a study that was kept, by name."""
+    known = {name: one.get("exchange_s") for name, one in document["networks"].items()}
+    return {name: seconds for name, seconds in known.items() if seconds is not None}
+
+
+def keep(study: Run, document: Mapping[str, Any]) -> None:
+    study.study_table.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def _networks(measured: Mapping[str, float]) -> dict[str, tuple[str, Callable[[Result], float]]]:

@@ -6,11 +6,12 @@ from typing import Any
 from rtrain.config import Tune
 from rtrain.report.drawing.svg import duration, score_name
 from tune.known.history import SEED, History, Reached, Trial, numbered
-from tune.results import figures
+from tune.results import figures, verdict
 
 PROPOSERS = {
     "points": "from tune.points",
     "spread": "spread over the space",
+    "prior": "with the updates that trial 0 asks for",
     "gp": "by the Gaussian process",
     "tpe": "by the Parzen estimators",
     "random": "drawn at random",
@@ -45,8 +46,8 @@ def text(history: History, headline: str, tune: Tune, most: int = 40) -> str:
         lines.append(f"and {len(history.own) - len(shown)} more trials; the page of the search has them all")
     lines.append(_legend(headline, short, history))
     if failed := [trial for trial in history.trials if not trial.sound]:
-        first = f"trial {failed[0].number}: {_cut(failed[0].error or failed[0].diverged or '')}"
-        lines.append(f"{len(failed)} of {len(history.trials)} trials failed or diverged: {first}")
+        lines.append(f"{len(failed)} of {len(history.trials)} trials failed or diverged:")
+        lines += [f"trial {trial.number}: {_cut(trial.error or trial.diverged or '')}" for trial in failed]
     return "\n".join(lines)
 
 
@@ -114,9 +115,11 @@ def said(event: Mapping[str, Any], history: History, headline: str, tune: Tune) 
         case "reached":
             return f"trial {number}: {_came(event, history, headline)}"
         case "frozen":
-            return f"trial {number}: frozen{_at(event)}, with a checkpoint"
+            word = "trial" if len(event["trials"]) == 1 else "trials"
+            left = ", ".join(map(str, event["trials"]))
+            return f"frozen at rung {event['rung'] + 1}, with a checkpoint each: {word} {left}"
         case "thawed":
-            return f"trial {number}: thawed{_at(event)}, and goes on"
+            return f"trial {number}: thawed, and goes on"
         case "failed":
             return f"trial {number}: failed: {_cut(event['error'])}"
         case "diverged":
@@ -133,8 +136,7 @@ def said(event: Mapping[str, Any], history: History, headline: str, tune: Tune) 
         case "reopened":
             return "further trials are asked for: the budget is another one now"
         case "chosen":
-            told = event["verdict"].get("text", "")
-            return f"chosen: trial {event['best']}" + (f"; {told}" if told else "")
+            return f"chosen: trial {event['best']}; {verdict.told(history, tune.target)}"
     return ""
 
 
@@ -145,15 +147,13 @@ def _asked(trial: Trial, short: Mapping[str, str]) -> str:
     return f"{sets}, {PROPOSERS[trial.by]}" if trial.by in PROPOSERS else sets
 
 
-def _at(event: Mapping[str, Any]) -> str:
-    return f" at rung {event['rung'] + 1}" if "rung" in event else ""
-
-
 def _came(event: Mapping[str, Any], history: History, headline: str) -> str:
-    rung = event["rung"]
-    others = [one.score for trial in history.trials for one in trial.reached if one.rung == rung]
+    rung, trial = event["rung"], numbered(history.trials, event["trial"])
+    others = [one.score for trial in history.own for one in trial.reached if one.rung == rung]
     rank = 1 + sum(score > event["score"] for score in others)
     among = f"place {rank} of {len(others)} so far" if len(others) > 1 else "the first to come there"
+    if trial.of is not None:
+        among = f"with another seed than trial {trial.of}"
     score = f"{_name(headline)} {_figure(headline, event['score'])}"
     return f"{score} at rung {rung + 1} ({event['rows']:,} rows, {duration(event['seconds'])}), {among}"
 
@@ -173,14 +173,16 @@ def standing(history: History, headline: str, tune: Tune) -> str:
 
 
 def _phase(history: History, tune: Tune) -> str:
-    own, repeats = history.own, [trial for trial in history.trials if trial.of is not None]
+    own = history.own
     if history.chosen is not None:
         return "ended"
-    if repeats:
+    if ended := sum(trial.finished is not None for trial in own):
+        # One that is at a rung was trained there while trials were asked for.
+        repeats = [trial for trial in history.trials if trial.of is not None and trial.status != "frozen"]
+        if not repeats:
+            return f"the end: {ended} trained to their ends"
         newest = repeats[-1]
         return f"the end: seed {sum(one.of == newest.of for one in repeats)} of trial {newest.of}"
-    if ended := sum(trial.finished is not None for trial in own):
-        return f"the end: {ended} trained to their ends"
     waiting = sum(trial.status == "asked" for trial in own)
     deepest = max((one.rung for trial in own for one in trial.reached), default=0)
     there = sum(_has(trial.reached, deepest) for trial in own)

@@ -5,7 +5,7 @@ import importlib
 import re
 
 from rtrain import config
-from rtrain.cluster import supply
+from rtrain.cluster import feasible, supply
 from rtrain.cluster.lint.around import Around
 from rtrain.cluster.lint.document import Document
 from rtrain.cluster.lint.findings import Found
@@ -130,11 +130,13 @@ def room(document: Document, around: Around) -> Found:
     types = document.get("available_node_types")
     if not isinstance(types, dict) or document.get("provider", "type") == "local":
         return
-    heads, kinds, limit = supply.startable(document.value)
-    cpus, gpus = (supply.largest(heads, kinds, limit, device) for device in ("cpu", "gpu"))
+    may = supply.startable(document.value)
     told = [int(number) for number in re.findall(r"--workers[ =](\d+)", document.text)]
     wanted = max([_workers_of_recipes(), *told])
-    needed = supply.data_cpus(None, wanted) + (0 if gpus >= wanted else wanted)
-    if cpus < needed:
-        what = f"{wanted} workers and their data tasks need {needed} CPUs, and the cluster may have {cpus} at most"
-        yield document.line("max_workers"), what, "raise max_workers, or take larger nodes"
+    if any(feasible.workers([], may, supply.Needs(device), wanted) == wanted for device in supply.NEEDS):
+        return
+    has_gpus = any(host.has.get("GPU") for host, _ in may.kinds.values())
+    needs = supply.Needs("gpu" if has_gpus else "cpu")
+    of = f"{wanted} {supply.NEEDS[needs.device]}s for workers and {needs.of(wanted).data} CPUs for their data tasks"
+    what = f"no nodes that may be up together have {of}; there may be {feasible.told(may, needs)}"
+    yield document.line("max_workers"), what, f"{feasible.remedy(may, needs, needs.of(wanted))} or take larger nodes"

@@ -5,55 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rtrain.cluster.rehearsal.book import Machine
 from rtrain.cluster.rehearsal.faults import Fault
+from rtrain.cluster.rehearsal.measured import Node, Rows, Served, Weights
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.cluster.rehearsal.ports import Listener
-
-ENDS = {"terminated": "idle", "left": "by itself", "killed": "killed", "down": "taken down"}
-
-
-@dataclass(frozen=True)
-class Node:
-    """A machine, as the certificate tells of it. Times are seconds since the rehearsal began."""
-
-    name: str
-    type: str
-    asked: float
-    joined: float | None
-    """When it was a node of the cluster; None where it never was."""
-    ended: float
-    end: str
-    dollars: float | None
-    """What so many seconds of it would cost, on demand; None where its price is not known."""
-
-    @property
-    def seconds_to_join(self) -> float | None:
-        return None if self.joined is None else round(self.joined - self.asked, 1)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Which rows the disturbed run was trained on, by its ledger."""
-
-    agrees: bool
-    """Whether everything that the run wrote down is in the ledger that is computed anew."""
-    lost: int
-    repeated: int
-    same_order: bool
-    """Whether they came in the order of the undisturbed run."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The last weights of the disturbed run beside those of the undisturbed one."""
-
-    identical: bool
-    difference: float
-    """Norm of the difference, over the norm of the weights."""
-    same_workers: bool
-    """Whether every start had the workers of the undisturbed run: then the weights must be identical. Else they are
-    equal up to rounding where nothing is dropped, and with dropout as far apart as two masks make them."""
 
 
 @dataclass
@@ -79,8 +34,13 @@ class Certificate:
     """How many each start of the disturbed run had."""
     device: str
     """`gpu`: each worker took a GPU that was counted; else a CPU."""
+    served: Served | None
     left_behind: Sequence[str]
     seconds: float
+    dollars_of_run: float | None = None
+    """What the nodes cost while the disturbed run went on, on demand; None where a price is not known."""
+    idled: int = 0
+    """Worker nodes that were ended as idle before the disturbed run had begun, which then needed as many anew."""
     errors: Sequence[str] = field(default=())
     """What broke the rehearsal off."""
 
@@ -90,10 +50,21 @@ class Certificate:
 
     @property
     def wanted_nodes(self) -> int | None:
-        """Worker nodes that the rehearsal needs in all: those of a run, and one in place of each that was taken."""
+        """Worker nodes that the rehearsal needs in all: those of a run or of the endpoint, one in place of each that
+        was taken, and those that the next run needs anew."""
         if self.needed is None:
             return None
-        return max(self.needed, self.plan.least) + len(self.faults)
+        at_a_time, lost = max(self.needed, self.plan.least), len(self.faults)
+        if self.served is not None:
+            at_a_time, lost = max(at_a_time, self.served.nodes), lost + (self.served.lost is not None)
+        return at_a_time + lost + min(self.needed, self.idled)
+
+    def dollars_again(self, fault: Fault) -> float | None:
+        """What the updates cost that were computed again after a fault: their share of what the run's nodes cost."""
+        if self.dollars_of_run is None or not fault.is_over:
+            return None
+        computed = self.updates + sum(max(0, one.recomputed) for one in self.faults)
+        return round(self.dollars_of_run * fault.recomputed / max(1, computed), 6)
 
     @property
     def dollars(self) -> float | None:
@@ -125,8 +96,11 @@ class Certificate:
                 found.append("other weights than those of the undisturbed run, with the same workers")
             if self.weights is not None and not math.isfinite(self.weights.difference):
                 found.append("weights that are no finite numbers")
+            found += ["the run was not served"] if self.served is None else self.served.problems()
             if self.most_at_a_time > self.plan.most:
                 found.append(f"{self.most_at_a_time} worker nodes at a time, and the file allows {self.plan.most}")
+            if self.wanted_nodes is not None and self.started > self.wanted_nodes:
+                found.append(f"{self.started} worker nodes were started, where {self.wanted_nodes} do")
             if self.scale_down_s is None:
                 found.append("nodes without work were not ended")
         if self.rows is not None and (self.rows.lost or self.rows.repeated):
@@ -181,14 +155,18 @@ class Certificate:
             "scale_down_s": self.scale_down_s,
             "upload": dict(self.upload),
             "ports": [{**asdict(one), "allowed": one.allowed} for one in sorted(self.ports)],
-            "faults": [{**asdict(one), "passed": one.passed} for one in self.faults],
+            "faults": [
+                {**asdict(one), "passed": one.passed, "dollars_again": self.dollars_again(one)} for one in self.faults
+            ],
             "restarts": self.restarts,
             "updates": self.updates,
             "workers": list(self.workers),
             "device": self.device,
             "rows": None if self.rows is None else asdict(self.rows),
             "weights": None if self.weights is None else asdict(self.weights),
+            "served": None if self.served is None else asdict(self.served),
             "dollars": self.dollars,
+            "dollars_of_run": self.dollars_of_run,
             "dollars_an_hour_at_most": self.dollars_an_hour_at_most,
             "left_behind": list(self.left_behind),
             "not_rehearsed": self.not_rehearsed(),
@@ -205,12 +183,12 @@ class Certificate:
                 f"{node.end:<11}  {price:>8}"
             )
         lines.append("")
-        needed = "no number of them is enough" if self.wanted_nodes is None else f"{self.wanted_nodes} needed"
+        needed = "no number of them is enough" if self.wanted_nodes is None else f"{self.wanted_nodes} do"
         lines.append(
             f"worker nodes: {self.started} started, {needed}; {self.most_at_a_time} at a time, of {self.plan.most}; "
             f"first one after {_seconds(self.scale_up_s)}, idle ones gone after {_seconds(self.scale_down_s)}"
         )
-        lines += [_fault_text(fault) for fault in self.faults]
+        lines += [_fault_text(fault, self.dollars_again(fault)) for fault in self.faults]
         lines.append(f"{self.updates} updates, {self.restarts} restarts, workers {', '.join(map(str, self.workers))}")
         if self.rows is not None:
             order = "the undisturbed run's order" if self.rows.same_order else "ANOTHER ORDER"
@@ -219,6 +197,8 @@ class Certificate:
             same = "the undisturbed run's, bit for bit"
             other = f"relative difference {self.weights.difference:.1e} to the undisturbed run's"
             lines.append(f"weights: {same if self.weights.identical else other}")
+        if self.served is not None:
+            lines.append(self.served.text())
         lines += self._upload_lines()
         closed = [one for one in self.ports if not one.allowed]
         lines.append(f"listening sockets: {len(self.ports)}, of which {len(closed)} are on no list")
@@ -238,34 +218,18 @@ class Certificate:
         return [*lines, *(f"  {size / 1e3:8.1f} kB  {name}" for name, size in self.upload["largest"])]
 
 
-def nodes_of(
-    machines: Mapping[str, Machine], joined: Mapping[str, float], plan: Plan, faults: Sequence[Fault], begin: float
-) -> list[Node]:
-    """The machines of a rehearsal that began at `begin` (seconds since 1970), all of which have ended."""
-    met = {fault.node: {"notice": "spot notice", "kill": "killed"}[fault.kind] for fault in faults}
-    found = []
-    for name, one in machines.items():
-        ended, price = one.ended or one.asked, plan.by_name[one.type].dollars
-        dollars = None if price is None else round((ended - one.asked) / 3600 * price, 6)
-        up = round(joined[name] - begin, 1) if name in joined else None
-        end = met.get(name, ENDS[one.why or "down"])
-        found.append(Node(name, one.type, round(one.asked - begin, 1), up, round(ended - begin, 1), end, dollars))
-    return found
-
-
-def most_at_a_time(nodes: Sequence[Node]) -> int:
-    """The most of these nodes that there were at one moment. One that is taken counts until it has ended."""
-    return max((sum(one.asked <= node.asked < one.ended for one in nodes) for node in nodes), default=0)
-
-
-def _fault_text(fault: Fault) -> str:
+def _fault_text(fault: Fault, dollars: float | None = None) -> str:
     what = {"notice": "spot notice", "kill": "killed without notice"}[fault.kind]
     if not fault.is_over:
         return f"{what} ({fault.node}): the run did not get over it"
     saved = "" if fault.seconds_to_checkpoint is None else f"checkpoint after {fault.seconds_to_checkpoint:.1f} s, "
+    joined = ""
+    if fault.seconds_after_join is not None:
+        joined = f", with all workers {fault.seconds_after_join:.1f} s after a node had joined"
+    price = "" if dollars is None else f" for {_dollars(dollars)}"
     return (
         f"{what} ({fault.node}) at update {fault.at_update}: {saved}training again after "
-        f"{fault.seconds_to_next_update:.1f} s, {fault.recomputed} updates computed again"
+        f"{fault.seconds_to_next_update:.1f} s{joined}, {fault.recomputed} updates computed again{price}"
     )
 
 

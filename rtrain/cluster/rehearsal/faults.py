@@ -4,21 +4,22 @@ When they come, and what became of the run, are read from the run's log: both ar
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import psutil
 
+from rtrain.cluster.rehearsal.book import Machine
 from rtrain.cluster.rehearsal.up import Up
 
 Kind = Literal["notice", "kill"]
 Events = Sequence[Mapping[str, Any]]
 NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
 """Seconds between a cloud's notice and the end of the machine."""
-WORKER = "ray::RayTrainWorker"
-"""What the processes of workers are called."""
+WORKER, REPLICA = "ray::RayTrainWorker", "ray::ServeReplica"
+"""What the processes of workers, and of an endpoint's replicas, are called."""
 
 
 @dataclass
@@ -36,13 +37,18 @@ class Fault:
     recomputed: int = -1
     """Updates that were computed again."""
     seconds_to_checkpoint: float | None = None
-    """From a notice to the checkpoint with which the run left the node."""
+    """From a notice until the checkpoint with which the run left the node was whole on its storage."""
     seconds_to_next_update: float = -1.0
     """From the fault to the end of the first update that the run had not reached before it."""
+    whole: float | None = None
+    """When the first such update of as many workers as before had ended, in seconds since 1970."""
+    seconds_after_join: float | None = None
+    """From the join of the first node that came after the fault until the run was whole; None where it was whole
+    without one."""
 
     @property
     def is_over(self) -> bool:
-        return self.seconds_to_next_update >= 0
+        return self.whole is not None
 
     @property
     def passed(self) -> bool:
@@ -64,22 +70,33 @@ def due(events: Events, met: Sequence[Fault], wanted: Sequence[Kind], updates: i
 
 def follow(fault: Fault, events: Events) -> None:
     """Write down what has become of the run since the fault."""
-    since = [event for event in events if event["time"] > fault.time]
-    started = next((event for event in since if event["kind"] == "started"), None)
-    left = next((event for event in since if event["kind"] == "yielded" and event["reason"] == "preemption"), None)
-    if left is not None and fault.kind == "notice" and fault.seconds_to_checkpoint is None:
-        fault.seconds_to_checkpoint = round(left["time"] - fault.time, 1)
-    if started is None:
+    place = next((place for place, event in enumerate(events) if event["time"] > fault.time), len(events))
+    again = next((number for number in range(place, len(events)) if events[number]["kind"] == "started"), None)
+    saved = next((event["time"] for event in events[place:again] if event["kind"] == "saved"), None)
+    if saved is not None and fault.kind == "notice":
+        fault.seconds_to_checkpoint = round(saved - fault.time, 1)
+    if again is None:
         return
-    place = list(events).index(started)
-    reached = [event["update"] for event in events[:place] if event["kind"] == "progress"]
-    fault.at_update = max(reached, default=0)
-    fault.resumed_from = started["update"]
+    fault.at_update = max((event["update"] for event in events[:again] if event["kind"] == "progress"), default=0)
+    fault.resumed_from = events[again]["update"]
     fault.recomputed = max(0, fault.at_update - fault.resumed_from)
-    for event in events[place:]:
-        if event["kind"] == "progress" and event["update"] > fault.at_update:
-            fault.seconds_to_next_update = round(event["time"] - fault.time, 1)
-            return
+    before = next((event["workers"] for event in reversed(events[:place]) if event["kind"] == "started"), 0)
+    workers = 0
+    for event in events[again:]:
+        if event["kind"] == "started":
+            workers = event["workers"]
+        elif event["kind"] == "progress" and event["update"] > fault.at_update:
+            if fault.seconds_to_next_update < 0:
+                fault.seconds_to_next_update = round(event["time"] - fault.time, 1)
+            if workers >= before:
+                fault.whole = event["time"]
+                return
+
+
+def after_join(fault: Fault, joined: Collection[float]) -> float | None:
+    """`Fault.seconds_after_join`; `joined`: when each node has joined the cluster, in seconds since 1970."""
+    came = min((at for at in joined if at > fault.time), default=None)
+    return round(fault.whole - came, 1) if came is not None and fault.whole is not None and fault.whole > came else None
 
 
 class Saboteur:
@@ -116,17 +133,23 @@ class Saboteur:
 
 def training_node(up: Up) -> str | None:
     """A machine on which workers of a run are; a spot one, where there is any."""
-    found = []
-    for name, one in up.book.up().items():
-        if name != up.head and one.pid is not None and _has_workers(one.pid):
-            found.append((not up.plan.by_name[one.type].is_spot, name))
+    found = [(not up.plan.by_name[one.type].is_spot, name) for name, one in machines_with(up, WORKER).items()]
     return min(found)[1] if found else None
 
 
-def _has_workers(pid: int) -> bool:
+def machines_with(up: Up, sign: str) -> dict[str, Machine]:
+    """The machines, but for the head's, on which a process runs whose command line begins with `sign`."""
+    return {
+        name: one
+        for name, one in up.book.up().items()
+        if name != up.head and one.pid is not None and _runs(one.pid, sign)
+    }
+
+
+def _runs(pid: int, sign: str) -> bool:
     with suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
             with suppress(psutil.Error):
-                if " ".join(process.cmdline()).startswith(WORKER):
+                if " ".join(process.cmdline()).startswith(sign):
                     return True
     return False

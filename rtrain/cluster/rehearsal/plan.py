@@ -1,7 +1,7 @@
 """What a rehearsal takes from a cluster's file: its node types, its limits, how it starts Ray, its prices. Pure."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,16 +108,24 @@ class Plan:
             **{f"{name}_commands": [] for name in COMMANDS},
         }
 
-    def needed(self, workers: int, data_cpus: int, device: str) -> int | None:
-        """The fewest worker nodes that have room for a run beside its data tasks: of one type, where there are several.
-        None where none has."""
-        head = dict(self.head.resources)
-        for number in range(self.most + 1):
-            for kind in (*self.kinds, self.head):
-                nodes = [head, *[dict(kind.resources)] * number]
-                if number <= kind.most and supply.fits(nodes, device, data_cpus) >= workers:
-                    return number
-        return None
+    def needed(self, workers: int, data_cpus: int, device: str, labels: supply.Labels = supply.ANY) -> int | None:
+        """The fewest worker nodes that have room for a run beside its data tasks, of one type or of several, with those
+        labels. None where no number of them has."""
+        wanted = (workers + data_cpus, 0) if device == "cpu" else (data_cpus, workers)
+        fewest = {(0, 0): 0}
+        """Nodes by the places for CPUs and GPUs that they have together; of these no more than are wanted count."""
+        for kind in (self.head, *self.kinds):
+            places = int(kind.resources.get("CPU", 0)), int(kind.resources.get("GPU", 0))
+            if not supply.has(kind.labels, labels):
+                continue
+            number, counts = (1, 0) if kind is self.head else (kind.most, 1)
+            for (cpus, gpus), before in list(fewest.items()):
+                for more in range(1, number + 1):
+                    sums = min(wanted[0], cpus + more * places[0]), min(wanted[1], gpus + more * places[1])
+                    fewest[sums] = min(fewest.get(sums, self.most + 1), before + more * counts)
+                    if sums == wanted:
+                        break
+        return found if (found := fewest.get(wanted, self.most + 1)) <= self.most else None
 
 
 def of(text: str) -> Plan:
@@ -145,13 +153,17 @@ def of(text: str) -> Plan:
             reason = f"the node type {name} says no resources, and {instance or 'its instance'} is in no table"
             problems.append(Problem(FILE, None, reason, f"write resources: {{CPU: ...}} in {name}"))
             continue
+        resources = {key: documents.number(amount, f"{name}.resources.{key}") for key, amount in resources.items()}
+        if broken := [f"{key}: {amount:g}" for key, amount in resources.items() if not amount.is_integer()]:
+            reason = (
+                f"the node type {name} has resources of {', '.join(broken)}, and Ray's launcher takes whole numbers"
+            )
+            problems.append(Problem(FILE, None, reason, "write e.g. 1000 for 1, and ask for so much more"))
         least = 0 if name == head else _whole(kind.get("min_workers", 0), f"{name}.min_workers")
         made.append(
             Kind(
                 name=name,
-                resources={
-                    key: documents.number(amount, f"{name}.resources.{key}") for key, amount in resources.items()
-                },
+                resources=resources,
                 labels={key: str(value) for key, value in (kind.get("labels") or {}).items()},
                 least=least,
                 most=0 if name == head else min(most, _whole(kind.get("max_workers", most), f"{name}.max_workers")),
@@ -202,47 +214,3 @@ def _kept(options: Mapping[str, str]) -> tuple[str, ...]:
         for name, value in options.items()
         if name not in REPLACED and not dropped.fullmatch(name)
     )
-
-
-# ------------------------------------------------------------------------------------------------------ the run's words
-
-LOCAL = ("--data", "--valid", "--test", "--model")
-"""Options whose value may be a file or folder of the machine from which a job is asked for."""
-DROPPED = ("--out", "--address")
-FLAGS = ("--resume", "--new", "--json")
-
-
-def words_of(words: Sequence[str], out: str, storage: str, absolute: Mapping[str, str]) -> list[str]:
-    """A command's words, for the run folder `out` and with what a rehearsal adds: each update is logged, nothing is
-    explained at the end, and a copy goes to `storage` where it would have gone to a storage of the user's.
-
-    `absolute`: the paths of files and folders of this machine, by what the words call them.
-    """
-    kept, skip, stored = list[str](), False, False
-    for place, word in enumerate(words):
-        name, given, value = word.partition("=")
-        following = words[place + 1] if place + 1 < len(words) else ""
-        setting = following if word == "--set" else value if name == "--set" and given else ""
-        if skip:
-            skip = False
-        elif word in FLAGS or (name in DROPPED and given):
-            continue
-        elif word in DROPPED:
-            skip = True
-        elif setting.partition("=")[0].strip() == "cluster.storage":
-            skip, stored = word == "--set", True
-        elif name in LOCAL and given:
-            kept.append(f"{name}={absolute.get(value, value)}")
-        elif place and words[place - 1] in LOCAL:
-            kept.append(absolute.get(word, word))
-        else:
-            kept.append(word)
-    added = ["train.log_every=1", "report.attributions=0", *([f"cluster.storage={storage}"] if stored else [])]
-    return [*kept, "--out", out, *(word for setting in added for word in ("--set", setting))]
-
-
-def local_values(words: Sequence[str]) -> list[str]:
-    """What the words name in `LOCAL` that could be a path: no address, and no name of a model."""
-    found = [words[place + 1] for place, word in enumerate(words[:-1]) if word in LOCAL]
-    found += [word.partition("=")[2] for word in words if word.partition("=")[0] in LOCAL and "=" in word]
-    return [value for value in found if "://" not in value]

@@ -1,9 +1,10 @@
 """The sockets on which a rehearsed cluster listens, against a list of those that it may listen on."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
+from types import MappingProxyType
 from typing import Literal
 
 import psutil
@@ -20,12 +21,15 @@ ROLES = (
     ("dashboard", "dashboard.py"),
     ("dashboard", "ray-dashboard"),
     ("Ray Client", "ray.util.client.server"),
+    ("HAProxy", "haproxy"),
     ("process of a job", "ray::"),
     ("process of a job", "default_worker.py"),
     ("driver", "-m rtrain"),
 )
 METRICS = "metrics of the dashboard"
 """Counts of the cluster, which Ray (2.60) gives to whoever reaches that port; its process is the dashboard's."""
+ENDPOINT = "endpoint"
+"""The port of an endpoint's own, whoever listens there: a job's process, as others that reach each other."""
 ALLOWED: dict[str, Scope] = {
     "control service": "network",
     "raylet": "network",
@@ -37,9 +41,13 @@ ALLOWED: dict[str, Scope] = {
     METRICS: "network",
     # The job API runs anyone's code who has the token: it is reached by SSH alone.
     "dashboard": "loopback",
+    # The rehearsed one; an endpoint that others may reach asks for keys (`serve.keys`).
+    ENDPOINT: "loopback",
+    "HAProxy": "loopback",
 }
 """How far a process of each role may be reached. `network` is the nodes' own, which lets nobody else in: what listens
 there asks for the cluster's token, or serves the gradients' exchange. Whatever else listens is a finding."""
+NOBODY: Mapping[int, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, order=True)
@@ -68,10 +76,10 @@ def scope_of(address: str) -> Scope:
     return "loopback" if ip_address(address.partition("%")[0]).is_loopback else "network"
 
 
-def listening(machines: Iterable[tuple[str, int]], metrics: int | None = None) -> set[Listener]:
+def listening(machines: Iterable[tuple[str, int]], known: Mapping[int, str] = NOBODY) -> set[Listener]:
     """What listens at this moment on TCP, of everything that runs on the machines: (name, process id) of each.
 
-    `metrics`: the port of the dashboard's metrics."""
+    `known`: roles of ports that say more than their processes do."""
     found = set()
     for name, pid in machines:
         with suppress(psutil.Error):
@@ -80,6 +88,6 @@ def listening(machines: Iterable[tuple[str, int]], metrics: int | None = None) -
                     role = role_of(" ".join(process.cmdline()))
                     for one in process.net_connections("tcp"):
                         if one.status == psutil.CONN_LISTEN:
-                            whose = METRICS if one.laddr.port == metrics else role
-                            found.add(Listener(name, whose, scope_of(one.laddr.ip), one.laddr.port))
+                            port = one.laddr.port
+                            found.add(Listener(name, known.get(port, role), scope_of(one.laddr.ip), port))
     return found

@@ -2,72 +2,63 @@
 
 The cluster of the file is brought up as real Ray nodes, which Ray's own autoscaler starts and ends. The command runs as
 a job there, twice: undisturbed, and with a spot notice and the loss of a node in its middle. Both must come to the same
-weights, by the same rows, and nothing may be left when the cluster is taken down.
+weights, by the same rows. The result is served, and nothing may be left when the cluster is taken down.
 """
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rtrain import config as configuration, ray_internals
-from rtrain.checkpoints import checkpoint
 from rtrain.cluster import supply
-from rtrain.cluster.jobs import naming, upload
-from rtrain.cluster.rehearsal import certificate as certificates, plan as plans, ports
-from rtrain.cluster.rehearsal.certificate import Certificate, Rows, Weights
-from rtrain.cluster.rehearsal.faults import Kind, Saboteur
+from rtrain.cluster.jobs import upload
+from rtrain.cluster.rehearsal import compared, measured, plan as plans, ports, serving, words as commands
+from rtrain.cluster.rehearsal.certificate import Certificate
+from rtrain.cluster.rehearsal.faults import Kind, Saboteur, after_join
+from rtrain.cluster.rehearsal.following import LOOK_EVERY_S, Broken, Follower, Say
+from rtrain.cluster.rehearsal.measured import Served
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.cluster.rehearsal.up import Up, up
-from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.proof import ledger
+from rtrain.errors import ConfigError, Problem
 from rtrain.run import Run
 
-Say = Callable[[str], None]
-LOOK_EVERY_S = 0.3
-PORTS_EVERY_S = 5.0
-ANSWER_S = 60.0
-QUIET_S = 600.0
-"""Seconds without a line in a run's log after which a rehearsal is broken off."""
 ENDED_WITHIN_S = 120.0
 """Seconds beyond the idle time in which nodes without work must have ended."""
 UNDISTURBED, DISTURBED = "undisturbed", "rehearsed"
 
 
-def check(words: Sequence[str], text: str) -> tuple[Plan, dict[str, str]]:
-    """The plan of a cluster's file, and the absolute paths of what the words name on this machine. Raises
+def check(words: Sequence[str], text: str) -> tuple[Plan, list[str]]:
+    """The plan of a cluster's file, and the words with the whole paths of what they name on this machine. Raises
     `ConfigError` with everything that can be refused before anything is started."""
     problems = []
     if not words or words[0] != "train":
         reason = "is not rehearsed: a training is, whose rows and weights can be compared"
         problems.append(Problem("verb", words[0] if words else None, reason, "write -- train RECIPE --data FILE"))
-    absolute = {}
-    for value in plans.local_values(words):
-        path = Path(value).expanduser()
-        if path.exists():
-            absolute[value] = str(path.absolute())
-        elif value.startswith(("/", "~", ".")):
-            reason = "is not on this machine"
-            problems.append(Problem("path", value, reason, "rehearse with a file that is: some hundred rows do"))
+    whole, missing = commands.of_this_machine(words)
+    problems += missing
     try:
         plan = plans.of(text)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:
         raise ConfigError(problems)
-    return plan, absolute
+    return plan, whole
 
 
 class Rehearsal:
     """One rehearsal: what is asked of the cluster, and what is seen of it meanwhile."""
 
-    def __init__(self, plan: Plan, words: Sequence[str], absolute: Mapping[str, str], out: Path, say: Say):
+    def __init__(self, plan: Plan, words: Sequence[str], out: Path, say: Say):
+        """`words` with whole paths, as `check` returns them."""
         self.plan, self.out = plan, out
-        self._words, self._absolute, self._say = words, absolute, say
+        self._words, self._say = words, say
         self._begin = time.time()
         self._listeners: set[ports.Listener] = set()
-        self._looked = 0.0
         self._first_job = 0.0
+        self._run_span = (0.0, 0.0)
+        """When the disturbed run was asked for and had ended, in seconds since the rehearsal began."""
+        self._served: Served | None = None
         self._scale_down: float | None = None
         self._joined: dict[str, float] = {}
         self._saboteur: Saboteur | None = None
@@ -81,58 +72,32 @@ class Rehearsal:
         """Raises `UserError` where the undisturbed run fails by itself: then there is nothing to rehearse."""
         errors = list[str]()
         with up(self.plan, self.out / "machines", self._say) as made:
+            follower = Follower(made, self.out / "machines", self._say)
             self._first_job = time.time()
-            self._job(made, UNDISTURBED, files)
+            self._train(made, follower, UNDISTURBED, files)
             updates = Run(self.out / UNDISTURBED).events("trained")[-1]["updates"]
             self._saboteur = Saboteur(made, self.wanted, updates)
+            asked = time.time() - self._begin
             try:
-                self._job(made, DISTURBED, files)
+                self._train(made, follower, DISTURBED, files)
+                self._run_span = (asked, time.time() - self._begin)
+                run = Run(self.out / DISTURBED)
+                self._served = serving.rehearsed(made, self._words, run, files, follower, self._say)
                 self._await_idle(made)
-            except _Broken as error:
+            except Broken as error:
                 errors.append(str(error))
+            self._listeners = follower.listeners
             self._joined = ray_internals.joined(made.address, seconds=10.0)
             self._say("taking the cluster down")
         return self._judge(made, self._saboteur, files, errors)
 
     # ------------------------------------------------------------------------------------------------------ the jobs
 
-    def _job(self, made: Up, name: str, files: upload.Upload) -> None:
+    def _train(self, made: Up, follower: Follower, name: str, files: upload.Upload) -> None:
         run = Run(self.out / name)
-        words = plans.words_of(self._words, str(run.folder), f"file://{self.out}/storage", self._absolute)
+        words = commands.of(self._words, str(run.folder), f"file://{self.out}/storage")
         job = made.jobs.submit(words, files, lambda text: self._say(f"{name} run: {text}"))
-        quiet, seen, shown = time.monotonic(), 0, 0.0
-        while True:
-            status = _status(made, job)
-            log = run.events() if run.log.is_file() else []
-            self._look(made)
-            if self._saboteur is not None and (fault := self._saboteur.look(log)) is not None:
-                update = log[-1]["update"]
-                self._say(f"{fault.kind} at update {update}: {fault.node} ({fault.type})")
-            if status in naming.ENDED:
-                break
-            if len(log) > seen:
-                quiet, seen = time.monotonic(), len(log)
-                if log[-1]["kind"] != "progress":
-                    self._say(f"{name} run: {log[-1]['kind']}")
-            elif time.monotonic() - quiet > QUIET_S:
-                made.jobs.stop(job)
-                raise _Broken(f"the {name} run has logged nothing for {QUIET_S:.0f} s; see {self.out / 'machines'}")
-            elif time.monotonic() - shown > 30 and not log:
-                shown = time.monotonic()
-                self._say(f"{name} run: {status.lower()}, {len(made.book.up()) - 1} worker nodes")
-            time.sleep(LOOK_EVERY_S)
-        if status != "SUCCEEDED":
-            lines = made.jobs.logs(job).strip().splitlines()[-12:]
-            text = "\n".join([f"the {name} run has ended as {status}; its last lines:", *lines])
-            raise _Broken(text) if self._saboteur is not None else UserError(text)
-
-    def _look(self, made: Up) -> None:
-        """Which sockets are open, now and then: most of them are there for some seconds only."""
-        if time.monotonic() - self._looked < PORTS_EVERY_S:
-            return
-        self._looked = time.monotonic()
-        machines = [(name, one.pid) for name, one in made.book.up().items() if one.pid is not None]
-        self._listeners |= ports.listening(machines, made.metrics_port)
+        follower.training(job, run, name, self._saboteur)
 
     def _await_idle(self, made: Up) -> None:
         """Wait until the nodes that have no work are ended."""
@@ -149,12 +114,15 @@ class Rehearsal:
 
     def _judge(self, made: Up, saboteur: Saboteur, files: upload.Upload, errors: Sequence[str]) -> Certificate:
         control, run = Run(self.out / UNDISTURBED), Run(self.out / DISTURBED)
-        nodes = certificates.nodes_of(made.machines, self._joined, self.plan, saboteur.met, self._begin)
+        nodes = measured.nodes_of(made.machines, self._joined, self.plan, saboteur.met, self._begin)
         workers_nodes = [node for node in nodes if node.type != self.plan.head.name]
         came = [node.joined for node in workers_nodes if node.joined is not None]
         first = min(came) - (self._first_job - self._begin) if came and not self.plan.least else None
         starts = run.events("started") if run.log.is_file() else []
         sizes = {event["workers"] for event in [*starts, *control.events("started")]}
+        for fault in saboteur.met:
+            fault.seconds_after_join = after_join(fault, self._joined.values())
+        began = starts[0]["time"] - self._begin if starts else math.inf
         settings = configuration.load(str(control.config))
         train = settings.recipe.train
         device = "gpu" if self.plan.counts_gpus and train.device != "cpu" else "cpu"
@@ -162,8 +130,8 @@ class Rehearsal:
         return Certificate(
             plan=self.plan,
             nodes=nodes,
-            most_at_a_time=certificates.most_at_a_time(workers_nodes),
-            needed=self.plan.needed(train.workers, spare, device),
+            most_at_a_time=measured.most_at_a_time(workers_nodes),
+            needed=self.plan.needed(train.workers, spare, device, settings.deploy.cluster.labels),
             scale_up_s=None if first is None else round(first, 1),
             scale_down_s=self._scale_down,
             upload={"files": len(files.files), "bytes": files.size, "largest": files.files[: upload.LARGEST]},
@@ -171,55 +139,15 @@ class Rehearsal:
             faults=saboteur.met,
             wanted_faults=len(self.wanted),
             restarts=max(0, len(starts) - 1),
-            rows=rows(control, run) if run.finished else None,
-            weights=weights(control, run, len(sizes) == 1) if run.finished else None,
+            rows=compared.rows(control, run) if run.finished else None,
+            weights=compared.weights(control, run, len(sizes) == 1) if run.finished else None,
             updates=max((event["update"] for event in run.events("progress")), default=0) if starts else 0,
             workers=[event["workers"] for event in starts],
             device=device,
+            served=self._served,
             left_behind=made.left,
             seconds=round(time.time() - self._begin, 1),
+            dollars_of_run=measured.dollars_between(nodes, *self._run_span),
+            idled=sum(node.end == measured.ENDS["terminated"] and node.ended < began for node in workers_nodes),
             errors=errors,
         )
-
-
-class _Broken(UserError):
-    """The rehearsal cannot go on; what it has seen is judged."""
-
-
-def _status(made: Up, job: str) -> str:
-    """That of a job. A head on a busy machine may be late with its answer."""
-    give_up = time.monotonic() + ANSWER_S
-    while True:
-        try:
-            return made.jobs.all()[job].status
-        except UserError:
-            if time.monotonic() > give_up or made.head not in made.book.up():
-                raise
-        time.sleep(LOOK_EVERY_S)
-
-
-def rows(control: Run, run: Run) -> Rows:
-    found, undisturbed = ledger.check(run), ledger.check(control)
-    agrees = found.passed and undisturbed.passed
-    same = (found.order_digest, found.updates) == (undisturbed.order_digest, undisturbed.updates)
-    return Rows(agrees, found.missing, found.repeated, same)
-
-
-def weights(control: Run, run: Run, same_workers: bool) -> Weights:
-    """The newest checkpoints of two runs that have ended, compared."""
-    import numpy as np
-    from safetensors.numpy import load_file
-
-    def last(one: Run) -> Mapping[str, Any]:
-        update = max(checkpoint.updates(one.checkpoints))
-        return load_file(checkpoint.path_of(one.checkpoints, update) / "model.safetensors")
-
-    ours, theirs = last(run), last(control)
-    identical = ours.keys() == theirs.keys() and all(
-        ours[name].tobytes() == tensor.tobytes() for name, tensor in theirs.items()
-    )
-    off = norm = 0.0
-    for name, tensor in theirs.items():
-        whole, other = tensor.astype(np.float64), ours[name].astype(np.float64) if name in ours else 0.0
-        off, norm = off + float(np.square(whole - other).sum()), norm + float(np.square(whole).sum())
-    return Weights(identical, (off / norm) ** 0.5 if norm else 0.0, same_workers)

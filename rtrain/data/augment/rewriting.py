@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from rtrain import ray_internals
 from rtrain.config import Augment
 from rtrain.data.augment import paraphrase
 from rtrain.data.stores.store import map_table, write_table
@@ -62,6 +63,7 @@ def run(pieces: list[dict[str, Any]], texts: Texts, settings: Augment, folder: P
     """Write the files of all pieces under `folder`, with as many processes as there are free CPUs."""
     import ray.data
 
+    ray_internals.without_data_actors()
     (folder / FOLDER).mkdir()
     dataset = ray.data.from_items(pieces, override_num_blocks=len(pieces)).flat_map(partial(chunks, texts=texts))
     pool = ray.data.ActorPoolStrategy(min_size=1, max_size=64)

@@ -118,7 +118,7 @@ def texts_to_rewrite(row: dict[str, Any], job: Job) -> Iterator[tuple[int, str]]
     """(hash of the content, text) of each training row of a piece."""
     piece, task = Piece(*row["piece"]), base.get(job.recipe.task)
     for record in records.read(piece, job.recipe.data):
-        placed = _placed(_judged(record, task), piece.role, job)
+        placed = _placed(judged(record, task), piece.role, job)
         if placed.split == SPLIT_CODES["train"]:
             yield placed.content, record.text
 
@@ -165,7 +165,7 @@ def _encode(
     Bad rows stay in the table, without tokens: the commit counts them and moves them into quarantine.
     """
     data = job.recipe.data
-    rows = [_placed(_judged(record, task), role, job) for record in read]
+    rows = [_placed(judged(record, task), role, job) for record in read]
     rows = _augmented(rows, role, job, task, tokenizer, rewritten)
     batch = [row.record for row in rows]
     good = [record for record in batch if record.reason is None]
@@ -212,7 +212,7 @@ def _kept(texts: Sequence[str | None], kept: Sequence[bool]) -> pa.Array:
     )
 
 
-def _judged(record: records.Record, task: base.Task) -> records.Record:
+def judged(record: records.Record, task: base.Task) -> records.Record:
     """The record, with the reason if the task cannot use it."""
     if record.reason is not None or (flaw := task.flaw(record.text, record.pair, record.label)) is None:
         return record

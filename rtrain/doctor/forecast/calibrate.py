@@ -7,7 +7,6 @@ the machine does only adds to it. The processor's clock counts a process's own w
 import datetime
 import math
 import multiprocessing
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rtrain.doctor.forecast.links import Link
+from rtrain.errors import UserError
 
 SIZES: Final = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 23, 1 << 25)
 """Bytes of the exchanges that alpha and the bandwidth are fitted to."""
@@ -35,27 +35,35 @@ class Exchanged:
     """Those of one worker's processor, over all of its threads."""
 
 
-def exchanges(workers: int, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> list[Exchanged]:
-    """Sums of vectors by Gloo, between processes of this machine."""
-    slowest = on_workers(workers, partial(_exchanges, tuple(sizes), rounds))
+def exchanges(
+    workers: int, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS, transport: str = "stock"
+) -> list[Exchanged]:
+    """Means of vectors between processes of this machine: by Gloo, or through `shared_memory` (`exchange.transport`).
+    Raises `UserError` where they cannot share any."""
+    slowest = on_workers(workers, partial(_exchanges, tuple(sizes), rounds, transport))
     return [
         Exchanged(size, *(max(of[clock] for of in each) for clock in (0, 1)))
         for size, *each in zip(sizes, *slowest, strict=True)
     ]
 
 
-def _exchanges(sizes: tuple[int, ...], rounds: int, rank: int) -> list[tuple[float, float]]:
+def _exchanges(sizes: tuple[int, ...], rounds: int, transport: str, rank: int) -> list[tuple[float, float]]:
     import torch
     import torch.distributed as dist
 
+    from rtrain.exchange.transport import Stock, share
+
     torch.set_num_threads(1)
+    world, vectors = dist.get_world_size(), [torch.zeros(size // 4) for size in sizes]
+    by = share([max(vectors, key=len)], rank, world, None) if transport == "shared_memory" else Stock(world)
+    if isinstance(by, str):
+        raise UserError(f"train.transport=shared_memory: {by}")
     least = [(math.inf, math.inf)] * len(sizes)
     for turn in range(rounds + 1):
-        for place, size in enumerate(sizes):
-            vector = torch.zeros(size // 4)
+        for place, vector in enumerate(vectors):
             dist.barrier()
             start, begun = time.perf_counter(), time.process_time()
-            dist.all_reduce(vector)
+            by.mean(vector)
             taken, spent = time.perf_counter() - start, time.process_time() - begun
             if turn:  # the first opens connections
                 least[place] = min(least[place][0], taken), min(least[place][1], spent)
@@ -109,9 +117,3 @@ def fitted(found: Sequence[Exchanged], workers: int, name: str = "measured") -> 
     latency = max(mean_y - slope * mean_x, 0.0)
     steps = 2 * (workers - 1)
     return Link(name, 0.0, latency / steps, latency / steps, steps / workers / slope)
-
-
-def spread(seconds: Sequence[float]) -> float:
-    """Standard deviation of the logarithm, by the quartiles: one update that the machine was busy in says nothing."""
-    low, _, high = statistics.quantiles([math.log(one) for one in seconds], n=4)
-    return (high - low) / 1.349

@@ -10,14 +10,20 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from rtrain import events
+from rtrain.config import Recipe
+from rtrain.doctor.forecast.pace import CPU
 from rtrain.doctor.forecast.scaling import STEP, Compute
 from rtrain.errors import UserError
 from rtrain.exchange import noise
 
 TRIED: Final = (1, 2, 4, 8)
+SEARCHED: Final = (*TRIED, 16, 32, 64)
+WORTH: Final = 1.1
+"""Relative times up to which a frequency is worth a trial: the model is off by some percent."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +37,6 @@ class Option:
     low: float
     """The same at the lower end of the noise scale's interval, and at its upper end."""
     high: float | None
-    lr_factor: float
-    """What the learning rate is multiplied by, against the pilot's rows per update."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ def work(pilot: Pilot, weights: float, memory_per_s: float) -> Compute:
 
 
 def options(pilot: Pilot, compute: Compute, tried: Iterable[int] = TRIED) -> list[Option]:
-    """Each frequency with its time. The learning rate follows the square root of the rows, as a search carries it."""
+    """Each frequency with its time, at the learning rate that suits its rows."""
     rows = {k: round(pilot.rows_per_update * k / pilot.passes) for k in tried}
     seconds = {k: compute.seconds(k) + pilot.exchange_s for k in rows}
 
@@ -82,18 +86,41 @@ def options(pilot: Pilot, compute: Compute, tried: Iterable[int] = TRIED) -> lis
 
     by, low = relative(pilot.scale.rows), relative(pilot.scale.low)
     high = None if pilot.scale.high is None else relative(pilot.scale.high)
-    return [
-        Option(
-            k,
-            rows[k],
-            seconds[k],
-            by[k],
-            low[k],
-            None if high is None else high[k],
-            math.sqrt(rows[k] / pilot.rows_per_update),
-        )
-        for k in sorted(rows)
-    ]
+    return [Option(k, rows[k], seconds[k], by[k], low[k], None if high is None else high[k]) for k in sorted(rows)]
+
+
+def weights(folder: Path) -> int:
+    """Bytes of the weights of a model's folder."""
+    return sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
+
+
+def of_log(
+    log: Sequence[Mapping[str, Any]], recipe: Recipe, size: float, tried: Iterable[int] = TRIED
+) -> tuple[Pilot, list[Option]]:
+    """A pilot of the recipe with `size` bytes of weights, by its log. Raises `UserError` where that tells too
+    little."""
+    pilot = of_run(log, recipe.rows_per_update / recipe.train.workers / recipe.train.micro_batch)
+    return pilot, options(pilot, work(pilot, size, CPU.memory_per_s), tried)
+
+
+@dataclass(frozen=True)
+class Prior:
+    """What the first trial of a search tells of the others' updates."""
+
+    most_rows: int
+    """Updates of more rows than this gain little by them, or cost more than they gain."""
+    rows: int
+    """Those of an update with which training is soonest at its end."""
+
+
+def prior(log: Sequence[Mapping[str, Any]], recipe: Recipe, size: float) -> Prior | None:
+    """By the log of the search's first trial; None until that tells enough."""
+    scale = noise.of_run(log)
+    if scale is None or scale.high is None or events.trained(log) is None:
+        return None
+    _, found = of_log(log, recipe, size, SEARCHED)
+    worth = max(one.rows_per_update for one in found if one.relative <= WORTH)
+    return Prior(min(math.ceil(scale.high), worth), chosen(found).rows_per_update)
 
 
 def chosen(found: Sequence[Option]) -> Option:

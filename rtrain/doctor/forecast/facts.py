@@ -3,6 +3,7 @@
 Rows are read and counted as the run will read them; of a sample the tokens are counted by the run's own tokenizer.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +41,8 @@ class Rows:
     """Tokens of each window of a sample of rows."""
     windows_of_row: float
     """Mean over the sample."""
+    outputs: int = 2
+    """Numbers that the head answers with, where it is not as wide as a vocabulary."""
 
     @property
     def tokens_of_row(self) -> float:
@@ -56,7 +59,7 @@ def of_rows(recipe: Recipe, model: Path) -> Rows:
     source = records.inspect(recipe.data)
     splits, counts = Splits.of(recipe.data, source), dict.fromkeys(("train", "valid", "test"), 0)
     task, tokenizer = base.get(recipe.task), shards.tokenizer_of(recipe, model)
-    kept: list[records.Record] = []
+    kept, labels = list[records.Record](), Counter[str]()
     generator = np.random.default_rng(0)
     for piece in source.pieces:
         read: Iterator[Any] = records.read(piece, recipe.data)
@@ -66,11 +69,15 @@ def of_rows(recipe: Recipe, model: Path) -> Rows:
             if number == MOST_ROWS:
                 reason, fix = f"more than {MOST_ROWS:,} rows", "write how many there are to train on: --rows N"
                 raise ConfigError([Problem("data.path", piece.uri, reason, fix)])
-            if record.reason is not None:
+            if shards.judged(record, task).reason is not None:
                 continue
             split = splits.split(record, piece.role)
+            if split == "train" and record.label == recipe.data.outside:
+                continue  # it is not trained on
             counts[split] += 1
-            if split == "train":  # each is in the sample with the same probability
+            if split == "train":
+                labels[record.label] += 1
+                # Each is in the sample with the same probability.
                 place = len(kept) if len(kept) < SAMPLE else int(generator.integers(counts["train"]))
                 if place < SAMPLE:
                     kept[place : place + 1] = [record]
@@ -78,7 +85,8 @@ def of_rows(recipe: Recipe, model: Path) -> Rows:
     if not counts["train"]:
         fix = "name rows with texts, or write how many there are to train on: --rows N"
         raise ConfigError([Problem("data.path", recipe.data.path, "it has no row to train on", fix)])
-    return Rows(counts["train"] * (1 + _copies(recipe)), counts["valid"], counts["test"], windows, each)
+    outputs = max(1, len(task.head(labels, tokenizer).labels))
+    return Rows(counts["train"] * (1 + _copies(recipe)), counts["valid"], counts["test"], windows, each, outputs)
 
 
 def _copies(recipe: Recipe) -> int:
@@ -112,10 +120,19 @@ class Shape:
     vocabulary: int
 
     @property
+    def table(self) -> int:
+        """Bytes of the word embedding in fp32."""
+        return 4 * self.vocabulary * self.hidden
+
+    @property
+    def layer(self) -> int:
+        """Bytes of a layer's matrices in fp32."""
+        return 4 * (4 * self.hidden * self.hidden + 2 * self.hidden * self.inner)
+
+    @property
     def weights(self) -> int:
-        """Bytes of all weights in fp32, about: its word embedding and its layers' matrices."""
-        layer = 4 * self.hidden * self.hidden + 2 * self.hidden * self.inner
-        return 4 * (self.vocabulary * self.hidden + self.layers * layer)
+        """Bytes of all weights in fp32, about."""
+        return self.table + self.layers * self.layer
 
     def flops(self, windows: Ints, *, answers_words: bool = False) -> float:
         """Operations of a forward and backward pass over windows of so many tokens. `answers_words`: the head of a

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Final
 
 from rtrain.cluster import supply
-from rtrain.config import Recipe
+from rtrain.config import Recipe, Train
 from rtrain.doctor.forecast import memory, stages, trace
 from rtrain.doctor.forecast.memory import Need
 from rtrain.doctor.forecast.pace import PEAK
 from rtrain.errors import ConfigError, Problem
-from rtrain.strategies.ways import Way
+from rtrain.strategies.ways import Way, gives_back, transport
 from rtrain.tasks import base
 from rtrain.training import pass_size
 
@@ -64,7 +64,8 @@ def needs(
         number = math.ceil(passes.tokens_of_update / (workers // train.pipeline) / sum(passes.lengths))
         part = partial(of_pass, recomputed=recomputed)
         every = (stages.of_stage(train, stage, number, part) for stage in range(train.pipeline))
-        return max((memory.needed(found, 1, saves=device == "cpu") for found in every), key=lambda need: need.total)
+        need = partial(memory.needed, replicas=1, saves=device == "cpu", kept=held(train, device))
+        return max(map(need, every), key=lambda need: need.total)
 
     task, own = base.get(recipe.task), recipe.train.gradient_checkpointing
     of_pass = partial(
@@ -80,19 +81,29 @@ def needs(
                 yield way, staged(way.gradient_checkpointing)
                 continue
             found = traced(way.tensor, way.gradient_checkpointing, more)
-            # The holes are those of the C library: a GPU's memory has none of layers that are computed again.
-            passing = traced(way.tensor, False, more).activations if device == "cpu" else None
         except ConfigError:  # a network that cannot compute its layers again
             if own == way.gradient_checkpointing:
                 raise
             continue
-        of_host = (device, workers) == ("cpu", 2) and recipe.train.transport != "stock"
-        sent = "shared_memory" if of_host and way.tensor == 1 and way.shard < 2 else "stock"
-        strategy, saves = way.strategy if replicas > 1 else "ddp", device == "cpu"
+        settings = way.of(recipe.train, workers)
         yield (
             way,
-            memory.needed(*(found, replicas, strategy), transport=sent, saves=saves, several=several, passing=passing),
+            memory.needed(
+                *(found, replicas, way.strategy if replicas > 1 else "ddp"),
+                transport=transport(settings, workers, device),
+                saves=device == "cpu",
+                several=several,
+                buckets=way.tensor == 1,
+                kept=held(settings, device),
+            ),
         )
+
+
+def held(train: Train, device: str) -> float:
+    """What a worker holds for its activations, over those that are alive; see `memory.KEPT`."""
+    if device == "gpu":
+        return 1.0
+    return memory.RETURNED if gives_back(train) else memory.KEPT
 
 
 @dataclass(frozen=True)

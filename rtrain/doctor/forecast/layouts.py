@@ -3,24 +3,21 @@ on the cluster itself, before a node is paid for. Pure, and without torch: a lay
 at once, with the nearest one that would not.
 """
 
-import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rtrain.cluster import preflight, supply
+from rtrain.cluster import feasible, preflight, supply
 from rtrain.cluster.instances import BY_NAME, Instance
 from rtrain.cluster.lint import clouds
 from rtrain.cluster.lint.document import Document, number
+from rtrain.cluster.supply import Host, Needs, Room
 from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem
 from rtrain.network import device
 
 LIMIT: Final = 2
 """Nodes that Ray starts at most where its file names no `max_workers`."""
-COMBINED: Final = 20_000
-"""Combinations of node types that are looked at, beyond which those of a single type are."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +26,14 @@ class Kind:
 
     name: str
     node: supply.Node
+    labels: supply.Labels
     most: int
     instance: Instance | None
     is_spot: bool
+
+    @property
+    def host(self) -> Host:
+        return Host(self.node, self.labels)
 
 
 @dataclass(frozen=True)
@@ -41,87 +43,94 @@ class Cluster:
     limit: int
     """Most nodes beside the head."""
     document: Mapping[str, Any]
-    """The autoscaler's file, with what its provider would add to it."""
+    """The file that says so."""
+
+    @property
+    def may(self) -> supply.Startable:
+        """What its autoscaler may start."""
+        kinds = {kind.name: (kind.host, kind.most) for kind in self.kinds}
+        return supply.Startable([kind.host for kind in self.heads], kinds, self.limit)
 
 
-def of_document(document: Mapping[str, Any], labels: supply.Labels = supply.ANY) -> Cluster:
-    """The nodes of a cluster's file; those without the labels that workers need are there, and have no room. Where it
-    says nothing of a node's processors and GPUs, its instance type has them, as clouds' providers fill it in. Raises
-    `ConfigError` for what is no file of Ray's launcher."""
+def of_document(document: Mapping[str, Any]) -> Cluster:
+    """The nodes of a cluster's file. Where it says nothing of a node's processors and GPUs, its instance type has them,
+    as clouds' providers fill it in. Raises `ConfigError` for what is no file of Ray's launcher."""
     kinds = document.get("available_node_types")
     if not isinstance(kinds, dict) or not all(isinstance(kind, dict) for kind in kinds.values()):
         reason, fix = "names no available_node_types", "write one with rtrain cluster init --cloud aws"
         raise ConfigError([Problem("--cluster", None, reason, fix)])
     known = {node.name: node for node in clouds.nodes(Document("", document, {}))}
-    filled: dict[str, Any] = {"max_workers": LIMIT, **document, "available_node_types": {}}
     found: list[tuple[bool, Kind]] = []
-    head, limit = document.get("head_node_type"), int(number(filled["max_workers"], "max_workers"))
+    head, limit = document.get("head_node_type"), int(number(document.get("max_workers", LIMIT), "max_workers"))
+    unlimited = max(limit, supply.ANY_NUMBER)
     for name, kind in kinds.items():
         node = known.get(name)
         instance = BY_NAME.get((node.instance if node else None) or "")
         has = {"CPU": instance.cpus, "GPU": instance.gpus} if instance else {}
         resources = {key: value for key, value in has.items() if value} | (kind.get("resources") or {})
-        if not supply.has(kind.get("labels"), labels):
-            resources = {}
-        filled["available_node_types"][name] = {**kind, "resources": resources}
-        most = 1 if name == head else min(limit, int(number(kind.get("max_workers", limit), f"{name}.max_workers")))
+        most = 1 if name == head else int(number(kind.get("max_workers", unlimited), f"{name}.max_workers"))
         counted = {key: number(value, f"{name}.resources.{key}") for key, value in resources.items()}
-        found.append((name == head, Kind(name, counted, most, instance, bool(node and node.is_spot))))
+        labels, is_spot = kind.get("labels") or supply.ANY, bool(node and node.is_spot)
+        found.append((name == head, Kind(name, counted, labels, most, instance, is_spot)))
     heads = tuple(kind for is_head, kind in found if is_head)
-    return Cluster(heads, tuple(kind for is_head, kind in found if not is_head), limit, filled)
+    return Cluster(heads, tuple(kind for is_head, kind in found if not is_head), limit, document)
 
 
 @dataclass(frozen=True)
 class Layout:
     """What a run takes of a cluster."""
 
-    device: str
+    needs: Needs
     workers: int
     """Workers that it asks for."""
     room: int
     """Workers that it can have, where the nodes that there can be have no room for all of them."""
     least: int
     """Fewest workers that it starts with."""
-    spare: int
-    """CPUs of its data tasks."""
     trials: int = 1
     """Such runs at a time."""
     why: str | None = None
     """What a user should be told of the device."""
 
+    @property
+    def device(self) -> str:
+        return self.needs.device
+
+    @property
+    def spare(self) -> int:
+        """CPUs of its data tasks."""
+        return self.needs.of(self.room).data
+
+    @property
+    def need(self) -> Room:
+        """What all of it needs at a time."""
+        return self.needs.of(self.room, self.trials)
+
 
 def laid_out(config: Config, cluster: Cluster, *, searches: bool = False) -> Layout:
     """The layout of a run, or of a search (`searches`), on the cluster. Raises `ConfigError` where it would wait for
     ever: a start on the cluster refuses the same, and says the same."""
-    train, asked = config.recipe.train, config.deploy.cluster.data_cpus
-    gpus, cpus = (_most(cluster, kind) for kind in ("gpu", "cpu"))
-    chosen = device.choose(train.device, train.workers, train.min_workers, gpus, usable=True)
-    least = train.min_workers or chosen.workers
-    spare = supply.data_cpus(asked, train.min_workers or train.workers)
-    if problems := preflight.capacity(config.recipe, cpus, spare, chosen.device):
+    train, settings, may = config.recipe.train, config.deploy.cluster, cluster.may
+    of_gpus = supply.needs(settings, "gpu")
+    gpus = supply.count(supply.reachable(may, "gpu", settings.labels), "gpu")
+    room = gpus and feasible.workers([], may, of_gpus, train.workers)
+    chosen = device.choose(train.device, train.workers, train.min_workers, gpus, usable=True, room=room)
+    needs = of_gpus if chosen.device == "gpu" else supply.needs(settings, "cpu")
+    if problems := preflight.capacity(config.recipe, needs, [], may):
         raise ConfigError(problems)
-    if fewest(cluster, least, chosen.device, spare) is None:
-        reason = f"no nodes that may be up together have {least} {supply.NEEDS[chosen.device]}s and {spare} CPUs"
-        fix = f"raise max_workers above {cluster.limit}, or name a node type that has both"
-        raise ConfigError([Problem("train.workers", train.workers, reason, fix)])
     trials = 1
     if searches:
-        spare = supply.data_cpus(asked, train.workers)
-        fits = supply.slots(train.workers, spare, chosen.device, cpus, gpus if chosen.device == "gpu" else cpus)
+        fits = max(1, feasible.runs([], may, needs, train.workers))
         wanted = config.deploy.tune.concurrent
         if wanted is not None and wanted > fits:
+            spare = needs.of(train.workers).data
             reason = (
                 f"the cluster has room for {fits} of {train.workers} workers, with {spare} CPUs each for data tasks"
             )
             raise ConfigError([Problem("tune.concurrent", wanted, reason, f"write {fits}, or fewer train.workers")])
         trials = wanted or fits
-    most = supply.fits(supply.reachable(cluster.document, chosen.device), chosen.device, spare)
-    room = max(least, min(chosen.workers, most))
-    return Layout(chosen.device, chosen.workers, room, least, spare, trials, chosen.why)
-
-
-def _most(cluster: Cluster, kind: str) -> int:
-    return supply.count(supply.reachable(cluster.document, kind), kind)
+    room = feasible.workers([], may, needs, chosen.workers)
+    return Layout(needs, chosen.workers, room, train.min_workers or chosen.workers, trials, chosen.why)
 
 
 # ------------------------------------------------------------------------------------------------- which nodes, and how
@@ -134,70 +143,31 @@ Nodes = Mapping[str, int]
 
 
 def fewest(
-    cluster: Cluster,
-    workers: int,
-    device: str,
-    spare: int,
-    price: Price = lambda kind: 1.0,
-    holds: Holds | None = None,
+    cluster: Cluster, needs: Needs, need: Room, price: Price = lambda kind: 1.0, holds: Holds | None = None
 ) -> Nodes | None:
-    """The cheapest nodes with room for the workers and their data tasks; None where there are none.
+    """The cheapest nodes with room for `need`, which is of `needs`; None where there are none.
 
     `price`: what a node of a type costs, by default one as much as the other. `holds`: how many workers' memory a node
     has; None where that is not asked for.
     """
-    best: tuple[float, int, dict[str, int]] | None = None
-    for numbers in _combinations(cluster):
-        chosen = dict(zip((kind.name for kind in cluster.kinds), numbers, strict=True))
-        if not _room(cluster, chosen, workers, device, spare, holds):
-            continue
-        cost = sum(price(kind) * chosen[kind.name] for kind in cluster.kinds)
-        found = (cost, sum(numbers), {name: number for name, number in chosen.items() if number})
-        if best is None or found[:2] < best[:2]:
-            best = found
-    return None if best is None else best[2]
+
+    def offered(kind: Kind) -> Room:
+        room = needs.offered([kind.host])
+        return room if holds is None else room._replace(places=min(room.places, holds(kind)))
+
+    has = Room(*map(sum, zip(Room(0, 0, 0), *map(offered, cluster.heads), strict=True)))
+    offers, most = [offered(kind) for kind in cluster.kinds], [kind.most for kind in cluster.kinds]
+    found = feasible.numbers(offers, most, cluster.limit, need.beyond(has), [price(kind) for kind in cluster.kinds])
+    if found is None:
+        return None
+    return {kind.name: count for kind, count in zip(cluster.kinds, found, strict=True) if count}
 
 
-def _combinations(cluster: Cluster) -> Sequence[tuple[int, ...]]:
-    """Numbers of nodes by type that may be up together."""
-    ranges = [range(min(kind.most, cluster.limit) + 1) for kind in cluster.kinds]
-    if math.prod(map(len, ranges)) <= COMBINED:
-        return [numbers for numbers in itertools.product(*ranges) if sum(numbers) <= cluster.limit]
-    alone = [
-        tuple(number if place == other else 0 for other in range(len(ranges)))
-        for place, numbers in enumerate(ranges)
-        for number in numbers
-    ]
-    largest = [
-        tuple(_largest(cluster, kind).get(one.name, 0) for one in cluster.kinds)
-        for kind in (supply.NEEDS["cpu"], supply.NEEDS["gpu"])
-    ]
-    return [*alone, *largest]
-
-
-def _largest(cluster: Cluster, resource: str) -> dict[str, int]:
-    """As many nodes as there may be, those with most of the resource first."""
-    left, found = cluster.limit, {}
-    for kind in sorted(cluster.kinds, key=lambda kind: -kind.node.get(resource, 0.0)):
-        found[kind.name] = min(left, kind.most)
-        left -= found[kind.name]
-    return found
-
-
-def _room(cluster: Cluster, chosen: Nodes, workers: int, device: str, spare: int, holds: Holds | None) -> bool:
-    nodes = [(kind, number) for kind in (*cluster.heads, *cluster.kinds) if (number := chosen.get(kind.name, 1))]
-    if supply.fits([kind.node for kind, number in nodes for _ in range(number)], device, spare) < workers:
-        return False
-    if holds is None:
-        return True
-    return sum(min(holds(kind), supply.count([kind.node], device)) * number for kind, number in nodes) >= workers
-
-
-def dealt(cluster: Cluster, chosen: Nodes, workers: int, device: str, holds: Holds) -> int:
+def dealt(cluster: Cluster, chosen: Nodes, workers: int, needs: Needs, holds: Holds) -> int:
     """Most workers on one node, where those that are chosen are filled one after another."""
     found, left = 0, workers
     for kind in (*cluster.heads, *cluster.kinds):
         for _ in range(chosen.get(kind.name, 1 if kind in cluster.heads else 0)):
-            here = min(left, holds(kind), supply.count([kind.node], device))
+            here = min(left, holds(kind), needs.offered([kind.host]).places)
             found, left = max(found, here), left - here
     return found

@@ -41,6 +41,7 @@ PRESETS: Final[Mapping[str, Link]] = {
         Link("100gbit", 100e-6, 50e-6, 50e-6, 100 * GBIT * PAYLOAD),
         Link("25gbit", 100e-6, 50e-6, 50e-6, 25 * GBIT * PAYLOAD),
         Link("10gbit", 100e-6, 50e-6, 50e-6, 10 * GBIT * PAYLOAD),
+        Link("1gbit", 100e-6, 50e-6, 50e-6, 1 * GBIT * PAYLOAD),
     )
 }
 
@@ -75,14 +76,23 @@ class Fabric:
     per_node: int = 1
     """Workers of a node."""
 
-    def seconds(self, size: float, workers: int) -> float:
+    def seconds(self, size: float, workers: int, groups: int = 1) -> float:
         """Seconds of an exchange of `size` bytes. Over several nodes: summed within each, so that each of its workers
-        has a part, the parts between the nodes, side by side, and given to all within each again."""
-        nodes = math.ceil(workers / self.per_node)
+        has a part, the parts between the nodes, side by side, and given to all within each again.
+
+        `groups` do the same at a time, of neighbours one each, and share their nodes' ways out.
+        """
+        within = max(1, self.per_node // groups)
+        nodes = math.ceil(workers / within)
         if nodes < 2:
             return quickest(size, workers, self.inside)[1]
-        within = min(workers, self.per_node)
-        return quickest(size, within, self.inside)[1] + quickest(size, nodes, self.between)[1]
+        out = quickest(size * min(groups, self.per_node), nodes, self.between)[1]
+        return quickest(size, min(workers, within), self.inside)[1] + out
+
+    def sent(self, size: float, workers: int) -> float:
+        """Seconds in which `size` bytes go from one of `workers` neighbours to the next."""
+        link = self.inside if workers <= self.per_node else self.between
+        return link.ring_s + size / link.bytes_per_s
 
 
 def uniform(link: Link) -> Fabric:

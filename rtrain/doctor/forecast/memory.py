@@ -17,9 +17,9 @@ on Linux with CPUs (torch 2.13, Ray 2.60). With CUDA it is two to three times as
 KEPT: Final = 1.3
 """What a process holds for the activations, over what is alive of them at a time. By rtrain's settings (`env.SETTINGS`)
 the C library keeps freed blocks of up to 64 MB, since the next pass wants them again, and they leave holes: 1.24 to
-1.46 in six trainings of five models, of which this leaves the least relative error. With MALLOC_MMAP_THRESHOLD_=65536,
-by which blocks are given back, one of them had 1.01. A GPU's allocator leaves holes of its own, and is foretold by the
-same factor until a run asks it (`training.pass_size`)."""
+1.46 in six trainings of five models, of which this leaves the least relative error."""
+RETURNED: Final = 1.02
+"""The same where freed blocks go back to the system (`env.freed_goes_back`)."""
 
 
 @dataclass(frozen=True)
@@ -69,25 +69,25 @@ def needed(
     saves: bool = False,
     several: bool = False,
     process: float = PROCESS,
+    buckets: bool = True,
     kept: float = KEPT,
-    passing: float | None = None,
 ) -> Need:
     """The memory of a worker in an update; where several workers share a replica's layers, `traced` is of one of them.
 
     `transport`: by which gradients go, `shared_memory` or `stock`; `saves`: this worker writes checkpoints; `several`:
-    an update has several passes of a worker; `kept`: see `KEPT`. `passing`: bytes of activations that come and go in a
-    pass, and leave the holes: of layers that are computed again more than are alive at a time, for which None stands.
-    Raises `KeyError` for a strategy that is none of `STRATEGIES`.
+    an update has several passes of a worker; `buckets`: replicas exchange by those of DistributedDataParallel; `kept`:
+    see `KEPT`; 1 on a GPU, whose memory is not the C library's. Raises `KeyError` for a strategy that is none of
+    `STRATEGIES`.
     """
     STRATEGIES[strategy]
     alone = traced.of_trained
     moments = optimizer_bytes(traced.trained, replicas, strategy)
-    activations = traced.activations + (kept - 1) * (traced.activations if passing is None else passing)
+    activations = kept * traced.activations
     weights, gradients, gathered = float(traced.weights), float(traced.gradients), 0.0
     if strategy in ("ddp", "zero1"):
         # When the optimizer steps, all gradients are there, and no activation; when DistributedDataParallel makes its
         # buckets anew, before the second exchange, there are two of each.
-        activations = max(activations, alone - gradients, alone - traced.table if replicas > 1 else 0)
+        activations = max(activations, alone - gradients, alone - traced.table if replicas > 1 and buckets else 0)
     else:
         layer, rest = max(traced.layers, default=0), weights - sum(traced.layers)
         # What is in no layer stays gathered; beside it the layer at work, the next one, and the gradients of the last.

@@ -1,5 +1,6 @@
 """How fast a worker computes: as a finished run has shown, or by a table of assumptions. Pure, but for a run's log."""
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,15 @@ import numpy as np
 
 from rtrain import config as configuration, events
 from rtrain.config import Recipe
+from rtrain.doctor.forecast import parted
 from rtrain.doctor.forecast.facts import Rows, Shape, of_model
-from rtrain.doctor.forecast.links import PRESETS, Fabric, Link
+from rtrain.doctor.forecast.links import PRESETS, Fabric, Link, uniform
 from rtrain.doctor.forecast.scaling import STEP, Compute, Work
 from rtrain.errors import UserError
 from rtrain.run import Run
+
+SPREAD: Final = 0.02
+"""How unequal passes are, where nobody has measured it."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,8 @@ class Pace:
     """By what workers of one node exchange; None for that of the node's GPUs."""
     why: str
     """Where these numbers are from."""
-    spread: float = 0.02
+    spread: float = SPREAD
+    """Standard deviation of the logarithm of a pass's seconds."""
 
     def compute(self, work: Work) -> Compute:
         return Compute(STEP * work.weights / self.memory_per_s, work.flops / self.flops_per_s, self.spread)
@@ -66,19 +72,19 @@ def wires(pace: Pace, gpu: str | None, gpus: int, efa: int, per_node: int) -> Fa
 
 
 def work(recipe: Recipe, shape: Shape, rows: Rows) -> Work:
-    """What a pass of `micro_batch` rows computes, and what an update exchanges and steps."""
+    """What a pass of `micro_batch` rows computes, and what an update of whole models exchanges and steps."""
     answers = recipe.task == "masked_lm"
     windows = np.asarray(rows.windows)
     per_row = shape.flops(windows, answers_words=answers) / len(windows) * rows.windows_of_row
     size = shape.weights
     # The word embedding exchanges the rows that an update touched alone, which are few.
-    gradient = size if answers else size - 4 * shape.vocabulary * shape.hidden
+    gradient = size if answers else size - shape.table
     sent = gradient / 2 if recipe.train.gradient_compression == "bf16" else gradient
     return Work(per_row * recipe.train.micro_batch, sent, size)
 
 
 def passes(recipe: Recipe, workers: int) -> float:
-    """Passes of `micro_batch` rows on each of so many workers, of an update."""
+    """Passes of `micro_batch` rows of an update, on each of so many replicas."""
     return recipe.rows_per_update / workers / recipe.train.micro_batch
 
 
@@ -107,9 +113,13 @@ def of_run(run: Run, models: Path | None = None) -> Seen:
     update_s = ended["seconds"]["train"] / updates
     exchanged = ended.get("exchange") or {}
     waited = float(exchanged.get("seconds", 0.0))
-    step = STEP * done.weights / CPU.memory_per_s if started["device"] == "cpu" else 0.0
-    rows = ended["rows_seen"] / updates / started["workers"]
-    computing = max(update_s - waited - step, 0.1 * update_s)
+    rows, train, gpu = ended["rows_seen"] / updates / started["workers"], recipe.train, started["device"] != "cpu"
+    within, tied = uniform(PRESETS["pcie"] if gpu else HOST), recipe.task == "masked_lm"
+    tokens = rows * train.tensor * train.pipeline * length
+    cost = parted.of(train, shape, tokens, within, started["workers"], gpu=gpu, tied=tied)
+    step = 0.0 if gpu else STEP * done.weights / CPU.memory_per_s / cost.step_shares
+    computing = (update_s - waited - step - cost.still_s - (0.0 if gpu else cost.beside_s)) / (1 + cost.bubble)
+    computing = max(computing, 0.1 * update_s)
     rate = done.flops * rows / recipe.train.micro_batch / computing
     link = None
     if started["workers"] > 1 and waited:
@@ -118,7 +128,9 @@ def of_run(run: Run, models: Path | None = None) -> Seen:
         )
     why = f"as {run.name} went on {started['workers']} workers ({started['device']}, {started['precision']})"
     memory = CPU.memory_per_s if started["device"] == "cpu" else assumed("A100").memory_per_s
-    return Seen(Pace(rate, memory, link or HOST, why), update_s, started["workers"])
+    spreads = [worker["spread"] for worker in ended.get("stages") or () if "spread" in worker]
+    spread = statistics.median(spreads) if spreads else SPREAD
+    return Seen(Pace(rate, memory, link or HOST, why, spread), update_s, started["workers"])
 
 
 def _bandwidth(size: float, workers: int, seconds: float) -> float:

@@ -6,15 +6,17 @@ hours are rows by the scaling model, money is hours by prices.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from rtrain.cluster.prices import Price
 from rtrain.config import Config
-from rtrain.doctor.forecast import fitting, layouts, money as pricing, pace as paces, scaling
+from rtrain.doctor.forecast import fitting, layouts, money as pricing, pace as paces, parted, scaling
 from rtrain.doctor.forecast.facts import Rows, Shape
 from rtrain.doctor.forecast.layouts import Cluster, Kind, Layout
+from rtrain.doctor.forecast.links import PRESETS, Fabric
 from rtrain.doctor.forecast.memory import Need
 from rtrain.errors import ConfigError, Problem
 from rtrain.strategies import ways as strategies
@@ -69,6 +71,8 @@ class Chosen:
     nodes: layouts.Nodes
     per_node: int
     """Workers of the fullest node."""
+    stages: int = 1
+    """Those of a pipeline."""
 
 
 def choose(
@@ -85,19 +89,19 @@ def choose(
         known = table.get(kind.instance.name) if kind.instance else None
         return 1.0 if known is None else known.spot if kind.is_spot else known.on_demand
 
-    places, spare = layout.room * layout.trials, layout.spare * layout.trials
     larger: list[str] = []
     for way, need in needs:
         room = holds(need, layout.device)
-        nodes = layouts.fewest(cluster, places, layout.device, spare, price, room)
+        nodes = layouts.fewest(cluster, layout.needs, layout.need, price, room)
         if nodes is not None:
             why = _why(config, way, larger)
-            return Chosen(way, why, need, nodes, layouts.dealt(cluster, nodes, places, layout.device, room))
+            per_node = layouts.dealt(cluster, nodes, layout.need.places, layout.needs, room)
+            return Chosen(way, why, need, nodes, per_node, config.recipe.train.pipeline)
         larger.append(f"{way} would take {need.total / 1e6:,.0f} MB a worker")
     largest = max(
         (kind.instance.memory_gb for kind in cluster.kinds if kind.instance and kind.node.get("CPU", 0)), default=0
     )
-    reason = f"a worker needs {need.total / 1e9:.1f} GB even with {way}, and {places} do not fit"
+    reason = f"a worker needs {need.total / 1e9:.1f} GB even with {way}, and {layout.need.places} do not fit"
     fix = f"name nodes of more than {largest:g} GB, fewer workers, or --set train.tokens_per_pass=512"
     raise ConfigError([Problem("train.workers", config.recipe.train.workers, reason, fix)])
 
@@ -119,6 +123,8 @@ class Hours:
     start_s: float
     curve: tuple[scaling.Update, ...]
     """An update on numbers of workers up to 4,096, each of which does as much as ever."""
+    over: Mapping[str, tuple[scaling.Update, ...]] = field(default_factory=dict)
+    """The same where nodes are joined by other wires, by their names in `links.PRESETS`."""
 
     @property
     def hours(self) -> float:
@@ -126,12 +132,20 @@ class Hours:
 
 
 def hours(
-    config: Config, layout: Layout, chosen: Chosen, shape: Shape, rows: Rows, pace: paces.Pace, kind: Kind
+    config: Config,
+    layout: Layout,
+    chosen: Chosen,
+    shape: Shape,
+    rows: Rows,
+    pace: paces.Pace,
+    kind: Kind,
+    wires: Iterable[str] = (),
 ) -> Hours:
-    """Rows by the scaling model; `kind`: the type of the workers' nodes."""
-    recipe, workers = config.recipe, layout.room
-    gpu, instance = layout.device == "gpu", kind.instance
-    work, compute = paces.work(recipe, shape, rows), pace.compute(paces.work(recipe, shape, rows))
+    """Rows by the scaling model; `kind`: the type of the workers' nodes; `wires`: see `Hours.over`."""
+    workers, gpu, instance = layout.room, layout.device == "gpu", kind.instance
+    recipe, train = config.recipe, chosen.way.of(config.recipe.train, workers)
+    work = paces.work(recipe, shape, rows)
+    compute = pace.compute(work)
     if chosen.way.gradient_checkpointing:
         compute = scaling.Compute(compute.step_s, compute.pass_s * RECOMPUTED, compute.spread)
     fabric = paces.wires(
@@ -141,15 +155,27 @@ def hours(
         instance.efa if instance else 0,
         chosen.per_node,
     )
-    update = scaling.update(compute, work, fabric, workers, paces.passes(recipe, workers), hides=gpu)
+    parts = train.tensor * train.pipeline
+    passes, tied = paces.passes(recipe, workers // parts), recipe.task == "masked_lm"
+    tokens = passes * train.micro_batch * rows.tokens_of_row
+
+    def over(fabric: Fabric, numbers: Iterable[int]) -> tuple[scaling.Update, ...]:
+        of = partial(parted.of, train, shape, tokens, fabric, gpu=gpu, tied=tied)
+        return tuple(scaling.curve(compute, work, fabric, numbers, passes, hides=gpu, parted=lambda n: of(workers=n)))
+
+    [update] = over(fabric, [workers])
     each = math.ceil(rows.train / recipe.rows_per_update)
     number = recipe.train.epochs * each
     evaluations = number // recipe.train.evaluate_every if recipe.train.evaluate_every else recipe.train.epochs
     scored = rows.valid * evaluations + rows.test
     of_row = FORWARD * compute.pass_s / recipe.train.micro_batch
-    passes = paces.passes(recipe, workers)
-    curve = tuple(scaling.curve(compute, work, fabric, CURVE, passes, hides=gpu))
-    return Hours(number, update, number * update.seconds, scored * of_row / workers, START_S + NODE_S, curve)
+    numbers = sorted({max(parts, many) for many in CURVE if max(parts, many) % parts == 0})
+    others = {name: over(replace(fabric, between=PRESETS[name]), numbers) for name in wires}
+    starts = START_S + (NODE_S if chosen.nodes else 0.0)
+    # A pipeline's stages answer one after another.
+    answering = workers // train.pipeline
+    evaluate_s = scored * of_row / answering
+    return Hours(number, update, number * update.seconds, evaluate_s, starts, over(fabric, numbers), others)
 
 
 def searched(config: Config, one: Hours, trials: int) -> float:
@@ -225,6 +251,7 @@ def document(
         "nodes": dict(chosen.nodes),
         "strategy": chosen.way.strategy,
         "tensor": chosen.way.tensor,
+        "pipeline": chosen.stages,
         "recomputed_layers": chosen.way.gradient_checkpointing,
         "why": chosen.why,
         "memory_mb": {**parts, "total": round(chosen.need.total / 1e6, 1)},
@@ -237,9 +264,8 @@ def document(
             "waiting": found.update.waiting_s,
         },
         "efficiency": found.update.efficiency,
-        "scaling": [
-            {"workers": one.workers, "update_s": one.seconds, "efficiency": one.efficiency} for one in found.curve
-        ],
+        "scaling": _curve(found.curve),
+        "scaling_over": {name: _curve(curve) for name, curve in found.over.items()},
         "hours": total_h,
         "seconds": {"train": found.train_s, "evaluate": found.evaluate_s, "start": found.start_s},
         "cost": None if cost is None else asdict(cost),
@@ -248,12 +274,16 @@ def document(
     }
 
 
+def _curve(found: Iterable[scaling.Update]) -> list[dict[str, float]]:
+    return [{"workers": one.workers, "update_s": one.seconds, "efficiency": one.efficiency} for one in found]
+
+
 def text(made: Mapping[str, Any]) -> list[str]:
     """The plan as lines."""
     memory, update, cost = made["memory_mb"], made["update_s"], made["cost"]
     nodes = ", ".join(f"{number} x {name}" for name, number in made["nodes"].items()) or "the head alone"
     parts = ", ".join(f"{name} {value:,.0f}" for name, value in memory.items() if name != "total")
-    cut = f", tensor {made['tensor']}" if made["tensor"] > 1 else ""
+    cut = "".join(f", {name} {made[name]}" for name in ("tensor", "pipeline") if made[name] > 1)
     trials = f", {made['trials']} trials at a time" if made["trials"] > 1 else ""
     lines = [
         f"fits       {made['workers']} workers ({made['device']}), {made['data_cpus']} CPUs for data{trials}; {nodes}",
@@ -264,8 +294,11 @@ def text(made: Mapping[str, Any]) -> list[str]:
         f"{update['exchange']:.3g} exchanging unhidden, {update['waiting']:.3g} waiting ({made['efficiency']:.0%})",
         f"hours      {made['hours']:.2f}, {made['updates']:,} updates; {made['pace']}",
     ]
-    by_workers = ", ".join(f"{one['workers']:,} {one['efficiency']:.0%}" for one in made["scaling"])
-    lines.append(f"scaling    efficiency by workers, each with as many rows: {by_workers}")
+    curves = {"each with as many rows": made["scaling"]}
+    curves |= {f"over {name}": curve for name, curve in made["scaling_over"].items()}
+    for which, curve in curves.items():
+        by_workers = ", ".join(f"{one['workers']:,} {one['efficiency']:.0%}" for one in curve)
+        lines.append(f"scaling    efficiency by workers, {which}: {by_workers}")
     if cost is None:
         lines.append("money      unknown: a node's price is not known; write it into a file (--prices)")
     else:

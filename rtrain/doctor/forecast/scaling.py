@@ -9,8 +9,8 @@ take turns on them: whatever needs a processor, the exchange by sockets included
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -20,8 +20,9 @@ from rtrain.doctor.forecast.links import Fabric
 
 BACKWARD: Final = 2 / 3
 """The backward pass's share of a pass: it has two matrix products for each one of the forward pass."""
+FIRST_BUCKET: Final = 1 << 20
 BUCKET: Final = 25 * (1 << 20)
-"""Bytes of DistributedDataParallel's buckets."""
+"""Bytes of DistributedDataParallel's buckets, by which it sends a gradient from the upper layers to the lowest."""
 
 STEP: Final = 7
 """Bytes that AdamW's step moves for each of the weights' own: it reads weight, gradient and two moments, and writes all
@@ -38,6 +39,8 @@ class Compute:
     """Seconds of a pass of `micro_batch` rows, of the rows' mean length."""
     spread: float = 0.0
     """Standard deviation of a pass's logarithm, from pass to pass and worker to worker."""
+    calls_s: float = 0.0
+    """Those seconds of a pass that its tokens do not change: operators are called, whatever they compute."""
 
     def seconds(self, passes: float) -> float:
         """Seconds of an update of so many passes, without any exchange."""
@@ -49,6 +52,14 @@ def between(first: tuple[int, float], second: tuple[int, float], spread: float =
     (few, short), (many, long) = sorted([first, second])
     pass_s = max(0.0, (long - short) / (many - few))
     return Compute(max(0.0, short - few * pass_s), pass_s, spread)
+
+
+def by_length(compute: Compute, was: "Work", other: "Work", passes: int, seconds: float) -> Compute:
+    """The same work, of whose passes it is told what their tokens do not change: by an update of so many passes of
+    `other` rows, which took so many seconds."""
+    a_pass = (seconds - compute.step_s) / passes
+    rate = (compute.pass_s - a_pass) / (was.flops - other.flops)
+    return replace(compute, calls_s=min(max(0.0, compute.pass_s - rate * was.flops), compute.pass_s))
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,28 @@ class Work:
     """Bytes of the weights that the optimizer steps."""
     messages: int = 1
     """Sums of which an exchange is made, one after another: each has its latency."""
+    layers: int = 1
+
+
+@dataclass(frozen=True)
+class Parted:
+    """How a model lies on workers, as far as an update's time goes. This one is the whole model on each worker."""
+
+    parts: int = 1
+    """Workers of a replica."""
+    step_shares: int = 1
+    """Workers that share the optimizer's step."""
+    summed: float | None = None
+    """Bytes that each worker sums at an update's end with its like in other replicas; None for `Work.gradient`."""
+    beside_s: float = 0.0
+    """Seconds of an update in which weights are gathered and gradients shared out: on a GPU beside the passes."""
+    still_s: float = 0.0
+    """Seconds of an update for which a worker stands still for what else is sent."""
+    bubble: float = 0.0
+    """Seconds for which a stage waits for an update's first and last passes, over those in which it computes."""
+
+
+WHOLE: Final = Parted()
 
 
 @dataclass(frozen=True)
@@ -73,10 +106,17 @@ class Host:
     full: Compute
     """A worker's own work while as many workers as cores train together. They share the memory's bandwidth and a cache,
     and an update that is exchanged is laid out in buckets first."""
+    eviction: float = 0.0
+    """By what share an update takes longer for each further worker of a core: they evict each other's caches."""
 
     def shared(self, workers: int) -> float:
-        """How many workers a core has."""
-        return max(1.0, workers / self.cores)
+        """How many times as long all takes that needs a core, which workers take in turns."""
+        turns = max(1.0, workers / self.cores)
+        return turns * (1.0 + self.eviction * (turns - 1.0))
+
+    def evicting(self, workers: int, foretold: float, seconds: float) -> "Host":
+        """The same, by an update of more workers than cores that took so many seconds, where so many were foretold."""
+        return replace(self, eviction=max(0.0, seconds / foretold - 1.0) / (workers / self.cores - 1.0))
 
     def compute(self, alone: Compute, workers: int) -> Compute:
         """The work of one of so many workers, of which one that is alone has `alone`: between both in proportion to the
@@ -92,9 +132,11 @@ class Host:
 
 
 def carried(compute: Compute, was: Work, new: Work) -> Compute:
-    """The work of another model or of rows of another length on the same processor: passes follow the products, the
-    step follows the weights."""
-    return Compute(compute.step_s * new.weights / was.weights, compute.pass_s * new.flops / was.flops, compute.spread)
+    """The work of another model or of rows of another length on the same processor: passes follow the products, and
+    what these do not change the layers; the step follows the weights."""
+    calls_s = compute.calls_s * new.layers / was.layers
+    pass_s = calls_s + (compute.pass_s - compute.calls_s) * new.flops / was.flops
+    return Compute(compute.step_s * new.weights / was.weights, pass_s, compute.spread, calls_s)
 
 
 def flops(hidden: int, layers: int, inner: int, lengths: Sequence[int], head: float = 0.0) -> float:
@@ -118,7 +160,7 @@ class Update:
     exposed_s: float
     """Seconds of the exchange for which nothing is computed."""
     waiting_s: float
-    """Seconds for which a worker waits for the slowest one, on average."""
+    """Seconds for which a worker waits for the slowest one, on average, and a stage of a pipeline for the others."""
 
     @property
     def seconds(self) -> float:
@@ -139,25 +181,46 @@ def update(
     *,
     hides: bool = True,
     host: Host | None = None,
+    parted: Parted = WHOLE,
 ) -> Update:
-    """An update of `passes` on each of `workers`. `hides`: the exchange goes on beside the last backward pass; on the
-    CPUs that also compute, as with Gloo, it does not. `host`: the one machine that all of them share; without it each
-    computes as one that is alone."""
+    """An update of `passes` on each replica, on so many `workers`. `hides`: the exchange goes on beside the last
+    backward pass; on the CPUs that also compute, as with Gloo, it does not. `host`: the one machine that all workers
+    share; without it each computes as one that is alone. `parted`: how the model lies on them."""
     own, shared = (host.compute(compute, workers), host.shared(workers)) if host else (compute, 1.0)
+    own = Compute(own.step_s / parted.step_shares, own.pass_s / parted.parts, own.spread)
+    replicas, size = workers // parted.parts, work.gradient if parted.summed is None else parted.summed
+    computing = own.pass_s * passes
     messages = (work.messages - 1) * fabric.seconds(0.0, workers)
-    exchange = shared * (fabric.seconds(work.gradient, workers) + messages)
-    last = shared * fabric.seconds(min(work.gradient, BUCKET), workers)
+    summed = shared * (fabric.seconds(size, replicas, parted.parts) + messages)
+    last = shared * fabric.seconds(last_bucket(size), replicas, parted.parts)
     hidden = BACKWARD * own.pass_s * min(1.0, passes) if hides else 0.0
-    exposed = min(exchange, max(last, exchange - hidden))
-    factor = slowest(workers, max(1, round(passes)), own.spread)
-    return Update(workers, passes, own.seconds(passes), exchange, exposed, own.pass_s * passes * (factor - 1.0))
+    exposed = min(summed, max(last, summed - hidden))
+    exposed += shared * parted.still_s + max(0.0, shared * parted.beside_s - (computing if hides else 0.0))
+    exchange = summed + shared * (parted.still_s + parted.beside_s)
+    waiting = computing * (slowest(workers, max(1, round(passes)), own.spread) - 1.0 + parted.bubble)
+    return Update(workers, passes, own.seconds(passes), exchange, exposed, waiting)
+
+
+def last_bucket(size: float) -> float:
+    """Bytes of the last bucket of a gradient of so many: what the full ones before it leave."""
+    if size <= FIRST_BUCKET:
+        return size
+    return (size - FIRST_BUCKET) % BUCKET or float(BUCKET)
 
 
 def curve(
-    compute: Compute, work: Work, fabric: Fabric, workers: Iterable[int], passes: float = 1.0, *, hides: bool = True
+    compute: Compute,
+    work: Work,
+    fabric: Fabric,
+    workers: Iterable[int],
+    passes: float = 1.0,
+    *,
+    hides: bool = True,
+    parted: Callable[[int], Parted] = lambda workers: WHOLE,
 ) -> list[Update]:
-    """An update by number of workers, each of which does as much as ever: more workers, more rows."""
-    return [update(compute, work, fabric, number, passes, hides=hides) for number in workers]
+    """An update by number of workers, each of which does as much as ever: more workers, more rows. `parted`: how the
+    model lies on so many."""
+    return [update(compute, work, fabric, number, passes, hides=hides, parted=parted(number)) for number in workers]
 
 
 # ------------------------------------------------------------------------------------------------------- the slowest

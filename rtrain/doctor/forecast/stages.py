@@ -19,10 +19,13 @@ TRACED = 2
 def lengths(train: Train, given: tuple[int, ...], tokens_of_update: float) -> tuple[int, ...]:
     """The windows of a pass of a pipeline, where those `given` would fill one on a worker that is alone: fewer, unless
     the settings say how large passes are."""
-    if train.tokens_per_pass:
-        return given
-    tokens = pass_size.dealt(sum(given), tokens_of_update / (train.workers // train.pipeline), FILLING * train.pipeline)
-    return given[: max(1, tokens // max(given))]
+    of_replica = tokens_of_update / (train.workers // train.pipeline)
+    return given[: max(1, tokens(train, sum(given), of_replica) // max(given))]
+
+
+def tokens(train: Train, most: int, of_replica: float) -> int:
+    """Tokens of a pass of a pipeline, where a worker that is alone has `most`; `of_replica`: those of its update."""
+    return most if train.tokens_per_pass else pass_size.dealt(most, of_replica, FILLING * train.pipeline)
 
 
 def kept(train: Train, stage: int, passes: int) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ GROUPS = (
     ("raylet", "raylet"),
     ("gcs_server", "cluster state (GCS)"),
     ("dashboard", "agents and dashboard"),
-    ("runtime_env", "agents and dashboard"),
+    ("agent", "agents and dashboard"),
+    ("Agent", "agents and dashboard"),
     ("log_monitor", "agents and dashboard"),
     ("monitor.py", "autoscaler"),
     ("TrainController", "controller of the workers"),
@@ -76,5 +77,5 @@ def seen() -> Seen:
 
 def group_of(command: Sequence[str]) -> str:
     """What a process is by its command line. Ray names its worker processes by what they run: `ray::` and a name."""
-    shown = " ".join(command[:3]) if command and not command[0].startswith("ray::") else "".join(command[:1])
+    shown = " ".join(command[:4]) if command and not command[0].startswith("ray::") else "".join(command[:1])
     return next((group for word, group in GROUPS if word in shown), OTHER)

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ Session = Callable[[Config, Path], AbstractContextManager[None]]
 OnEvent = Callable[[dict[str, Any]], None]
 
 
-def check(rows: Sequence[Row], folder: Path) -> None:
+def check(configs: Iterable[Config], folder: Path) -> None:
     """Refuse what can be refused, before Ray starts: of every row, what a training of it would be refused for."""
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--out: {folder} is not empty; name a new folder")
-    for row in rows:
-        preparing.check(row.config, folder.parent)
+    for config in configs:
+        preparing.check(config, folder.parent)
 
 
 def run(
@@ -37,7 +37,7 @@ def run(
 
     Each row has a `session` of its own: how many processors Ray has is part of what is measured.
     """
-    check(rows, folder)
+    check((row.config for row in rows), folder)
     load, measured = [os.getloadavg()[0]], list[measure.Measured]()
     for number, row in enumerate(rows):
         with session(row.config, folder):

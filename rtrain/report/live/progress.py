@@ -42,7 +42,7 @@ class Search(Protocol):
 SCORES = ("evaluated", "best", "unseen", "sliced")
 """Kinds of events of which a search says by itself what came of them."""
 ROWS = ("tokenised", "tokens_reused", "bad_rows", "unlabelled", "label_column", "head", "labels", "overlap")
-ALIKE = (*ROWS, "device", "transport", "pass_size")
+ALIKE = (*ROWS, "device", "transport", "pass_size", "speeds")
 """Kinds of events that are the same in every trial of a search, each time that it goes on: trial 0 tells, once."""
 PULSE = 60.0
 """Seconds without a line after which, off a terminal, a search says how far it is."""
@@ -136,6 +136,9 @@ class Line:
             self._keep(event["why"])
         elif kind == "pass_size":
             self._keep(f"passes of at most {event['tokens']:,} tokens, which is what the GPU's memory holds")
+        elif kind == "speeds":
+            told = ", ".join(f"{speed:.2f}" for speed in event["speeds"])
+            self._keep(f"rows are dealt by the workers' speeds: {told} of the fastest")
         elif kind == "smaller_passes":
             self._keep(f"passes of at most {event['tokens']:,} tokens, as a start ran out of memory")
         elif kind == "yielded":

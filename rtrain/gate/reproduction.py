@@ -1,0 +1,104 @@
+"""The commands that make an artefact again, from the files of the run that it lies in."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rtrain import artifact, config, engines
+from rtrain.artifact import Artifact
+from rtrain.config import Recipe
+from rtrain.config.recipe import OF_STUDENTS
+from rtrain.errors import ConfigError
+from rtrain.run import Run
+from rtrain.runs import opening
+
+
+def reproduce(folder: Path, made: Artifact) -> list[str]:
+    """The commands that make the artefact again, from the files beside it; empty where it lies outside of its run, or
+    where a later version wrote settings there that this one does not know."""
+    run = Run(folder.absolute().parent)
+    if not run.exists:
+        return []
+    try:
+        return _commands(run, folder, made)
+    except ConfigError:
+        return []
+
+
+def _commands(run: Run, folder: Path, made: Artifact) -> list[str]:
+    found = []
+    if version := made.lineage.get("teacher"):
+        teacher = _teacher(run, version)
+        name = "TEACHER" if teacher is None else str(teacher.folder)
+        words = shlex.join(["rtrain", "distill", name, *_sets(_distilled(run, teacher)), "--out", f"{run}-again"])
+        found.append(words if teacher else f"{words}  # TEACHER: the run of artefact {version}")
+    else:
+        found.append(shlex.join(["rtrain", "train", str(run.config), "--out", f"{run}-again"]))
+    if not engines.get(made.engine).gradients:
+        words = shlex.join([str(run), *_sets(_quantized(run, made)), "--out", str(folder.absolute())])
+        found.append(f"rtrain quantize {words}")
+    return found
+
+
+def _teacher(run: Run, version: str) -> Run | None:
+    """The run of a student's teacher, where the gate names it and it is still there."""
+    against = (_float(run).gate or {}).get("against", {}) if _has_float(run) else {}
+    if against.get("version") != version:
+        return None
+    found = Run(Path(against["folder"]).parent)
+    return found if found.exists else None
+
+
+def _distilled(run: Run, teacher: Run | None) -> dict[str, Any]:
+    """All settings of a student that are others than those that `rtrain distill` begins with: its teacher's or, where
+    that is not known, those of the recipe that it names."""
+    own = _settings(config.load(str(run.config)).recipe)
+    usual = _usual(own) if teacher is None else _settings(opening.stored(teacher.folder).recipe)
+    left_out = ("name", *OF_STUDENTS)
+    return {name: value for name, value in own.items() if name not in left_out and usual.get(name) != value}
+
+
+def _usual(own: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the recipe that is named; of one that is the user's own, the defaults of all settings."""
+    try:
+        return _settings(config.load(own["name"]).recipe)
+    except ConfigError:
+        return _settings(Recipe(name=own["name"], task=own["task"]))
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    return config.dotted(recipe.model_dump(mode="json"))
+
+
+def _quantized(run: Run, made: Artifact) -> dict[str, Any]:
+    """What an int8 artefact was made by otherwise than its run's own settings say, as far as its lineage knows."""
+    own, lineage = _settings(config.load(str(run.config)).recipe), made.lineage
+    wanted = {"quantize.kind": lineage.get("kind", "static"), "quantize.table": lineage.get("table", "int8")}
+    wanted |= {"quantize.flips": lineage.get("flips"), "quantize.compressed": lineage.get("compressed", False)}
+    wanted |= {f"quantize.{name}": lineage[name] for name in ("calibration_rows",) if name in lineage}
+    wanted["quantize.engine"] = made.engine
+    if (cut := lineage.get("vocabulary")) and not (_has_float(run) and "vocabulary" in _float(run).lineage):
+        wanted["compress.vocabulary"] = "trim"
+        wanted |= {"compress.vocabulary_pieces": cut["at_least"]} if "at_least" in cut else {}
+        wanted |= {"compress.vocabulary_most": cut["most"]} if "most" in cut else {}
+        wanted |= {"compress.unlabelled": cut["unlabelled"]["path"]} if "unlabelled" in cut else {}
+    return {name: value for name, value in wanted.items() if own[name] != value}
+
+
+def _has_float(run: Run) -> bool:
+    return (run.artifact / artifact.NAME).is_file()
+
+
+def _float(run: Run) -> Artifact:
+    return artifact.read(run.artifact, verify=False)
+
+
+def _sets(settings: Mapping[str, Any]) -> list[str]:
+    return [word for name, value in settings.items() for word in ("--set", _assigned(name, value))]
+
+
+def _assigned(name: str, value: Any) -> str:
+    """As `config.parse_assignment` reads it."""
+    return config.assignment(name, value) if isinstance(value, str | list) else f"{name}={json.dumps(value)}"

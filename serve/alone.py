@@ -1,0 +1,117 @@
+"""The endpoint as one process, without Ray: uvicorn, and the application that a replica has.
+
+For small machines and for images that only answer. There is one process and one version: no replicas, no change while
+it runs, and no HAProxy before it, which shuts out clients that send their headers slowly; where strangers can reach the
+address, another proxy should stand there.
+"""
+
+import asyncio
+import importlib
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from rtrain.config import Serve
+from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.predict import Predictor
+from rtrain.ray_internals import ReplicaServer
+from serve.answering import Lasting
+from serve.app import build_app
+from serve.declared import most_requests
+from serve.desk import build_desk
+from serve.door import guard
+from serve.front import direct
+from serve.front.address import Address, free_address
+from serve.models import Models
+from serve.watching import tracing
+
+KEEP_ALIVE_S = 60
+"""Seconds that a connection without a request stays open."""
+BACKLOG = 1024
+STARTED_S = 0.01
+"""Between two looks whether the server listens."""
+
+
+def check(settings: Serve) -> None:
+    """Raises `ConfigError` for settings that one process cannot follow."""
+    found = []
+    for name in ("replicas", "max_replicas"):
+        if (value := getattr(settings, name)) is not None and value > 1:
+            found.append(Problem(f"serve.{name}", value, "--alone is one process", "write 1, or leave out --alone"))
+    if settings.ingress == "haproxy":
+        reason = "--alone answers without a proxy"
+        found.append(Problem("serve.ingress", "haproxy", reason, "write auto, or leave out --alone"))
+    if found:
+        raise ConfigError(found)
+    tracing.check(settings)
+
+
+def run(artifacts: Mapping[str, Path], settings: Serve, tell: Callable[[Address], None]) -> None:
+    """Answer with artefacts, each by its name, until Ctrl-C or SIGTERM, which raise KeyboardInterrupt once requests in
+    progress have ended. `tell` gets the address when it answers."""
+    check(settings)
+    asyncio.run(_run(artifacts, settings, tell))
+    raise KeyboardInterrupt  # nothing else ends it, and asyncio has taken the signal for its own
+
+
+async def _run(artifacts: Mapping[str, Path], settings: Serve, tell: Callable[[Address], None]) -> None:
+    address = replace(free_address(settings.host, settings.port), tls=settings.tls_cert is not None)
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.create_server((address.host, address.port), family=family, backlog=BACKLOG) as bound:
+        models = application(settings, list(artifacts))
+        await models.become({name: str(folder.resolve()) for name, folder in artifacts.items()})
+        server = uvicorn.Server(_configured(models, settings, len(artifacts)))
+        serving = asyncio.create_task(server.serve(sockets=[bound]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(STARTED_S)
+        if server.started:
+            tell(address)
+        await serving
+        if not server.started:
+            raise UserError("the HTTP server did not start")
+
+
+def _configured(models: Models, settings: Serve, many: int) -> uvicorn.Config:
+    most = most_requests(settings, many)
+    usual = ReplicaServer(models, lambda change: None, options=None, loop=None)
+    return uvicorn.Config(
+        direct.Direct(models, usual, most),
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(settings.deadline_s) + 1,
+        ws="none",
+        proxy_headers=False,
+        server_header=False,
+        access_log=False,
+        log_level="critical",
+        log_config=None,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+    )
+
+
+def application(settings: Serve, names: list[str]) -> Models:
+    """As a replica makes it, with the metrics of this process alone."""
+    door = guard.door(settings)
+    lasting = {name: Lasting(settings, door) for name in names}
+
+    async def make(name: str, folder: Path) -> FastAPI:
+        predictor = await asyncio.to_thread(Predictor.load, folder, settings.threads)
+        predictor.artifact = replace(predictor.artifact, name=name)
+        return build_app(predictor, settings, None, lasting[name])
+
+    def beside(models: Models) -> AbstractAsyncContextManager[Any]:
+        if settings.grpc_port is None:
+            return nullcontext()
+        grpc = importlib.import_module("serve.grpc")  # its libraries are an extra
+        opened: AbstractAsyncContextManager[Any] = grpc.serving(
+            models, settings, settings.grpc_port, door, len(models.names)
+        )
+        return opened
+
+    return Models(lasting, make, lambda models: build_desk(models, settings, door, None), beside)

@@ -1,0 +1,94 @@
+"""The word table in 4 bits: its numbers, its graph, its vocabulary cut afterwards, its way back to float."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rtrain import artifact, predict
+from rtrain.compress import calibrate, int4, openvino_graph, quantize, vocabulary
+from rtrain.config.recipe import Quantize
+from rtrain.errors import ConfigError, UserError
+from rtrain.gate import inspection
+from rtrain.network import trimming
+from tests import quantizing
+from tests.quantizing import Made
+from tests.tiny import CORPUS
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return quantizing.make(tmp_path_factory.mktemp("int4"), rows=80)
+
+
+@pytest.fixture(scope="module")
+def half(made: Made) -> Path:
+    return quantizing.complete(made, made.folder.parent / "half", calibration_rows=8, table="int4")
+
+
+@pytest.mark.parametrize("width", [384, 32, 24, 7])
+@pytest.mark.parametrize("size", [1e-9, 1e-3, 1.0, 1e4])
+def test_a_number_is_off_by_half_a_step_at_most(width: int, size: float) -> None:
+    values = (np.random.default_rng(0).normal(size=(9, width)) * size).astype(np.float32)
+    values[3], values[4], values[5] = 0, size, np.abs(values[5])
+    table = int4.of(values)
+    assert table.whole.max() <= int4.MOST
+    assert table.whole.shape[2] == (width if width < 16 or width == 24 else min(width, 64))
+    steps = np.broadcast_to(table.scale, table.whole.shape).reshape(values.shape).astype(np.float32)
+    assert (np.abs(table.values - values) <= 0.51 * steps + 1e-30).all()
+    assert (table.values[3] == 0).all()
+    assert (table.values[:, :1][values[:, :1] == 0] == 0).all()
+
+
+def test_a_graph_s_word_table_has_half_the_bytes_and_its_answers_are_near(
+    made: Made, half: Path, tmp_path: Path
+) -> None:
+    whole = quantizing.complete(made, tmp_path / "whole", calibration_rows=8)
+    parts = [inspection.inspect(one)["parts"] for one in (whole, half)]
+    numbers = parts[0]["word table"]["precisions"]["i8"]
+    assert parts[1]["word table"]["precisions"]["u4"] >= numbers  # and a zero point for each group
+    assert parts[1]["layers"] == parts[0]["layers"]
+    assert parts[1]["word table"]["bytes"] < 0.7 * parts[0]["word table"]["bytes"]
+    one, other = (np.stack(predict.Predictor.load(folder).logits(CORPUS)) for folder in (whole, half))
+    assert 0 < np.abs(one - other).max() < 0.2 * np.abs(one).max()
+
+
+def test_a_table_of_4_bits_is_cut_too(half: Path, tmp_path: Path) -> None:
+    """A text of kept pieces is answered bit for bit as before (`vocabulary.prove` refuses any other)."""
+    texts = CORPUS[:6]
+    ids = trimming.kept(half, trimming.used_by(predict.Predictor.load(half).tokenizer, texts))
+    assert len(ids) < trimming.size(half)
+    proof = vocabulary.trim(half, ids, tmp_path / "small", texts)
+    assert proof.changed == ()
+    table = inspection.inspect(tmp_path / "small")["parts"]["word table"]
+    assert table["precisions"]["u4"] == len(ids) * 33  # 32 numbers and a zero point
+
+
+def test_the_table_goes_back_to_float_as_others_do(made: Made, tmp_path: Path) -> None:
+    job = calibrate.Job(made.folder, artifact.read(made.folder), made.store, Quantize(calibration_rows=8), tmp_path, 1)
+    engine = predict.Torch(made.folder, job.made, None)
+    network = job.answered_by(engine)
+    samples = list(job.samples(engine.accepted, network.pad_id))
+    graph = openvino_graph.export(engine.network, samples[0]).calibrated(samples)
+    graph.narrow(trimming.lines(made.folder))
+    (table,) = (name for name in graph.operations if "word_embeddings" in name)
+
+    def apart() -> float:
+        answers = job.answered_by(graph.answering(1)).logits(CORPUS)
+        pairs = zip(answers, network.logits(CORPUS), strict=True)
+        return max(float(np.abs(one - other).max()) for one, other in pairs)
+
+    graph.revert(graph.operations)
+    assert apart() < 1e-4
+    graph.revert(set(graph.operations) - {table})
+    alone = apart()
+    assert alone > 1e-3
+    graph.revert(())
+    assert apart() > 0
+    with pytest.raises(UserError, match=r"no table of 7 lines, so quantize\.table=int4 cannot be; write int8"):
+        graph.narrow(7)
+
+
+def test_an_engine_without_such_a_table_refuses_it() -> None:
+    with pytest.raises(ConfigError, match=r"quantize\.table=.*write int8, or quantize\.engine=openvino"):
+        quantize.refuse(Quantize(engine="onnxruntime", table="int4"), trims=False)

@@ -1,0 +1,134 @@
+"""A teacher's answers: what its tasks reserve, and what is left of them where they fail. Without Ray."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ray import data as ray_data
+
+from rtrain import artifact, config, predict, score
+from rtrain.batch import IGNORED
+from rtrain.compress import teacher
+from rtrain.data.stores.store import Store
+from rtrain.errors import UserError
+from rtrain.network import trimming
+from tests.conftest import labelled_rows
+from tests.reports import settings
+from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return make_store(settings(tmp_path, labelled_rows(60)).recipe, tmp_path / "encoder", tmp_path)
+
+
+def left(store: Store) -> list[str]:
+    return sorted(path.name for path in store.folder.iterdir() if "teacher" in path.name)
+
+
+def test_a_teacher_s_process_reserves_the_core_that_it_uses() -> None:
+    """A private Ray on two cores says that it has six; a cluster's nodes have as many as they say."""
+    assert teacher.logical_cpus([6.0], cores=2) == 3.0
+    assert teacher.logical_cpus([2.0], cores=2) == 1.0
+    assert teacher.logical_cpus([0.5], cores=2) == 1.0
+    # A driver of two cores on a head that gives none, and nodes of 64: 32 for each process, before.
+    assert teacher.logical_cpus([0.0, 64.0, 64.0], cores=2) == 1.0
+    assert teacher.logical_cpus([2.0, 64.0], cores=2) == 1.0
+
+
+def test_nothing_is_left_of_answers_that_could_not_be_carried_over(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.save(store.teacher_file("v1"), np.zeros((store.rows("train"), 3), dtype=np.float32))
+    before = left(store)
+
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        teacher.carry(store, store, "v1")
+    assert left(store) == before
+
+
+def test_answers_that_do_not_fit_on_the_disk_are_refused_before_they_are_computed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.save(store.teacher_file("v1"), np.zeros((store.rows("train"), 3), dtype=np.float32))
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UserError, match=r"the teacher's answers take 0 MB, and .* has no room"):
+        teacher.carry(store, store, "v1")
+    assert left(store) == ["teacher-v1.npy"]
+
+
+def test_what_a_killed_process_has_left_goes_with_the_next_one(store: Store) -> None:
+    np.save(store.teacher_file("v1"), np.zeros((store.rows("train"), 3), dtype=np.float32))
+    lines = (
+        "import os, sys, signal; from pathlib import Path; from rtrain.compress import teacher",
+        "with teacher._written(Path(sys.argv[1]), (4, 3)): os.kill(os.getpid(), signal.SIGKILL)",
+    )
+    killed = subprocess.run([sys.executable, "-c", "\n".join(lines), str(store.teacher_file("v1"))], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(left(store)) == 2
+    teacher.carry(store, store, "v1")
+    assert left(store) == ["teacher-v1.npy"]
+
+
+def test_answers_are_those_of_whole_precision(store: Store, tmp_path: Path) -> None:
+    """They are kept under the teacher's version alone: those for a student in bf16 were taken for one in fp32 too."""
+    folder = make_task_artifact(tmp_path / "teacher", "classification", store.manifest.head)
+    rows = np.arange(store.rows("train"))
+    found = teacher._answer({"id": rows}, store.folder, folder)
+    expected = score.on_split(predict.Predictor.load(folder), store, "train", found["position"]).outputs
+    assert np.abs(np.stack([row.reshape(-1) for row in found["logits"]]) - np.stack(expected)).max() <= 1e-5
+
+
+def test_a_teacher_s_tags_are_carried_over_by_their_words(tmp_path: Path) -> None:
+    """A student whose vocabulary is smaller has other tokens, and as many words."""
+    path = tmp_path / "rows.conll"
+    texts = [f"{text} {more}" for more in ("now", "please", "today") for text in CORPUS]
+    rows = ["\n".join(f"{word} {'B-X' if len(word) > 5 else 'O'}" for word in text.split()) for text in texts]
+    path.write_text("\n\n".join(rows) + "\n", encoding="utf-8")
+    encoder = make_encoder(tmp_path / "encoder")
+    given = {"data.path": str(path), "data.max_tokens": 24, "data.stride": 8, "model.name": str(encoder)}
+    recipe = config.load("entities", given).recipe
+    whole = make_store(recipe, encoder, tmp_path)
+    cut = trimming.trim(encoder, trimming.kept(encoder, []), tmp_path / "cut")
+    store = make_store(recipe, cut, tmp_path)
+    assert store.manifest.tokens["train"] > whole.manifest.tokens["train"]
+    drawn = np.random.default_rng(0).normal(size=(whole.manifest.tokens["train"], 2)).astype(np.float32)
+    np.save(whole.teacher_file("v1"), drawn)
+    teacher.carry(whole, store, "v1", by_word=True)
+    places = np.argsort(whole.column("train", "row_id"))
+    for place in range(0, store.rows("train"), 5):
+        row = np.array([place])
+        at = places[np.searchsorted(whole.column("train", "row_id")[places], store.column("train", "row_id")[row])]
+        found, expected = store.taught("v1", row), whole.taught("v1", at)
+        mine, theirs = (one.targets("train", rows).values != IGNORED for one, rows in ((store, row), (whole, at)))
+        assert mine.sum() == theirs.sum() > 1
+        assert np.array_equal(found[mine], expected[theirs])
+
+
+def test_a_trimmed_student_s_teacher_is_asked_for_the_rows_as_it_reads_them(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it has answered already where another student has learned from it, and reads no word in characters."""
+    folder = make_task_artifact(tmp_path / "teacher", "classification", store.manifest.head)
+    encoder = tmp_path / "encoder"
+    cut = trimming.trim(encoder, trimming.kept(encoder, []), tmp_path / "cut")
+    small = make_store(settings(tmp_path, labelled_rows(60)).recipe, cut, tmp_path)
+    made = artifact.read(folder)
+    np.save(store.teacher_file(made.version), np.ones((store.rows("train"), 3), dtype=np.float32))
+    monkeypatch.setattr(ray_data, "range", None)  # nobody is asked
+    teacher.teach(folder, made, small, cut, lambda other: store, alike=True)
+    assert small.teacher(made.version).tolist() == [[1.0, 1.0, 1.0]] * small.rows("train")

@@ -1,0 +1,117 @@
+"""Several teachers: their outputs have a mean, or are refused by name; a student of several is another student."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rtrain import artifact, config as configuration
+from rtrain.batch import Head
+from rtrain.compress import distill, teacher as answers
+from rtrain.config import Config
+from rtrain.errors import ConfigError
+from rtrain.run import Run
+from rtrain.runs import opening
+from tests import reports
+from tests.conftest import labelled_rows
+from tests.tiny import make_store, make_task_artifact
+
+LABELS = ("invoice", "parcel", "password")
+
+
+def run_of(folder: Path, seed: int, task: str = "classification", head: Head | None = None) -> Run:
+    """A finished run of which the artefact alone matters."""
+    run = Run(folder / f"{task}-{seed}")
+    opening.freeze(run, reports.settings(folder, labelled_rows(60)))
+    make_task_artifact(run.artifact, task, head or Head(LABELS), seed=seed)
+    return run
+
+
+def settings(folder: Path, *teachers: Run | Path, **more: Any) -> Config:
+    named = {"distill.layers": 1, "distill.teachers": [str(one) for one in teachers], **more}
+    return configuration.with_overrides(reports.settings(folder, labelled_rows(60)), named)
+
+
+def test_a_student_of_several_teachers_is_another_student(tmp_path: Path) -> None:
+    runs = [run_of(tmp_path, seed) for seed in range(3)]
+    teacher = distill.Teacher.read(runs[0].artifact)
+    alone, two, three = (
+        distill.started(settings(tmp_path, *runs[1:many]), teacher, tmp_path).recipe for many in (1, 2, 3)
+    )
+    versions = [artifact.read(run.artifact).version for run in runs]
+    assert (three.distill.teacher, list(three.distill.co_teachers)) == (versions[0], versions[1:])
+    assert len({recipe.identity() for recipe in (alone, two, three)}) == 3
+    assert len({recipe.distill.answers for recipe in (alone, two, three)}) == 3
+    assert alone.distill.answers == versions[0]
+    assert "co_teachers" not in alone.weights()["distill"]  # older students have no such setting
+    # Where the runs lie is no part of what the student is; nor is their order.
+    moved = run_of(tmp_path / "moved", 1)
+    elsewhere = distill.started(settings(tmp_path, moved), teacher, tmp_path).recipe
+    assert elsewhere.identity() == two.identity()
+    turned = distill.started(settings(tmp_path, runs[2], runs[1]), teacher, tmp_path).recipe
+    assert turned.distill.answers == three.distill.answers
+
+
+def test_the_mean_of_all_outputs_is_kept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(reports.settings(tmp_path, labelled_rows(60)).recipe, tmp_path / "encoder", tmp_path)
+    runs = [run_of(tmp_path, seed, head=store.manifest.head) for seed in range(3)]
+    asked = [answers.Asked(run.artifact, artifact.read(run.artifact), True) for run in runs]
+    drawn = np.random.default_rng(0).normal(size=(3, store.rows("train"), 3)).astype(np.float32)
+    told = []
+
+    def ensure(store: Any, folder: Path, made: artifact.Artifact, trimmed: Any = None) -> None:
+        told.append(folder)
+        np.save(store.teacher_file(made.version), drawn[[one.folder for one in asked].index(folder)])
+
+    monkeypatch.setattr(answers, "ensure_answers", ensure)
+    monkeypatch.setattr(answers, "MEAN_LINES", 7)
+    for _ in range(2):
+        answers.teach_together(asked, "mean", store, tmp_path / "encoder", lambda other: store)
+    assert told == [run.artifact for run in runs]
+    kept = store.teacher("mean")
+    assert np.allclose(kept, drawn.mean(axis=0), atol=1e-6)
+    # It is the geometric mean of the softened answers, at any temperature.
+    for temperature in (0.5, 2.0):
+        softened = torch.log_softmax(torch.from_numpy(drawn) / temperature, dim=-1).mean(dim=0)
+        mean = torch.softmax(torch.from_numpy(np.array(kept)) / temperature, dim=-1)
+        assert torch.allclose(torch.softmax(softened, dim=-1), mean, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("task", "head", "reason"),
+    [
+        ("token_tags", Head(("O", "B-X")), "it answers by the task token_tags, the teacher by classification"),
+        ("classification", Head(LABELS[::-1]), "its labels, or their order, are others than the teacher's"),
+    ],
+)
+def test_models_whose_outputs_have_no_mean_are_refused_by_name(
+    tmp_path: Path, task: str, head: Head, reason: str
+) -> None:
+    teacher = distill.Teacher.read(run_of(tmp_path, 0).artifact)
+    other = run_of(tmp_path, 1, task, head)
+    with pytest.raises(ConfigError, match=rf"distill\.teachers={other.folder}: {reason}"):
+        distill.started(settings(tmp_path, other), teacher, tmp_path)
+
+
+def test_numbers_on_other_scales_have_no_mean(tmp_path: Path) -> None:
+    heads = [Head(("score",), {"mean": mean, "std": 1.0}) for mean in (3.0, 4.0)]
+    one, other = (run_of(tmp_path, seed, "regression", head) for seed, head in enumerate(heads))
+    teacher = distill.Teacher.read(one.artifact)
+    with pytest.raises(ConfigError, match="its numbers are on another scale than the teacher's"):
+        distill.co_teachers(settings(tmp_path, other), teacher)
+
+
+def test_a_teacher_is_named_once(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 0)
+    teacher = distill.Teacher.read(run.artifact)
+    with pytest.raises(ConfigError, match="it is named twice, or is the teacher itself; name each run once"):
+        distill.started(settings(tmp_path, run), teacher, tmp_path)
+
+
+def test_paths_of_teachers_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(tmp_path, 1)
+    monkeypatch.chdir(tmp_path)
+    found = opening.absolute(settings(tmp_path, Path(run.folder.name)))
+    assert found.recipe.distill.teachers == (str(run.folder),)

@@ -1,0 +1,57 @@
+"""What is known of a run before it starts: its rows, their tokens, its model's size."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rtrain.doctor.forecast import facts
+from rtrain.errors import ConfigError
+from tests.conftest import labelled_rows, write_rows
+from tests.test_forecast_plan import configured
+from tests.tiny import make_encoder
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+def test_rows_are_counted_by_split_and_their_tokens_in_a_sample(tmp_path: Path, encoder: Path) -> None:
+    rows = labelled_rows(600)
+    recipe = configured(data__path=str(write_rows(tmp_path / "rows.csv", rows))).recipe
+    found = facts.of_rows(recipe, encoder)
+    assert found.train + found.valid + found.test == 600
+    assert found.train == pytest.approx(480, abs=40)
+    assert found.valid == pytest.approx(60, abs=25)
+    assert len(found.windows) == found.train  # all of them are in the sample
+    assert found.windows_of_row == 1.0
+    assert 3 < found.tokens_of_row < 64
+    assert found.outputs == len({row[1] for row in rows})
+    noisy = configured(data__path=recipe.data.path, augment__copies=9, augment__typo=0.1).recipe
+    assert facts.of_rows(noisy, encoder).train == 10 * found.train
+    with pytest.raises(ConfigError, match="it has no row to train on"):
+        facts.of_rows(configured(data__path=str(write_rows(tmp_path / "none.csv", []))).recipe, encoder)
+
+
+def test_rows_that_are_not_trained_on_are_not_counted(tmp_path: Path, encoder: Path) -> None:
+    """Those of `data.outside`, and those that the task cannot use."""
+    rows = [*labelled_rows(300), *((f"nobody asked {number}", "other") for number in range(200)), ("no label", "")]
+    path = str(write_rows(tmp_path / "rows.csv", rows))
+    found = [
+        facts.of_rows(configured(data__path=path, **more).recipe, encoder) for more in ({}, {"data__outside": "other"})
+    ]
+    assert sum((found[0].train, found[0].valid, found[0].test)) == 500
+    assert found[1].train == pytest.approx(240, abs=30)
+    assert (found[1].valid, found[1].test) == (found[0].valid, found[0].test)
+    assert found[0].outputs == found[1].outputs + 1
+
+
+def test_a_model_s_sizes_have_several_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"dim": 8, "n_layers": 2, "hidden_dim": 32, "vocab_size": 100}))
+    found = facts.of_model(tmp_path)
+    assert found == facts.Shape(8, 2, 32, 100)
+    assert found.weights == 4 * (800 + 2 * (4 * 64 + 2 * 256))
+    (tmp_path / "config.json").write_text(json.dumps({"dim": 8, "vocab_size": 100}))
+    with pytest.raises(ConfigError, match="num_hidden_layers, intermediate_size"):
+        facts.of_model(tmp_path)

@@ -1,0 +1,48 @@
+"""How fast a worker computes, by the log of a finished run."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rtrain import config as configuration, events
+from rtrain.doctor.forecast import facts, pace
+from rtrain.errors import UserError
+from rtrain.run import Run
+from tests.test_forecast_plan import configured
+from tests.tiny import make_encoder
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+def test_a_finished_run_tells_its_pace(tmp_path: Path, encoder: Path) -> None:
+    """50 updates of 8 rows in 20 s, on one worker: the pace by which the same run is foretold to take as long."""
+    run = Run(tmp_path / "run")
+    run.folder.mkdir()
+    config = configured(model__name=str(encoder), train__workers=1, train__rows_per_update=8)
+    run.config.write_text(configuration.to_yaml(config))
+    started = {"update": 0, "of": 50, "workers": 1, "device": "cpu", "precision": "fp32", "rows_per_update": 8}
+    events.append(run.folder, "started", **started)
+    with pytest.raises(UserError, match="has not come to its end"):
+        pace.of_run(run)
+    events.append(
+        run.folder, "trained", updates=50, rows_seen=400, real_tokens=400 * 20, seconds={"train": 20.0}, exchange=None
+    )
+    seen = pace.of_run(run)
+    assert (seen.update_s, seen.workers) == (0.4, 1)
+    shape = facts.of_model(encoder)
+    work = pace.work(config.recipe, shape, facts.given(1, 20))
+    assert seen.pace.compute(work).seconds(pace.passes(config.recipe, 1)) == pytest.approx(0.4, rel=0.01)
+    # The run goes on for ten updates: each start counts its own seconds and rows.
+    events.append(run.folder, "started", **{**started, "update": 50})
+    last = {"updates": 60, "rows_seen": 80, "real_tokens": 80 * 20, "seconds": {"train": 4.0}, "exchange": None}
+    events.append(run.folder, "trained", **last)
+    assert pace.of_run(run) == seen
+    # How unequal its passes were, of each worker.
+    spreads = [{"spread": 0.03}, {"spread": 0.05}]
+    events.append(run.folder, "started", **{**started, "update": 50})
+    events.append(run.folder, "trained", **last, stages=spreads)
+    assert pace.of_run(run).pace == replace(seen.pace, spread=0.04)

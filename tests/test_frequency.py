@@ -1,0 +1,85 @@
+"""Which aggregation frequency to take: how long a pilot is, what it says, and one by the real path."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import config as configuration
+from rtrain.data.order import Order
+from rtrain.doctor import frequency
+from rtrain.errors import UserError
+from tests import trained
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [(10_000, 46), (10 * 24 * 32, 36), (5120, 24), (5088, None), (100_000, 200)],
+)
+def test_a_pilot_is_long_enough_for_three_measurements_and_short_beside_a_run(rows: int, expected: int | None) -> None:
+    assert frequency.updates(Order("digest", rows, 32, 1, 0)) == expected
+
+
+def test_the_learning_rate_is_carried_as_a_search_carries_it() -> None:
+    given = {"train.workers": 2, "train.micro_batch": 8, "train.aggregation_frequency": 4}
+    linear = configuration.load("intent", {**given, "tune.lr_scaling": "linear"})
+    assert frequency.settings(linear, 4) == {"train.aggregation_frequency": 4, "train.rows_per_update": None}
+    carried = {"optim.lr_scaling": "linear", "optim.lr_rows": 64}
+    assert frequency.settings(linear, 1) == {
+        "train.aggregation_frequency": 1,
+        "train.rows_per_update": None,
+        **carried,
+    }
+    root = frequency.settings(configuration.load("intent", given), 1)
+    assert (root["optim.lr_scaling"], root["optim.beta2_scaling"]) == ("sqrt", "rows")
+
+
+DOCUMENT: dict[str, Any] = {
+    "noise_scale": {"rows": 200.0, "low": 150.0, "high": None, "measurements": 3},
+    "pilot": {"updates": 24, "rows_per_update": 64},
+    "options": [
+        {"k": 2, "rows_per_update": 32, "update_s": 0.25, "relative": 1.0, "low": 1.0, "high": None, "lr": 2e-4},
+    ],
+    "aggregation_frequency": 2,
+    "settings": {"train.aggregation_frequency": 2, "train.rows_per_update": None},
+}
+
+
+def test_a_decision_says_what_to_write() -> None:
+    assert frequency.text(DOCUMENT) == [
+        "noise scale 200 rows (150 to unknown), by 24 updates of 64 rows",
+        "k 2: 32 rows in 0.25 s, lr 0.0002; 1.00 x the shortest time",
+        "write --set train.aggregation_frequency=2 --set train.rows_per_update=null",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_pilot_is_trained_and_decides(ray_session: Path) -> None:
+    """40 epochs of some 200 rows: 24 updates of 16 rows are less than a seventh of them."""
+    chosen = {"train.workers": 2, "train.epochs": 40, "train.micro_batch": 2, "train.rows_per_update": None}
+    config = trained.settings(ray_session / "frequency", **chosen)
+    folder, events = ray_session / "frequency" / "out", list[dict[str, Any]]()
+    folder.mkdir()
+    found = frequency.run(config, folder, events.append)
+    assert found == json.loads((folder / frequency.JSON).read_text())
+    assert [path.name for path in folder.iterdir()] == [frequency.JSON]
+    assert [one["k"] for one in found["options"]] == [1, 2, 4, 8]
+    assert found["noise_scale"]["measurements"] >= 3
+    (begun,) = [event for event in events if event["kind"] == "started"]
+    (ended,) = [event for event in events if event["kind"] == "trained"]
+    assert begun["rows_per_update"] == 16
+    assert frequency.FEWEST <= ended["updates"] == found["pilot"]["updates"] <= 0.15 * begun["of"]
+    configuration.with_overrides(config, found["settings"])
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_run_that_is_too_short_for_a_pilot_is_refused(ray_session: Path) -> None:
+    config = trained.settings(ray_session / "short", **{"train.workers": 2, "train.rows_per_update": None})
+    folder = ray_session / "short" / "out"
+    folder.mkdir()
+    with pytest.raises(UserError, match="a pilot has 24 updates at least"):
+        frequency.run(config, folder, lambda event: None)
+    assert not any(folder.iterdir())

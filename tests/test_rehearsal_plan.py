@@ -1,0 +1,168 @@
+"""The rehearsal of a cluster's file: what it takes from the file, and with what its machines are started."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rtrain import env
+from rtrain.cluster import supply
+from rtrain.cluster.rehearsal import (
+    nodes as starts,
+    plan as plans,
+    provider,
+    rehearse,
+)
+from rtrain.cluster.rehearsal.book import Machine
+from rtrain.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
+PLAN = plans.of(TEXT)
+
+
+def test_the_file_s_types_limits_prices_and_options_are_taken() -> None:
+    [worker] = PLAN.kinds
+    assert (PLAN.head.name, PLAN.head.resources, PLAN.head.most) == ("head", {"CPU": 0.0}, 0)
+    assert (worker.name, worker.resources, worker.least, worker.most) == ("worker", {"CPU": 8.0}, 0, 4)
+    assert (worker.is_spot, worker.instance, worker.dollars) == (True, "c7i.2xlarge", 0.357)
+    assert (PLAN.most, PLAN.idle_s, PLAN.rehearsed_idle_s, PLAN.watcher) == (4, 300.0, plans.IDLE_S, "aws")
+    assert PLAN.head_options == ("--dashboard-host=127.0.0.1",)
+    assert PLAN.hook == "rtrain.cluster.session.on_node_start"
+
+
+def test_the_autoscaler_gets_the_same_cluster_of_another_cloud() -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    made = PLAN.autoscaler_file("/tmp/book")
+    prepared = prepare_config(json.loads(json.dumps(made)))
+    validate_config(prepared)
+    heads, kinds, limit = supply.startable(made)
+    assert ([host.has for host in heads], limit) == ([{"CPU": 0.0}], 4)
+    assert [(host.has, most) for host, most in kinds.values()] == [({"CPU": 8.0}, 4)]
+    assert made["provider"]["module"] == f"{provider.__name__}.{provider.Rehearsed.__name__}"
+    assert not [name for name, commands in prepared.items() if name.endswith("_commands") and commands]
+
+
+def changed(**settings: Any) -> str:
+    """cluster.yaml with other top-level settings."""
+    return yaml.safe_dump({**yaml.safe_load(TEXT), **settings})
+
+
+def test_declared_gpus_labels_and_own_prices_are_taken() -> None:
+    kind = {"node_config": {"InstanceType": "x9.large"}, "labels": {"for": "training"}, "min_workers": 1}
+    types = {"head": {"resources": {"CPU": 0}, "node_config": {}}, "gpu": {**kind, "resources": {"CPU": 8, "GPU": 1}}}
+    plan = plans.of(changed(available_node_types=types, metadata={"prices": {"x9.large": 2.5}}))
+    [gpu] = plan.kinds
+    assert (gpu.resources, gpu.labels, gpu.least, gpu.dollars) == (
+        {"CPU": 8.0, "GPU": 1.0},
+        {"for": "training"},
+        1,
+        2.5,
+    )
+    assert plan.head.dollars is None
+    assert plan.least == 1
+
+
+def test_resources_that_are_not_said_are_those_of_the_instance_or_asked_for() -> None:
+    types = yaml.safe_load(TEXT)["available_node_types"]
+    del types["worker"]["resources"]
+    assert plans.of(changed(available_node_types=types)).kinds[0].resources == {"CPU": 8.0}
+    types["worker"]["node_config"]["InstanceType"] = "x9.large"
+    with pytest.raises(ConfigError, match=r"worker says no resources, and x9\.large is in no table"):
+        plans.of(changed(available_node_types=types))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a: [", "no YAML"),
+        ("- a\n- b\n", "no file of Ray's launcher"),
+        ("apiVersion: ray.io/v1\nkind: RayCluster\n", "no file of Ray's launcher"),
+        ("cluster_name: x\nprovider: {type: local}\n", "names no available_node_types"),
+        ("available_node_types: {a: {resources: {CPU: 1}}}\nhead_node_type: b\n", "head_node_type is b"),
+    ],
+)
+def test_a_file_that_cannot_be_rehearsed_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        plans.of(text)
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        rehearse.check(["tune", "intent", "--data", "/shared/nowhere.csv"], "a: [")
+    assert [problem.field for problem in refused.value.problems] == ["verb", "path", "--file"]
+    (tmp_path / "rows.csv").touch()
+    words = ["train", "--data", str(tmp_path / "rows.csv"), "--model", "a/hub-name"]
+    assert rehearse.check(words, TEXT) == (PLAN, words)
+
+
+@pytest.mark.parametrize(("workers", "data", "needed"), [(6, 2, 1), (7, 2, 2), (30, 2, 4), (31, 2, None)])
+def test_the_nodes_that_a_run_needs_are_counted_by_what_they_hold(workers: int, data: int, needed: int | None) -> None:
+    assert PLAN.needed(workers, data, "cpu") == needed
+
+
+def mixed(**types: dict[str, float]) -> plans.Plan:
+    """At most five nodes, three of each type."""
+    kinds = tuple(replace(PLAN.kinds[0], name=name, resources=resources, most=3) for name, resources in types.items())
+    return replace(PLAN, kinds=kinds, most=5)
+
+
+@pytest.mark.parametrize(
+    ("workers", "data", "device", "needed"),
+    [
+        *((1, 0, "gpu", 1), (1, 2, "gpu", 2), (3, 2, "gpu", 4), (3, 9, "gpu", 5), (3, 17, "gpu", None)),
+        *((4, 2, "gpu", None), (16, 0, "cpu", 2), (17, 0, "cpu", 3), (25, 0, "cpu", None)),
+    ],
+)
+def test_nodes_of_several_types_are_needed_together(workers: int, data: int, device: str, needed: int | None) -> None:
+    both = mixed(gpu={"GPU": 1.0}, cpu={"CPU": 8.0})
+    assert both.needed(workers, data, device) == needed
+
+
+def test_large_nodes_are_taken_before_small_ones_and_only_those_with_the_labels() -> None:
+    sizes = mixed(small={"CPU": 2.0}, large={"CPU": 8.0})
+    assert [sizes.needed(workers, 0, "cpu") for workers in (8, 9, 24, 28, 29)] == [1, 2, 3, 5, None]
+    labelled = replace(sizes, kinds=(replace(sizes.kinds[0], labels={"for": "training"}), sizes.kinds[1]))
+    assert labelled.needed(4, 0, "cpu", {"for": "training"}) == 2
+    assert labelled.needed(7, 0, "cpu", {"for": "training"}) is None
+
+
+def test_many_types_of_many_nodes_are_counted_at_once() -> None:
+    kinds = tuple(replace(PLAN.kinds[0], name=str(n), resources={"CPU": n, "GPU": n % 3}, most=100) for n in range(8))
+    assert replace(PLAN, kinds=kinds, most=100).needed(180, 40, "gpu") == 90
+
+
+def test_resources_that_are_no_whole_numbers_are_refused_as_ray_s_launcher_does() -> None:
+    types = yaml.safe_load(TEXT)["available_node_types"]
+    types["worker"]["resources"] = {"CPU": 8, "bandwidth": 0.5}
+    with pytest.raises(
+        ConfigError, match=r"worker has resources of bandwidth: 0\.5, and Ray's launcher takes whole numbers"
+    ):
+        plans.of(changed(available_node_types=types))
+
+
+def test_a_machine_starts_ray_as_the_file_does_on_ports_that_are_free(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    nodes = starts.Nodes(
+        PLAN, tmp_path, token, tmp_path / "a.yaml", "10.0.0.1:6379", 8265, "http://127.0.0.1:1", (1, 2)
+    )
+    labels = {"for": "training"}
+    head, worker = (nodes(Machine(f"{kind}-1", kind, {"CPU": 3.0}, labels, {}, 0.0)) for kind in ("head", "worker"))
+    [command] = head.commands
+    assert {"--head", "--port=6379", "--dashboard-port=8265", "--dashboard-host=127.0.0.1"} <= set(command)
+    first, spot = worker.commands
+    assert {"--address=10.0.0.1:6379", *starts.FREE_PORTS} <= set(first)
+    assert "--head" not in first
+    assert {"rtrain.cluster.spot", "aws", "--metadata=http://127.0.0.1:1/worker-1"} <= set(spot)
+    assert worker.environ["RAY_CLOUD_INSTANCE_ID"] == "worker-1"
+    assert json.loads(worker.environ["RAY_OVERRIDE_RESOURCES"]) == {"CPU": 3.0}
+    assert json.loads(worker.environ["RAY_OVERRIDE_LABELS"]) == labels
+    assert (worker.environ["RAY_AUTH_MODE"], worker.environ["RAY_AUTH_TOKEN_PATH"]) == ("token", str(token))
+    assert len([word for word in command if word.startswith("--temp-dir=")]) == 1
+    assert not env.gpus_are_counted(worker.environ)
+    counting = replace(PLAN, kinds=(replace(PLAN.kinds[0], resources={"GPU": 1.0}),))
+    assert env.gpus_are_counted(replace(nodes, plan=counting)(Machine("a", "worker", {}, {}, {}, 0.0)).environ)

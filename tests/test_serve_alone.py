@@ -1,0 +1,115 @@
+"""`rtrain serve --alone`: the endpoint as one process that can import neither Ray nor torch."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rtrain import artifact
+from rtrain.config import Serve
+from rtrain.errors import ConfigError
+from rtrain.predict import Predictor
+from serve import alone
+from tests.test_inventory_parcel import ALONE, modules_of
+from tests.test_serve_deployment import openvino_artifact
+
+PROJECT = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+TEXT = "where is my parcel"
+WORDS = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["alone"]]
+
+
+@pytest.fixture(scope="module")
+def int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return openvino_artifact(tmp_path_factory.mktemp("alone") / "artifact")
+
+
+def small() -> list[str]:
+    """The command, in a process that can import the core, the extra and what they need, alone."""
+    return [sys.executable, "-c", ALONE, ",".join(sorted(modules_of(WORDS)))]
+
+
+@contextmanager
+def answering(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None, *words: str
+) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """(address, process) of an endpoint."""
+    given = [*command, "serve", str(folder), "--alone", "--ungated", "--port", "0", *words]
+    with subprocess.Popen(given, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            lines = []
+            while (line := process.stderr.readline()) and not line.startswith("next: "):
+                lines.append(line)
+            found = re.search(r"http://127\.0\.0\.1:\d+", line)
+            assert found is not None, "".join(lines)
+            yield found[0], process
+        finally:
+            process.kill()
+
+
+def asked(url: str, text: str, path: str = "/predict") -> dict[str, float]:
+    """The score of each label."""
+    body, kind = json.dumps({"inputs": [text]}).encode(), {"content-type": "application/json"}
+    request = urllib.request.Request(f"{url}{path}", body, kind)
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30) as reply:
+        [answer] = json.load(reply)
+    return {row["label"]: row["score"] for row in answer}
+
+
+def read(url: str) -> str:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=30) as reply:
+        found: str = reply.read().decode()
+        return found
+
+
+@pytest.fixture(scope="module")
+def several(int8: Path) -> Iterator[str]:
+    """The address of an endpoint of two models."""
+    with answering(small(), int8, None, f"second={int8}") as (url, _):
+        yield url
+
+
+def test_several_models_each_have_their_name(int8: Path, several: str) -> None:
+    one, other = (asked(several, TEXT, f"/models/{name}/predict") for name in (artifact.read(int8).name, "second"))
+    assert one == other
+    assert json.loads(read(f"{several}/v2/health/ready")) == {"ready": True}
+    assert "rtrain_" in read(f"{several}/metrics")
+
+
+def test_a_port_in_use_is_refused(int8: Path, several: str) -> None:
+    port = several.rpartition(":")[2]
+    given = [*small(), "serve", str(int8), "--alone", "--ungated", "--port", port]
+    done = subprocess.run(given, capture_output=True, text=True, check=False, env=dict(os.environ))
+    assert done.returncode == 1
+    assert f"port {port} on 127.0.0.1 is in use by rtrain" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_it_answers_as_predict_does_and_ends_when_it_is_told(int8: Path, number: signal.Signals, code: int) -> None:
+    with answering(small(), int8) as (url, process):
+        [expected] = Predictor.load(int8)([TEXT])
+        assert asked(url, TEXT) == pytest.approx({row["label"]: row["score"] for row in expected}, abs=1e-5)
+        process.send_signal(number)
+        assert process.wait(30) == code
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (Serve(replicas=2), r"serve\.replicas=2: --alone is one process; write 1, or leave out --alone"),
+        (Serve(max_replicas=3), r"serve\.max_replicas=3: --alone is one process"),
+        (Serve(ingress="haproxy"), r"serve\.ingress=haproxy: --alone answers without a proxy; write auto"),
+    ],
+)
+def test_what_one_process_cannot_do_is_refused(settings: Serve, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        alone.check(settings)

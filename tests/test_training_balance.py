@@ -1,0 +1,35 @@
+"""How fast workers are beside each other."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rtrain.batch import single
+from rtrain.training import balance
+from tests.test_training_step import LOSS, make_network, make_still_encoder
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([2.0, 1.0, 4.0], [0.5, 1.0, 0.25]),
+        ([1.0, 1.03], [1.0, 1.0]),  # equal workers, and a little noise
+        ([1.0, 1.07], [1.0, 15 / 16]),
+        ([1.0, 100.0], [1.0, 1 / 16]),
+        ([3.0], [1.0]),
+    ],
+)
+def test_speeds_are_parts_of_the_fastest(seconds: list[float], expected: list[float]) -> None:
+    assert balance.relative(seconds) == expected
+
+
+def test_passes_are_timed_and_leave_no_gradient(tmp_path: Path) -> None:
+    make_still_encoder(tmp_path / "encoder")
+    network, lengths = make_network(tmp_path / "encoder"), np.full(8, 16, dtype=np.int32)
+    ids = np.random.default_rng(0).integers(5, 200, 8 * 16).astype(np.int32)
+    tokens = single(ids, lengths, lengths, np.zeros(8), np.arange(8, dtype=np.uint64))
+    before = [one.detach().clone() for one in network.parameters()]
+    assert 0 < balance.seconds(network, LOSS, tokens, 0, "fp32") < 60
+    assert all(one.grad is None for one in network.parameters())
+    assert all(bool((one == other).all()) for one, other in zip(before, network.parameters(), strict=True))

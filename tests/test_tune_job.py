@@ -1,0 +1,66 @@
+"""A search as a job on a head started as cluster.yaml starts it, whose driver is killed in the midst."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from rtrain.cluster import supervise
+from rtrain.run import Run
+from tests.conftest import labelled_rows, write_rows
+from tests.heads import Head, related
+from tests.test_job import ROOT
+from tests.tiny import make_encoder
+from tune.known.history import replay
+from tune.known.journal import read
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+def drivers(head: Head) -> list[psutil.Process]:
+    """The children of jobs' supervisors that search."""
+    found = []
+    for process in related(head.folder):
+        try:
+            if supervise.CHILD in process.environ() and "tune" in process.cmdline() and "-m" in process.cmdline():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_a_search_whose_driver_is_killed_in_a_job_goes_on_with_what_it_knew(head: Head) -> None:
+    search = Run(head.folder / "runs" / "killed-search")
+    data = write_rows(head.folder / "searched.csv", labelled_rows(403))
+    model = make_encoder(head.folder / "encoder-searched")
+    settings = ["train.precision=fp32", "train.epochs=2", "train.workers=1", "report.attributions=0"]
+    settings += ["tune.trials=4", "tune.sampler=random", "tune.final_rows=0", "gate.seconds=0.5"]
+    command = ["python", "-m", "rtrain", "tune", "intent", "--data", str(data), "--model", str(model), "--json"]
+    command += ["--out", str(search), *(part for setting in settings for part in ("--set", setting))]
+    with ThreadPoolExecutor(1) as pool:
+        submitted = pool.submit(head.submit, ROOT, *command)
+        while sum(event["kind"] == "reached" for event in read(search.trials)) < 2:
+            assert not submitted.done(), submitted.result().stdout
+            time.sleep(0.05)
+        [driver] = drivers(head)
+        before = read(search.trials)
+        driver.kill()
+        ended = submitted.result()
+    assert ended.returncode == 0, ended.stdout
+    assert "the driver was ended by SIGKILL; starting it again" in ended.stdout
+    after = read(search.trials)
+    assert after[: len(before)] == before
+    history = replay(after)
+    assert history.chosen is not None
+    assert [trial.number for trial in history.own] == [0, 1, 2, 3]
+    rungs = [(event["trial"], event["rung"]) for event in after if event["kind"] == "reached"]
+    assert len(rungs) == len(set(rungs))  # none was run again
+    assert json.loads(_document(ended.stdout))["best"] == history.chosen
+    assert next(job for job in head.jobs() if str(search) in job["entrypoint"])["status"] == "SUCCEEDED"
+    assert drivers(head) == []
+
+
+def _document(output: str) -> str:
+    return next(line for line in output.splitlines() if line.startswith('{"trials"'))

@@ -1,0 +1,119 @@
+"""What a trial is told by its log, and how it is trained beside others. Without Ray."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import config
+from rtrain.run import Run
+from tests.histories import configured
+from tune import search, trial
+from tune.asking import space
+from tune.trial import Task
+
+K, ROWS = "train.aggregation_frequency", "train.rows_per_update"
+
+
+def train(run: Run, begin: int, updates: int, every: int, *, ends: bool = True) -> None:
+    """A start of updates of half a second. The score grows by 0.01 with each; evaluations, and the time before the
+    first rows, are no training."""
+    run.folder.mkdir(exist_ok=True)
+    run.append("started", update=begin, of=100)
+    for update in range(begin + 1, updates + 1):
+        seconds = 0.5 * (update - begin)
+        run.append("progress", update=update, loss=1.0, train_s=seconds)
+        if update % every == 0:
+            run.append("evaluated", split="valid", update=update, scores={"accuracy": update / 100}, train_s=seconds)
+    if ends:
+        told = {"first_batch": 7.0, "train": 0.5 * (updates - begin), "evaluate": 60.0 / every, "checkpoint": 3.0}
+        run.append("trained", updates=updates, seconds=told)
+        run.append("paused", update=updates)
+
+
+def test_trials_of_equal_training_take_equal_seconds_however_often_they_are_evaluated_or_frozen(tmp_path: Path) -> None:
+    straight, thawed = Run(tmp_path / "straight"), Run(tmp_path / "thawed")
+    train(straight, 0, 60, every=10)
+    for begin, end in ((0, 12), (12, 24), (24, 60)):
+        train(thawed, begin, end, every=2)
+    for run in (straight, thawed):
+        assert trial.seconds_of(run) == 30.0
+        assert trial.to_target(run, "accuracy", 0.4) == 20.0
+        assert trial.to_target(run, "accuracy", 0.61) is None
+
+
+def test_what_a_crash_has_lost_is_no_time_to_a_score(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    train(run, 0, 35, every=10, ends=False)
+    run.append("crashed", resumes_from=20)
+    train(run, 20, 60, every=10)
+    assert (trial.seconds_of(run), trial.to_target(run, "accuracy", 0.4)) == (30.0, 20.0)
+
+
+def every(chosen: config.Config, settings: dict[str, Any], folder: Path) -> tuple[int | None, int]:
+    """Updates and rows between two evaluations of a trial."""
+    task = Task(config.to_document(chosen), frozenset(), folder, folder)
+    train = (made := task.of(space.overrides(chosen, settings)).recipe).train
+    return train.evaluate_every, (train.evaluate_every or 0) * made.rows_per_update
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_trials_that_are_to_be_fast_are_read_after_equal_rows(k: int, tmp_path: Path) -> None:
+    """Updates of 16, 32, 64 and 128 rows; the recipe has 64, and is read every 5 of them, or 320 rows."""
+    asked: dict[str, Any] = {"train.workers": 2, "train.micro_batch": 8, "train.evaluate_every": 5, K: 4}
+    timed = {**asked, "tune.objective": "time", "tune.target": 0.9}
+    assert every(configured(tmp_path, **timed), {K: k}, tmp_path)[1] == 256
+    assert every(configured(tmp_path, **asked), {K: k}, tmp_path)[0] == 5
+    by_epoch = configured(tmp_path, **{**timed, "train.evaluate_every": None})
+    assert every(by_epoch, {K: k}, tmp_path)[0] is None
+
+
+def test_a_point_or_a_range_of_rows_may_have_the_largest_updates(tmp_path: Path) -> None:
+    timed = {"tune.objective": "time", "tune.target": 0.9, "train.evaluate_every": 1, "train.rows_per_update": 64}
+    points = configured(tmp_path, **timed, **{"tune.points": [{K: 32}], "train.micro_batch": 8})
+    assert space.evaluated_every(points) == 32 * 8 * points.recipe.train.workers
+    searched = {"optim.lr": [1e-4, 2e-4], ROWS: {"low": 16, "high": 1024}}
+    assert space.evaluated_every(configured(tmp_path, **timed, **{"tune.space": searched})) == 1024
+
+
+# --------------------------------------------------------------------------------------------------------- divergence
+
+UNTAUGHT = [4.3, 4.2, 4.3]
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([*UNTAUGHT, 9.0, 8.0, 30.0, 12.0, 7.0], True),
+        ([4.3, 80.0, 300.0, 250.0, 270.0, 40.0, 33.0, 35.0], True),  # thrown up by the first step
+        ([*UNTAUGHT, 9.0, 8.0, 4.1, 12.0, 7.0], False),  # it is not lost
+        ([*UNTAUGHT, 4.1, 30.0, 4.2, 4.0, 4.1], False),  # one bad update
+        ([*UNTAUGHT, 4.6, 4.5, 4.7, 4.8, 4.6], False),
+        ([*UNTAUGHT, 9.0, 9.0, 9.0, 9.0], False),  # too few to tell
+        ([0.010, 0.011, 0.010, 0.012, 0.016, 0.016, 0.02, 0.02], False),  # a model that has learnt its task wavers
+        ([0.010, 0.011, 0.010, 0.4, 0.5, 0.01, 0.3, 0.6], False),  # rows that are wrongly labelled
+        ([0.010, 0.011, 0.010, 0.7, 0.6, 0.8, 0.7, 0.7], True),  # it has forgotten it
+        ([], False),
+    ],
+)
+def test_when_a_trial_is_seen_to_diverge(losses: list[float], expected: bool) -> None:
+    assert trial.diverges(losses) is expected
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_wrong_labels_do_not_end_a_trial_that_has_learnt_its_task(rows: int) -> None:
+    """One row of fifty is wrong, at 8 nats: most updates of 64 rows are far above what they would be without."""
+    draw = random.Random(0)
+    losses = [0.01 + 8.0 * sum(draw.random() < 0.02 for _ in range(rows)) / rows for _ in range(2000)]
+    assert sum(loss > 0.1 for loss in losses) > 500
+    assert not any(trial.diverges(losses[:3] + losses[max(3, count - 5) : count]) for count in range(len(losses)))
+
+
+def test_trials_log_every_update_unless_the_user_says_otherwise(tmp_path: Path) -> None:
+    for named, expected in (({}, 1), ({"train.log_every": 7}, 7)):
+        chosen = configured(tmp_path, **named)
+        task = Task(config.to_document(chosen), frozenset(named), tmp_path, tmp_path)
+        made = task.of({})
+        assert made.recipe.train.log_every == expected
+        assert search._replayed(made, chosen).recipe.train.log_every == chosen.recipe.train.log_every
