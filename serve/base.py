@@ -26,6 +26,9 @@ from serve.watching.sums import with_haproxy
 from serve.watching.telemetry import OPEN_METRICS
 from serve.watching.tracing import Spans
 
+SILENT: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+"""FastAPI traces and counts by itself where a process has OpenTelemetry: what is told of requests, `serve.traces` says
+alone. To ask for each of them whether it has takes as long as an answer's headers."""
 MOST_SHOWN = 100
 """Characters of a method and of a path that an error repeats."""
 Exposition = Callable[[], Awaitable[str]]
@@ -62,6 +65,7 @@ class Application(FastAPI):
             redoc_url=None,
             redirect_slashes=False,
             responses={"default": {"model": schema.ErrorReply, "description": "Error"}},
+            telemetry=SILENT,
             **options,
         )
         self._bodies, self._keyed = tuple(bodies), settings.keys is not None

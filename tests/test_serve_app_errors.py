@@ -83,7 +83,7 @@ BODY_ERRORS: list[tuple[str, object, int, str, str | None]] = [
         INFER,
         {"inputs": [ONE], "outputs": [{"name": "a"}]},
         422,
-        "Input should be 'label', 'score' or 'answer'",
+        "Input should be 'label', 'score', 'labels', 'scores' or 'answer'",
         "outputs.0.name",
     ),
 ]

@@ -176,3 +176,33 @@ def test_nothing_that_sends_spans_is_imported_without_the_switch() -> None:
     script = f"import sys, serve.app; print([name for name in sys.modules if name.startswith({heavy})])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+OTHERS = """
+import asyncio
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+kept = InMemorySpanExporter()
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(kept))
+trace.set_tracer_provider(provider)
+from rtrain.config import Serve
+from serve.base import Application
+app = Application(Serve(), ())
+app.add_api_route("/there", lambda: "text", methods=["GET"])
+async def receive():
+    return {"type": "http.request", "body": b""}
+async def send(message):
+    pass
+scope = {"type": "http", "method": "GET", "path": "/there", "headers": [], "query_string": b"", "root_path": ""}
+asyncio.run(app(scope, receive, send))
+print([span.name for span in kept.get_finished_spans()])
+"""
+
+
+def test_where_a_process_traces_for_others_requests_are_not_in_it() -> None:
+    """FastAPI would tell of paths, and of what was raised."""
+    done = subprocess.run([sys.executable, "-c", OTHERS], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

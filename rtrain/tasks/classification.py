@@ -94,9 +94,11 @@ class Classification(PooledTask):
         A text outside of the classes has that label first, with what is left of the best class's score.
         """
         chances = softmax(np.asarray(outputs))
-        answers = ranked(chances, head.labels, parameters)
+        answers, least = ranked(chances, head.labels, parameters), refusal(head)
+        if not least:
+            return answers
         for answer, sure in zip(answers, chances.max(axis=1, initial=0.0), strict=True):
-            if sure < refusal(head):
+            if sure < least:
                 length = len(answer) if parameters.get("top_k") else len(answer) + 1
                 answer[:] = [{"label": head.facts["outside"], "score": float(1 - sure)}, *answer][:length]
         return answers
