@@ -105,7 +105,7 @@ def prepare(
     has not yet."""
     # The teacher answers on processors, wherever the student is trained.
     wanted, native = config.recipe.train.precision, precision.of_processor()
-    decided = precision.resolve("auto" if precision.problems(wanted, native) else wanted, native)
+    decided = precision.here("auto" if precision.problems(wanted, native) else wanted)
     alike = teacher.reads_alike(model.resolve(config.recipe.model.name, tokens_root or folder.parent))
     taught = partial(answers.teach, teacher.folder, teacher.made, decided, alike=alike, on_event=on_event)
     prepared = preparing.prepare(config, folder, reuse, tokens_root, source, taught, begun)
