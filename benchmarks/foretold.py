@@ -2,8 +2,9 @@
 
 hours      seconds of three runs, of messages, questions and essays: foretold by the pace of a pilot over some of the
            same rows, and by that of the messages' pilot for all three
-frequency  seconds until a score for k = 1, 2, 4 and 8, of messages and of questions: foretold by the noise scale and
-           the clock of a pilot (`rtrain profile --choose-k`), and measured, to 0.90 where every run has come so far
+frequency  seconds until a score for k = 1, 2, 4 and 8, of messages: foretold by the noise scale and the clock of a
+           pilot (`rtrain profile --choose-k`), and measured, to 0.90 where every run has come so far
+questions  the same of questions
 
 Every run is a command of rtrain in its own process, and stays beside the results: one that has ended is not made again.
 Starts, checkpoints and what follows training are in no figure.
@@ -195,23 +196,9 @@ STUDIES = {
 }
 
 
-def frequency(work: Work, keep: Keep) -> Found:
-    """By set, how much longer than the best of them the chosen frequency takes to a score."""
-    found: dict[str, Any] = {}
-
-    def studied(name: str) -> Found:
-        def kept(known: Found) -> None:
-            keep({**found, name: known})
-
-        return study(work, name, STUDIES[name], kept)
-
-    for name in STUDIES:
-        found[name] = studied(name)
-        keep(dict(found))
-    return found
-
-
-def study(work: Work, name: str, job: Study, keep: Keep) -> Found:
+def study(name: str, work: Work, keep: Keep) -> Found:
+    """How much longer than the best of them the chosen frequency takes to a score."""
+    job = STUDIES[name]
     given = files(work, name, job)
     told = decided(work.place(f"{name}-choose-k"), job, given)
     keep({"foretold": told})
@@ -309,7 +296,11 @@ def reached(told: Mapping[str, Any], logs: Mapping[int, Sequence[ours.Events]], 
 
 # ------------------------------------------------------------------------------------------------------------ command
 
-PARTS: dict[str, Callable[[Work, Keep], Found]] = {"hours": hours, "frequency": frequency}
+PARTS: dict[str, Callable[[Work, Keep], Found]] = {
+    "hours": hours,
+    "frequency": partial(study, "messages"),
+    "questions": partial(study, "questions"),
+}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -94,7 +94,7 @@ def test_products_are_those_of_the_matrices_and_of_attention() -> None:
 
 def test_the_last_bucket_has_what_the_others_leave() -> None:
     """The first has a megabyte, each other 25: as torch makes them."""
-    from torch.distributed import _DEFAULT_FIRST_BUCKET_BYTES
+    from torch.distributed import _DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
 
     assert scaling.FIRST_BUCKET == _DEFAULT_FIRST_BUCKET_BYTES
     mib = 1 << 20

@@ -22,6 +22,16 @@ def processor(*formats: str) -> Native:
     return Native("cpu", frozenset(formats))
 
 
+QUICK, SLOW = {"bfloat16": 1.0, "float32": 1.5}, {"bfloat16": 1.5, "float32": 1.0}
+"""Seconds of a product on two kinds of processors that compute bf16."""
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This processor's products are quicker in bf16."""
+    monkeypatch.setattr(precision, "_seconds", QUICK.get)
+
+
 @pytest.mark.parametrize(
     ("text", "formats"),
     [
@@ -130,6 +140,27 @@ def test_a_processor_is_not_asked_where_there_is_a_gpu(monkeypatch: pytest.Monke
         assert precision.refused_here("auto") == []
 
 
+@pytest.mark.parametrize(("seconds", "chosen"), [(QUICK, "bf16"), (SLOW, "fp32")])
+def test_auto_is_bf16_where_its_products_are_no_slower(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: dict[str, float], chosen: str
+) -> None:
+    monkeypatch.setattr(precision, "_seconds", seconds.get)
+    monkeypatch.setattr(precision, "of_processor", lambda: processor("bf16"))
+    assert precision.decide(Run(tmp_path), "auto", processor("bf16")) == precision.here("auto") == chosen
+    assert precision.here("bf16") == "bf16"  # as it is asked for
+    # Decided once: a resume on another processor does not measure again.
+    monkeypatch.setattr(precision, "_seconds", None)
+    assert precision.decide(Run(tmp_path), "auto", processor("bf16")) == chosen
+    assert precision.decide(Run(tmp_path), "bf16", processor("bf16")) == chosen
+
+
+def test_a_processor_is_timed_where_it_says_that_it_computes_bf16() -> None:
+    for native in (processor(), processor("fp16"), precision.of_gpu((8, 0))):
+        assert precision.measured(native) == native
+    assert all(0 < precision._seconds(kind) < 10 for kind in QUICK)
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_run_keeps_its_first_decision(tmp_path: Path) -> None:
     assert precision.decide(Run(tmp_path), "auto", processor("bf16")) == "bf16"
     assert json.loads((tmp_path / "decisions.json").read_text()) == {"precision": "bf16"}
@@ -159,6 +190,7 @@ def apart(rank: int, world: int, folder: Path) -> list[str]:
     device = torch.device("cpu")
     for run, kinds in (("one", KINDS), ("two", KINDS[::-1]), ("three", (("bf16", "fp16"), ("bf16", "fp16")))):
         precision.of = lambda device, kinds=kinds: processor(*kinds[rank])  # type: ignore[misc]
+        precision._seconds = QUICK.get  # type: ignore[assignment]
         view = folder / f"{run}-{rank}"
         view.mkdir()
         if run == "three" and rank == 0:

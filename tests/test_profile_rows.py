@@ -9,7 +9,7 @@ from rtrain import config
 from rtrain.cli import app as cli
 from rtrain.config import Config
 from rtrain.doctor.profile import profile
-from rtrain.doctor.profile.rows import AS_IT_STANDS, Length, Row, rows
+from rtrain.doctor.profile.rows import AS_IT_STANDS, Length, rows
 from rtrain.errors import ConfigError, UserError
 
 LENGTH = Length(updates=10, warm_up=2)
@@ -87,7 +87,7 @@ def test_a_folder_that_is_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").touch()
     with pytest.raises(UserError, match="is not empty; name a new folder"):
-        profile.check([Row(AS_IT_STANDS, {}, intent())], tmp_path / "used")
+        profile.check([intent()], tmp_path / "used")
 
 
 @pytest.mark.parametrize(

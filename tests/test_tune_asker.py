@@ -54,19 +54,21 @@ def measured(run: Run, *updates: int) -> None:
 def test_how_far_the_space_goes_is_written_down_once(tmp_path: Path) -> None:
     found = make_search(tmp_path, journal(configured(tmp_path, **ON_TWO)), **ON_TWO)
     one = started(found, config.load(str(found.config)))
-    one._note_noise()
-    assert one._history.noise is None  # nothing was measured
+
+    def noted() -> tuple[int | None, int | None]:
+        one._note_noise()
+        return one._history.noise, one._history.rows
+
+    assert noted() == (None, None)  # nothing was measured
     measured(found.trial(0), 5, 13)
-    one._note_noise()
-    assert one._history.noise is None  # too little was
+    assert noted() == (None, None)  # too little was
     measured(found.trial(0), 21, 29, 37)
-    one._note_noise()
-    rows, chosen = one._history.noise, one._history.rows
+    rows, chosen = noted()
     assert rows is not None
     assert chosen is not None
     assert chosen <= rows
     measured(found.trial(0), 1000)
-    one._note_noise()
+    assert noted() == (rows, chosen)
     told = [json.loads(line) for line in found.trials.read_text().splitlines() if '"noise"' in line]
     assert [(event["rows"], event["chosen"]) for event in told] == [(rows, chosen)]
     again = started(found, config.load(str(found.config)))._history

@@ -156,10 +156,10 @@ class Train(Section):
     """Rows of one optimizer step. Default: workers x micro_batch x aggregation_frequency."""
     precision: Literal["fp32", "bf16", "fp16", "fp64", "auto"] = "auto"
     """Number format of passes; weights and moments are fp32. `auto` takes bf16 where the device computes it natively,
-    else fp16 on a GPU and fp32 on a CPU; it is decided once and kept in the run. fp16 scales the loss (Micikevicius et
-    al. 2018): an update whose gradient is infinite is done again with half the scale. `fp64`, on CPUs alone, has
-    weights and moments in it too, and takes twice the memory; the artefact is fp32. It is for comparisons: other
-    workers add in another order, which differs by 1e-12 then, and by far more in fp32."""
+    and a processor no slower than fp32; else fp16 on a GPU and fp32 on a CPU. It is decided once and kept in the run.
+    fp16 scales the loss (Micikevicius et al. 2018): an update whose gradient is infinite is done again with half the
+    scale. `fp64`, on CPUs alone, has weights and moments in it too, and takes twice the memory; the artefact is fp32.
+    It is for comparisons: other workers add in another order, which differs by 1e-12 then, and by far more in fp32."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of each true label's weight that is spread evenly over all labels; for classes, heads and tags."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

@@ -1,7 +1,9 @@
 """Which number format a run computes in: decided once by rank 0, kept in the run, read by rank 0 of every resume."""
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,10 @@ FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "a
 """Flags by which a processor says that it computes a format; the last of each is Arm's name."""
 FORMATS = ("fp32", *FLAGS, WIDE)
 """The formats that a run may compute in."""
+NAME = "precision"
+"""The name under which a run keeps the decision."""
+PRODUCT, ROUNDS = ((1024, 384), (1536, 384)), 5
+"""A product of a small encoder's layer, which takes some 15 ms, and how often it is timed."""
 AMPERE = (8, 0)
 """The compute capability of the first GPUs that compute bf16."""
 
@@ -31,6 +37,8 @@ class Native:
     device: str
     """`cpu` or `cuda`."""
     formats: frozenset[str]
+    slower: frozenset[str] = frozenset()
+    """Those of them in which products take longer than in fp32, as `measured`."""
 
 
 def of_processor(cpuinfo: Path = CPUINFO) -> Native:
@@ -58,11 +66,34 @@ def of(device: "torch.device") -> Native:
     return of_gpu(torch.cuda.get_device_capability(device)) if device.type == "cuda" else of_processor()
 
 
+def measured(native: Native) -> Native:
+    """The same, and whether this processor's products take longer in bf16 than in fp32, as on an Intel Xeon that has
+    avx512_bf16 and no AMX: 82 of 151 billion operations a second. A GPU is not asked."""
+    if native.device != "cpu" or "bf16" not in native.formats:
+        return native
+    return replace(native, slower=frozenset({"bf16"} if _seconds("bfloat16") > _seconds("float32") else ()))
+
+
+@cache
+def _seconds(kind: str) -> float:
+    """Processor time of a layer's product, the least of some: other work of the machine hardly changes it."""
+    import torch
+
+    inputs, weights = (torch.ones(*size, dtype=getattr(torch, kind)) for size in PRODUCT)
+    found = []
+    for _ in range(ROUNDS):
+        start = time.process_time()
+        torch.nn.functional.linear(inputs, weights)
+        found.append(time.process_time() - start)
+    return min(found)
+
+
 def resolve(wanted: str, native: Native) -> str:
-    """`auto` is bf16 where the device computes it, which needs no loss scaling; else fp16 on a GPU, fp32 on a CPU."""
+    """`auto` is bf16 where the device computes it, no slower than fp32, since it needs no loss scaling; else fp16 on a
+    GPU, fp32 on a CPU."""
     if wanted != "auto":
         return wanted
-    return "bf16" if "bf16" in native.formats else "fp16" if native.device == "cuda" else "fp32"
+    return "bf16" if "bf16" in native.formats - native.slower else "fp16" if native.device == "cuda" else "fp32"
 
 
 def problems(wanted: str, native: Native) -> list[Problem]:
@@ -90,9 +121,17 @@ def refused_here(wanted: str) -> list[Problem]:
     return found
 
 
+def here(wanted: str) -> str:
+    """What a run would compute in on this machine's processor."""
+    native = of_processor()
+    return resolve(wanted, measured(native) if wanted == "auto" else native)
+
+
 def decide(run: Run, wanted: str, native: Native) -> str:
     """The run's precision: what was decided before, else what fits this device, which is then kept."""
-    return str(run.decide("precision", resolve(wanted, native)))
+    if wanted == "auto" and NAME not in run.decisions:
+        native = measured(native)
+    return str(run.decide(NAME, resolve(wanted, native)))
 
 
 def widen(network: "torch.nn.Module", chosen: str) -> None:

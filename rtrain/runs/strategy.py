@@ -54,9 +54,7 @@ def _passes(config: Config, chosen: device.Choice, store: Store) -> fitting.Pass
     recipe, lengths = config.recipe, store.column("train", "length")
     wanted = recipe.train.precision
     # A GPU's formats other than fp32 take equally many bytes.
-    known = (
-        "bf16" if chosen.device == "gpu" and wanted == "auto" else precision.resolve(wanted, precision.of_processor())
-    )
+    known = "bf16" if chosen.device == "gpu" and wanted == "auto" else precision.here(wanted)
     return fitting.Pass(
         fitting.lengths(recipe, chosen.device, int(lengths.max())),
         known,

@@ -225,7 +225,7 @@ def money(
 def replicas(config: Config, cluster: Cluster) -> str | None:
     """What is to be said of the endpoint's processors, if anything: replicas never wait for ever, but share."""
     serve = config.deploy.serve
-    wanted = (serve.max_replicas or serve.replicas) * serve.threads
+    wanted = (serve.max_replicas or serve.copies) * serve.threads
     has = sum(kind.node.get("CPU", 0.0) for kind in cluster.heads)
     has += max((kind.node.get("CPU", 0.0) for kind in cluster.kinds), default=0.0) * cluster.limit
     if wanted <= has:
