@@ -225,6 +225,7 @@ def document(
         "nodes": dict(chosen.nodes),
         "strategy": chosen.way.strategy,
         "tensor": chosen.way.tensor,
+        "pipeline": chosen.way.pipeline,
         "recomputed_layers": chosen.way.gradient_checkpointing,
         "why": chosen.why,
         "memory_mb": {**parts, "total": round(chosen.need.total / 1e6, 1)},
