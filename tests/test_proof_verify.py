@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,7 @@ def test_the_large_matrix_has_every_layout_by_as_many_workers_as_it_takes(settin
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
     found = json.loads(done.stdout)
     assert (found["problems"], done.returncode) == ([], 0)
-    assert {case["layout"] for case in found["cases"]} == {"", *plan.LAYOUTS, *plan.GRIDS}
+    assert {case["layout"] for case in found["cases"]} == {"", *plan.LAYOUTS, *plan.GRIDS, *plan.CUBES}
     assert {(one["workers"], one["layout"]) for one in found["left_out"]} == {
         (3, layout) for layout in plan.LAYOUTS if not layout.startswith("shard")
     }
@@ -188,26 +189,19 @@ def test_a_frozen_embedding_has_no_gradient_to_be_stale(settings: Config) -> Non
 
 def test_full_plan_is_three_by_three_on_1003_rows(settings: Config) -> None:
     todo = plan.plan(with_train(settings, rows_per_update=64), 10_000, 20.0, full=True)
-    assert (todo.rows, todo.rows_per_update, todo.updates, todo.workers) == (1003, 64, 16, 4)
-    *threes, grids = todo.groups
+    assert (todo.rows, todo.rows_per_update, todo.updates, todo.workers) == (1003, 64, 16, 8)
+    *threes, grids, cubes = todo.groups
     assert {(case.workers, case.micro_batch) for group in threes for case in group} == {
         (workers, size) for workers in (1, 2, 3) for size in (8, 4, 2)
     }
-    assert [case.name for case in grids] == [
-        "4 x 8",
-        "4 x 4",
-        "4 x 4, resized from 1",
-        "4 x 4, shard 2, tensor 2",
-        "4 x 4, shard 3, sequence",
-        "4 x 4, pipeline of 2",
-        "4 x 4, shard 3, sequence, resumed from shard 2, tensor 2",
-        "4 x 4, pipeline of 2, resumed from shard 3, sequence",
-        "4 x 4, resumed from pipeline of 2",
-    ]
+    whole = ["8", "4", "4, resized from 1"]
+    for group, workers, layouts in ((grids, 4, plan.GRIDS), (cubes, 8, plan.CUBES)):
+        names, last = list(layouts), list(layouts)[-1]
+        resumed = [f"{into}, resumed from {name}" for name, into in pairwise(names)]
+        expected = [*whole, *(f"4, {name}" for name in (*names, *resumed)), f"4, resumed from {last}"]
+        assert [case.name for case in group] == [f"{workers} x {one}" for one in expected]
     assert [case.name for group in todo.groups for case in group if case.resumed == SINGLE] == [
-        "2 x 4, resized from 1",
-        "3 x 4, resized from 1",
-        "4 x 4, resized from 1",
+        f"{workers} x 4, resized from 1" for workers in (2, 3, 4, 8)
     ]
 
 
@@ -253,7 +247,10 @@ def test_how_whole_gradients_are_sent_leaves_no_layout_out(settings: Config) -> 
     chosen = [plan.train_of(sent.recipe.train, layout, 2) for layout in ("", "shard 3")]
     assert [one.transport for one in chosen] == ["shared_memory", "auto"]
     frozen = planned(config.with_overrides(settings, {"model.freeze": "encoder"}), tiny)
-    assert {one.layout for one in frozen.left_out} == {"gpipe", "pipeline", "interleaved", "pipeline of 2"}
+    assert {one.layout for one in frozen.left_out} == {
+        *("gpipe", "pipeline", "interleaved"),
+        *("pipeline of 2", "pipeline, shard 3", "pipeline, tensor 2"),
+    }
     assert all("model.freeze=encoder" in one.why for one in frozen.left_out)
 
 

@@ -30,6 +30,10 @@ def test_what_can_be_is_not_refused(tmp_path: Path) -> None:
         assert problems(tmp_path, model, train__tensor=2, train__workers=4, train__shard=0) == []
         for schedule in schedules.SCHEDULES:
             assert problems(tmp_path, model, train__pipeline=2, train__workers=4, train__schedule=schedule) == []
+            for shard in (0, 2, 3):
+                three = {"train__pipeline": 2, "train__tensor": 2, "train__shard": shard, "train__workers": 8}
+                found = problems(tmp_path, model, train__schedule=schedule, **three)
+                assert [one.field for one in found] == ["train.shard"] * bool(shard and model.get("mlp_bias"))
     for model in (BERT, DISTIL, MODERN):
         assert problems(tmp_path, model, train__tensor=2, train__workers=4, train__shard=3) == []
     assert problems(tmp_path, {"model_type": "mpnet"}, train__shard=3, train__min_workers=1) == []
@@ -76,8 +80,21 @@ def test_what_can_be_is_not_refused(tmp_path: Path) -> None:
             "4 stages of 2 parts each; write 3 or less, or train.schedule=1f1b",
         ),
         ({"model_type": "mpnet"}, {"train__pipeline": 2}, "train.pipeline", "are not cut into stages, only"),
-        (BERT, {"train__pipeline": 2, "train__tensor": 2}, "train.tensor", "write 1, or train.pipeline=1"),
-        (BERT, {"train__pipeline": 2, "train__shard": 3}, "train.shard", "write 0, or train.pipeline=1"),
+        (
+            BERT,
+            {"train__pipeline": 2, "train__tensor": 2, "train__workers": 6},
+            "train.workers",
+            "4 workers share a replica (train.tensor=2 and train.pipeline=2); write a multiple of 4",
+        ),
+        (BERT, {"train__pipeline": 2, "train__shard": 1}, "train.shard", "write 0, 2 or 3"),
+        (
+            BERT,
+            {"train__pipeline": 2, "train__tensor": 2, "train__sequence": True, "train__workers": 4},
+            "train.sequence",
+            "tokens are not cut between stages; write false, or train.pipeline=1",
+        ),
+        (BERT, {"train__sequence": True}, "train.sequence", "write false, or train.tensor=2"),
+        (BERT, {"train__sequence": True, "train__shard": 3}, "train.sequence", "write false, or train.tensor=2"),
         (BERT, {"train__pipeline": 2, "train__min_workers": 2}, "train.min_workers", "leave it out, or"),
         (BERT, {"train__pipeline": 2, "distill__hidden": 1.0}, "distill.hidden", "write 0, or"),
         (BERT, {"train__pipeline": 2, "model__freeze": "encoder"}, "model.freeze", "write none, or"),
@@ -98,8 +115,9 @@ def test_all_of_it_is_said_at_once(tmp_path: Path) -> None:
     assert {one.field for one in found} == {"train.transport", "train.shard", "train.min_workers", "train.tensor"}
     others = {"train__pipeline": 7, "train__workers": 4}
     more = problems(tmp_path, BERT, **chosen, **others)
-    assert {one.field for one in more} == {one.field for one in found} | {"train.pipeline"}
-    assert [one.field for one in more].count("train.pipeline") == 2
+    assert {one.field for one in more} == {one.field for one in found} | {"train.pipeline", "train.workers"}
+    alone = {"train__pipeline": 7, "train__workers": 4}
+    assert [one.field for one in problems(tmp_path, BERT, **alone)] == ["train.pipeline"] * 2
 
 
 @pytest.mark.parametrize(

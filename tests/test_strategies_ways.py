@@ -24,13 +24,15 @@ def possible(folder: Path, workers: int, model: dict[str, Any] = BERT, **setting
 
 
 def again(*found: Way) -> list[Way]:
-    return [Way(one.shard, one.tensor, True) for one in found]
+    return [Way(one.shard, one.tensor, True, one.pipeline) for one in found]
 
 
-def test_shares_come_before_layers_computed_again_and_these_before_layers_that_are_cut(tmp_path: Path) -> None:
+def test_shares_come_before_layers_computed_again_layers_that_are_cut_and_stages(tmp_path: Path) -> None:
     shards = [Way(shard) for shard in range(4)]
     cut = [Way(tensor=2), Way(3, 2)], [Way(tensor=4)]
     expected = [*shards, *again(*shards), *cut[0], *again(*cut[0]), *cut[1], *again(*cut[1])]
+    for stages in (Way(pipeline=2), Way(pipeline=4)):
+        expected += [stages, *again(stages)]
     assert possible(tmp_path, 4) == expected
 
 
@@ -44,7 +46,8 @@ def test_what_the_recipe_or_the_model_forbids_is_left_out(tmp_path: Path) -> Non
     heads = BERT | {"num_attention_heads": 3}
     assert not any(way.tensor > 1 for way in possible(tmp_path, 2, heads))
     # Workers that come and go: also the fewest of them.
-    assert not any(way.tensor > 1 for way in possible(tmp_path, 2, train__workers=4, train__min_workers=2))
+    assert not any(way.within > 1 for way in possible(tmp_path, 2, train__workers=4, train__min_workers=2))
+    assert not any(way.pipeline > 1 for way in possible(tmp_path, 4, BERT | {"num_hidden_layers": 1}))
     assert Way(3) in possible(tmp_path, 2, train__workers=4, train__min_workers=2)
 
 
@@ -60,6 +63,9 @@ def test_a_way_is_what_its_settings_say() -> None:
     assert way.settings == named
     assert way.of(recipe(train__strategy="auto").train, 4) == recipe(**named, **{"train.workers": 4}).train
     assert ways.own(recipe(**named).train, 4) == way
+    staged = Way(2, 2, pipeline=2)
+    assert ways.own(recipe(**staged.settings, **{"train.workers": 8}).train, 8) == staged
+    assert str(staged) == "shard=2 and tensor=2 and pipeline=2"
     assert (str(way), str(Way())) == ("shard=3 and tensor=2 with recomputed layers", "shard=0")
 
 

@@ -131,7 +131,7 @@ class Train(Section):
     strategy: Literal["manual", "auto"] = "manual"
     """Who says how the model lies on the workers: `manual`, the settings that follow; `auto`, the forecast of memory,
     which takes the first that fits of the whole model on each worker, shard 1, 2 and 3, the same with
-    gradient_checkpointing, and tensor. It is decided once, and kept in the run in their place."""
+    gradient_checkpointing, tensor, and pipeline. It is decided once, and kept in the run in their place."""
     shard: Literal[0, 1, 2, 3] = 0
     """What each worker keeps a share of, in place of the whole: 0 nothing; 1 the optimizer's state; 2 gradients too; 3
     weights too, which are gathered layer by layer (the stages of ZeRO). Each takes less memory than the one before, and
@@ -140,11 +140,12 @@ class Train(Section):
     """Workers that share one replica of the model: each has as many attention heads, and of the inner feed-forward
     layers as much, as the others (tensor parallelism). It must divide both, and the workers."""
     sequence: bool = False
-    """With tensor > 1: normalisations and dropout of a token are computed by one worker of the replica alone."""
+    """With tensor > 1, and no pipeline: normalisations and dropout of a token are computed by one worker of the replica
+    alone."""
     pipeline: Positive = 1
     """Workers that share one replica of the model, each with some of its layers: the stages of a pipeline, through
     which the passes of an update go; they have fewer tokens then, unless tokens_per_pass says how many. It must divide
-    the workers."""
+    the workers. With tensor, a stage is so many workers; with shard 2 or 3, replicas share each stage's weights."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """With pipeline > 1, the order of passes in a stage: `gpipe` makes all forward passes before the first backward
     pass; `1f1b` makes backward passes as soon as it can, and so keeps as many passes at a time as there are stages;

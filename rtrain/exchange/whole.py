@@ -90,7 +90,8 @@ def norm(tensors: "Sequence[torch.Tensor]") -> "torch.Tensor":
 
 
 def from_holders(own: "Mapping[str, torch.Tensor]", watch: Watch) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Tensors of which each worker has some: on rank 0 all, sent to its processor's memory; on others none."""
+    """Tensors of which each worker has some, or shares of some: on rank 0 all, whole, sent to its processor's memory;
+    on others none."""
     import torch
     import torch.distributed as dist
 
@@ -103,10 +104,13 @@ def from_holders(own: "Mapping[str, torch.Tensor]", watch: Watch) -> "Iterator[t
     here = dist.get_rank()
     for name, (holder, (shape, dtype)) in holders.items():
         watch.alive()
+        found = full(own[name]) if name in own else None
         if here == holder != 0:
-            dist.send(own[name].detach().cpu().contiguous(), dst=0)
+            assert found is not None
+            dist.send(found.detach().cpu().contiguous(), dst=0)
         elif here == 0 and holder == 0:
-            yield name, own[name]
+            assert found is not None
+            yield name, found
         elif here == 0:
             value = torch.empty(shape, dtype=dtype)
             dist.recv(value, src=holder)

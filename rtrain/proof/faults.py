@@ -48,10 +48,13 @@ def processes(class_name: str) -> list[int]:
 def neighbours(train: Train, workers: int) -> dict[str, int]:
     """For each kind of group in which workers share a model or its gradients, a rank with which rank 0 is in such a
     group and in no other. Empty where every worker has the whole model: all of them are alike then."""
-    what, size = ("pipeline", train.pipeline) if train.pipeline > 1 else ("tensor", train.tensor)
-    found = {f"{what}={size}": 1} if size > 1 else {}
-    if workers > size and (size > 1 or train.shard > 1):
-        found[f"shard={train.shard}" if train.shard > 1 else "replicas"] = size
+    found, apart = dict[str, int](), 1
+    for what, size in (("tensor", train.tensor), ("pipeline", train.pipeline)):  # from the innermost axis of the grid
+        if size > 1:
+            found[f"{what}={size}"] = apart
+            apart *= size
+    if workers > apart and (apart > 1 or train.shard > 1):
+        found[f"shard={train.shard}" if train.shard > 1 else "replicas"] = apart
     return found
 
 

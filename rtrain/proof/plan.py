@@ -29,9 +29,16 @@ GRIDS: dict[str, dict[str, Any]] = {
     "shard 2, tensor 2": {"shard": 2, "tensor": 2},
     "shard 3, sequence": {"shard": 3, "tensor": 2, "sequence": True},
     "pipeline of 2": {"pipeline": 2, "schedule": "1f1b"},
+    "pipeline, shard 3": {"pipeline": 2, "schedule": "1f1b", "shard": 3},
+    "pipeline, tensor 2": {"pipeline": 2, "schedule": "1f1b", "tensor": 2},
 }
-"""Layouts of four workers: two replicas of two workers each."""
-GRID = 4
+"""Layouts of four workers: two replicas of two workers each, and one of all."""
+CUBES: dict[str, dict[str, Any]] = {
+    "2x2x2": {"pipeline": 2, "schedule": "1f1b", "tensor": 2},
+    "2x2x2, shard 3": {"pipeline": 2, "schedule": "1f1b", "tensor": 2, "shard": 3},
+}
+"""Layouts of eight workers: two replicas of two stages on two workers each."""
+GRID, CUBE = 4, 8
 FP32 = "shard 3"
 """The layout that is trained in fp32 too, where its exchanges are others than in float64."""
 PLAIN = {"shard": 0, "tensor": 1, "sequence": False, "pipeline": 1, "gradient_compression": "none"}
@@ -54,7 +61,7 @@ class Case:
     workers: int
     micro_batch: int
     layout: str = ""
-    """The name of one of `LAYOUTS` or `GRIDS`, or none: the whole model on every worker."""
+    """The name of one of `LAYOUTS`, `GRIDS` or `CUBES`, or none: the whole model on every worker."""
     resumed: str = ""
     """From whose checkpoint in mid-slice the case starts, if from any: `SINGLE`, or a layout."""
     bug: str | None = None
@@ -110,7 +117,7 @@ Refused = Callable[[int, str], Sequence[Problem]]
 def train_of(train: Train, layout: str, workers: int) -> Train:
     """The section `train` of a case. What is shared out goes by the process group's own sums, whatever a run's whole
     gradients go by."""
-    shared = {"transport": "auto", **{**LAYOUTS, **GRIDS}[layout]} if layout else {}
+    shared = {"transport": "auto", **{**LAYOUTS, **GRIDS, **CUBES}[layout]} if layout else {}
     return train.model_copy(update={**PLAIN, **shared, "workers": workers, "min_workers": None})
 
 
@@ -186,7 +193,7 @@ def _groups(train: Train, full: bool, cores: int) -> list[_Group]:
     if full:
         three = 8, 4, 2
         whole, *several = (_Group(workers, three, LAYOUTS) for workers in (1, 2, 3))
-        return [whole, *several, _Group(GRID, (8, 4), GRIDS)]
+        return [whole, *several, _Group(GRID, (8, 4), GRIDS), _Group(CUBE, (8, 4), CUBES)]
     two = train.micro_batch, 3 if train.micro_batch != 3 else 2
     groups = [_Group(1, two), _Group(max(2, train.workers), two, LAYOUTS)]
     return groups if cores < GRID else [*groups, _Group(GRID, two, GRIDS)]

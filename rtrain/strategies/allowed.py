@@ -17,62 +17,80 @@ HEADS, INNER = ("num_attention_heads", "n_heads"), ("intermediate_size", "hidden
 def problems(recipe: Recipe, model: Path) -> list[Problem]:
     """Settings that contradict each other, or the model in a folder."""
     train = recipe.train
-    asked = [f"train.shard={train.shard}"] if train.shard > 1 else []
-    asked += [f"train.tensor={train.tensor}"] if train.tensor > 1 else []
-    asked += [f"train.pipeline={train.pipeline}"] if train.pipeline > 1 else []
-    if not asked:
-        reason, fix = "tokens are cut between the workers of a replica, which train.tensor=1 has one of", "write false"
-        return [Problem("train.sequence", True, reason, f"{fix}, or train.tensor=2")] if train.sequence else []
-    found, fix = [], f"leave out {' and '.join(asked)}"
-    if train.gradient_compression != "none":
-        reason = f"with {' and '.join(asked)} gradients are sent as they are"
-        found.append(Problem("train.gradient_compression", train.gradient_compression, reason, f"write none, or {fix}"))
-    if train.balance != "off":
-        reason = f"with {' and '.join(asked)} workers make equally many passes, or the same"
-        found.append(Problem("train.balance", train.balance, reason, f"write off, or {fix}"))
-    if train.transport == "shared_memory":
-        reason = f"with {' and '.join(asked)} the process group sends what is exchanged"
-        found.append(Problem("train.transport", train.transport, reason, f"write auto, or {fix}"))
-    if train.pipeline > 1:
-        return found + schedules.problems(recipe, model)
-    if train.tensor == 1:
-        return found + problems(recipe.model_copy(update={"train": train.model_copy(update={"shard": 0})}), model)
-    if train.shard == 1:
-        reason = f"with {asked[-1]} the optimizer's state is shared as its weights are"
-        found.append(Problem("train.shard", 1, reason, "write 0, 2 or 3"))
-    if train.min_workers is not None:
-        reason = f"with {asked[-1]} workers come and go in groups"
-        found.append(Problem("train.min_workers", train.min_workers, reason, "leave it out, or write train.tensor=1"))
-    if recipe.distill.relations:
-        reason = f"with {asked[-1]} no worker has all of the student's heads"
-        found.append(Problem("distill.relations", recipe.distill.relations, reason, "write 0, or train.tensor=1"))
-    if recipe.distill.quantization_aware:
-        reason = f"with {asked[-1]} no worker has the whole of a layer that rounds"
-        found.append(Problem("distill.quantization_aware", True, reason, "write false, or train.tensor=1"))
-    if recipe.distill.hidden and train.sequence:
-        reason = "with train.sequence=true no worker has all of the student's tokens"
-        found.append(Problem("distill.hidden", recipe.distill.hidden, reason, "write 0, or train.sequence=false"))
+    shared = [f"train.shard={train.shard}"] if train.shard > 1 else []
+    within = [f"train.{name}={getattr(train, name)}" for name in ("tensor", "pipeline") if getattr(train, name) > 1]
+    found = []
+    if train.sequence and train.tensor == 1:
+        reason = "tokens are cut between the workers of a replica, which train.tensor=1 has one of"
+        found.append(Problem("train.sequence", True, reason, "write false, or train.tensor=2"))
+    if shared or within:
+        asked, fix = f"with {' and '.join(shared + within)}", f"leave out {' and '.join(shared + within)}"
+        for name, neutral, reason in (
+            ("gradient_compression", "none", "gradients are sent as they are"),
+            ("balance", "off", "workers make equally many passes, or the same"),
+            ("transport", "auto", "the process group sends what is exchanged"),
+        ):
+            value = getattr(train, name)
+            if value not in (neutral, "stock"):
+                found.append(Problem(f"train.{name}", value, f"{asked} {reason}", f"write {neutral}, or {fix}"))
+    if not within:
+        return found
     config = documents.read(model / "config.json")
-    return found + _of_tensor(train.tensor, train.workers, config) + _of_both(train, config)
+    found += _of_replicas(recipe, " and ".join(within))
+    if train.tensor > 1 and train.pipeline > 1 and train.workers % train.within:
+        reason = f"{train.within} workers share a replica ({' and '.join(within)})"
+        found.append(Problem("train.workers", train.workers, reason, f"write a multiple of {train.within}"))
+    if train.tensor > 1:
+        found += _of_tensor(train, config) + _of_several(train, config)
+    return found + (schedules.problems(train, config) if train.pipeline > 1 else [])
 
 
-def _of_tensor(tensor: int, workers: int, config: Mapping[str, Any]) -> list[Problem]:
-    kind = config.get("model_type")
+def _of_replicas(recipe: Recipe, within: str) -> list[Problem]:
+    """What does not go with replicas on several workers each, as the settings `within` ask for."""
+    train, distill, staged = recipe.train, recipe.distill, recipe.train.pipeline > 1
+    one, found = "train.pipeline=1" if staged else "train.tensor=1", []
+
+    def refuse(name: str, value: Any, reason: str, fix: str) -> None:
+        found.append(Problem(name, value, f"with {within} {reason}", fix))
+
+    if train.shard == 1:
+        refuse("train.shard", 1, "the optimizer's state is shared as its weights are", "write 0, 2 or 3")
+    if train.min_workers is not None:
+        refuse("train.min_workers", train.min_workers, "workers come and go in groups", f"leave it out, or write {one}")
+    if staged and train.sequence:
+        refuse("train.sequence", True, "tokens are not cut between stages", f"write false, or {one}")
+    if staged and recipe.model.freeze != "none":
+        reason = "stages before the last one would have nothing to train"
+        refuse("model.freeze", recipe.model.freeze, reason, f"write none, or {one}")
+    if distill.relations:
+        reason = f"no worker has all of the student's {'layers' if staged else 'heads'}"
+        refuse("distill.relations", distill.relations, reason, f"write 0, or {one}")
+    if distill.hidden and (staged or train.sequence):
+        what, other = ("layers", one) if staged else ("tokens", "train.sequence=false")
+        refuse("distill.hidden", distill.hidden, f"no worker has all of the student's {what}", f"write 0, or {other}")
+    if distill.quantization_aware:
+        reason = "no worker has the whole of a layer that rounds"
+        refuse("distill.quantization_aware", True, reason, f"write false, or {one}")
+    return found
+
+
+def _of_tensor(train: Train, config: Mapping[str, Any]) -> list[Problem]:
+    kind, tensor = config.get("model_type"), train.tensor
     if kind not in cuts.CUTS:
         reason = f"layers of the type {kind} are not cut, only those of {', '.join(cuts.CUTS)}"
         return [Problem("train.tensor", tensor, reason, "write 1")]
-    numbers = {f"train.workers={workers}": workers}
+    numbers = {f"train.workers={train.workers}": train.workers} if train.pipeline == 1 else {}
     for what, names in (("attention heads", HEADS), ("numbers of a feed-forward layer", INNER)):
         numbers |= {f"the model's {config[name]} {what}": config[name] for name in names if name in config}
     wrong = [what for what, number in numbers.items() if number % tensor]
     if not wrong:
         return []
-    able = [one for one in range(1, workers + 1) if not any(number % one for number in numbers.values())]
+    able = [one for one in range(1, train.workers + 1) if not any(number % one for number in numbers.values())]
     fix = f"write {' or '.join(map(str, able))}"
     return [Problem("train.tensor", tensor, f"it does not divide {' nor '.join(wrong)}", fix)]
 
 
-def _of_both(train: Train, config: Mapping[str, Any]) -> list[Problem]:
+def _of_several(train: Train, config: Mapping[str, Any]) -> list[Problem]:
     """What replicas cannot share of layers that are cut by parts of their outputs (`Cut.several`)."""
     kind, replicas = str(config.get("model_type")), train.replicas
     if train.shard < 2 or replicas == 1 or kind not in cuts.CUTS or not cuts.CUTS[kind].several:

@@ -1,6 +1,6 @@
 """Which strategy a run's settings ask for."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rtrain.config import Train
 from rtrain.exchange.alive import Watch
@@ -9,7 +9,7 @@ from rtrain.exchange.replicas import Say, unsaid
 from rtrain.exchange.replicated import Replicated
 from rtrain.strategies.cut import Cut
 from rtrain.strategies.fully import Fully
-from rtrain.strategies.pipeline import Pipeline
+from rtrain.strategies.pipeline import Pipeline, PipelineInShares
 from rtrain.strategies.shares import OptimizerShares
 
 if TYPE_CHECKING:
@@ -28,13 +28,15 @@ def build(
     import torch.distributed as dist
 
     workers = dist.get_world_size() if dist.is_initialized() else 1
+    shared = train.shard > 1 and workers > train.within
+    within: dict[str, Any] = {"tensor": train.tensor, "sequence": train.sequence}
+    if shared:
+        within["weights"] = train.shard == 3
     if train.pipeline > 1:
-        return Pipeline(network, watch, say, stages=train.pipeline, schedule=train.schedule)
-    if train.shard > 1 and workers > train.tensor:
-        weights = train.shard == 3
-        return Fully(network, watch, say, tensor=train.tensor, sequence=train.sequence, weights=weights)
-    if train.tensor > 1:
-        return Cut(network, watch, say, tensor=train.tensor, sequence=train.sequence)
+        staged = PipelineInShares if shared else Pipeline
+        return staged(network, watch, say, pipeline=train.pipeline, schedule=train.schedule, **within)
+    if shared or train.tensor > 1:
+        return (Fully if shared else Cut)(network, watch, say, **within)
     kind = OptimizerShares if train.shard else Replicated
     by, compressed = train.transport, train.gradient_compression
     return kind(network, watch, say, touched_rows=touched_rows, by=by, compressed=compressed)

@@ -35,12 +35,17 @@ class Cut(Parted):
         *,
         tensor: int = 1,
         sequence: bool = False,
+        **sizes: int,
     ):
         """`sequence`: between layers' products, each worker of a replica has some of the tokens."""
-        super().__init__(module, watch, say, size=tensor, along=mesh.TENSOR)
+        super().__init__(module, watch, say, tensor=tensor, **sizes)
         self._cut = tensor > 1
+        self.leave(module)
         if self._cut:
             cut_layers(module, self._grid[mesh.TENSOR], sequence)
+
+    def leave(self, module: Any) -> None:
+        """Put away what of the network other workers of the replica have, before the rest is cut."""
 
     @contextlib.contextmanager
     def during(self, last: bool) -> Iterator[None]:
@@ -73,6 +78,7 @@ class Cut(Parted):
 def cut_layers(module: Any, group: "DeviceMesh", sequence: bool) -> None:
     """Cut the encoder's layers, and its table of words where nothing else is tied to it, across the workers of
     `group`; and the tokens between the layers' products."""
+    import torch
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -83,8 +89,9 @@ def cut_layers(module: Any, group: "DeviceMesh", sequence: bool) -> None:
         parallelize_module,
     )
 
-    cut, table, layers = cuts.CUTS[module.config.model_type], table_of(module), layerwise.layers(module.base_model)
-    assert layers is not None  # `cuts` knows the architectures
+    cut, table, found = cuts.CUTS[module.config.model_type], table_of(module), layerwise.layers(module.base_model)
+    assert found is not None  # `cuts` knows the architectures
+    layers = torch.nn.ModuleList(layer for layer in found if all(map(whole.here, layer.parameters())))
     trained = {name: one.requires_grad for name, one in module.named_parameters()}
     plan: dict[str, Any] = {name: ColwiseParallel() for name in cut.by_outputs}
     plan |= {name: _of_several(parts) for name, parts in cut.several.items()}
@@ -105,7 +112,7 @@ def cut_layers(module: Any, group: "DeviceMesh", sequence: bool) -> None:
         cuts.drop_apart(layers, group.get_local_rank())
     for layer in layers:
         parallelize_module(layer, group, plan)
-    if table is not None:
+    if table is not None and whole.here(table[1].weight):
         parallelize_module(table[1], group, RowwiseParallel(input_layouts=Replicate()))
     for name, one in module.named_parameters():
         one.requires_grad_(trained[name])  # torch's sequence parallelism forgets it

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rtrain import torch_internals
 from rtrain.batch import Tokens
+from rtrain.exchange import whole
 from rtrain.exchange.alive import Watch
 from rtrain.exchange.exchange import Work
 from rtrain.exchange.replicas import Say, unsaid
@@ -38,23 +39,27 @@ class Fully(Cut):
         tensor: int = 1,
         sequence: bool = False,
         weights: bool = True,
+        **sizes: Any,
     ):
         """`weights`: between two passes over a layer, keep a share of its weights alone (stage 3); else they are whole
         from an update's first pass to its last (stage 2)."""
         from torch.distributed.fsdp import fully_shard
 
-        super().__init__(module, watch, say, tensor=tensor, sequence=sequence)
+        super().__init__(module, watch, say, tensor=tensor, sequence=sequence, **sizes)
         torch_internals.hush_redistribution()
         # Nothing writes into what a pass answers.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        self._parts: Any = [*(layerwise.layers(getattr(module, "base_model", module)) or ()), module]
+        layers = layerwise.layers(getattr(module, "base_model", module)) or ()
+        self._parts: Any = [*(layer for layer in layers if all(map(whole.here, layer.parameters()))), module]
         self._weights = weights
+        others = {one for one in module.parameters() if not whole.here(one)}
         for part in self._parts:
             fully_shard(
                 part,
                 mesh=self._grid[mesh.REPLICAS],
                 reshard_after_forward=None if weights else False,
                 shard_placement_fn=_across,
+                ignored_params=others,
             )
             part.set_force_sum_reduction_for_comms(True)  # Gloo takes no means
             part.set_custom_all_gather(_Told(self.timeline, gathered))

@@ -1,21 +1,25 @@
-"""Workers in a grid: replicas one way, and the workers that share one replica the other way."""
+"""Workers in a grid: replicas along one axis, and along the others the workers that share one replica."""
 
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rtrain.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
 REPLICAS, TENSOR, PIPELINE = "replicas", "tensor", "pipeline"
-WITHIN = (TENSOR, PIPELINE)
-"""By what the workers of a replica are told apart; the settings that say how many they are have these names."""
+WITHIN = (PIPELINE, TENSOR)
+"""Along what the workers of a replica are told apart, in the order of the grid's axes; the settings that say how many
+they are have these names."""
 
 
-def grid(size: int, device: str, along: str = TENSOR) -> "DeviceMesh":
-    """All workers as [replicas, `along`], `size` of them each; those of a replica have neighbouring ranks. Called on
-    every worker.
+def grid(sizes: Mapping[str, int], device: str) -> "DeviceMesh":
+    """All workers as [replicas, along each of `WITHIN` of which there are several]; those of a replica have
+    neighbouring ranks. Called on every worker. `sizes`: how many there are along each, by name.
 
     Its groups are new ones: through the group of all workers, ranks tell each other at any time that they go on.
     """
@@ -24,16 +28,36 @@ def grid(size: int, device: str, along: str = TENSOR) -> "DeviceMesh":
     from torch.distributed.device_mesh import DeviceMesh
 
     workers = dist.get_world_size()
-    if workers % size:  # fewer workers than asked for: there were fewer GPUs
-        raise ConfigError([Problem(f"train.{along}", size, f"it does not divide the {workers} workers", "write 1")])
-    ranks = torch.arange(workers).view(-1, size)
-    groups = [_own(lines.tolist()) for lines in (ranks.T, ranks)]
-    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=(REPLICAS, along))
+    within = {name: sizes[name] for name in WITHIN if sizes.get(name, 1) > 1}
+    if workers % (whole := math.prod(within.values())):  # fewer workers than asked for: there were fewer GPUs
+        (name, size), *_ = within.items()
+        reason = f"{whole} workers share a replica, and there are {workers}"
+        raise ConfigError([Problem(f"train.{name}", size, reason, "write 1")])
+    ranks = torch.arange(workers).view(-1, *within.values())
+    groups = [_own(_along(ranks, axis)) for axis in range(ranks.dim())]
+    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=(REPLICAS, *within))
+
+
+def replica(grid: "DeviceMesh") -> "dist.ProcessGroup | None":
+    """All workers of this worker's replica; None where it has one alone. Called on every worker."""
+    if grid.ndim < 3:
+        return grid.get_group(1) if grid.ndim == 2 else None
+    return _own(grid.mesh.flatten(1).tolist())
 
 
 def ends(grid: "DeviceMesh") -> "dist.ProcessGroup | None":
-    """The first and the last worker of this worker's replica; None for one between. Called on every worker."""
-    return _made([[line[0], line[-1]] for line in grid.mesh.tolist()]).get(True)
+    """The workers of this worker's line that have the first stage and the last; None for one between. Called on every
+    worker."""
+    names = grid.mesh_dim_names
+    assert names is not None
+    lines = _along(grid.mesh, names.index(PIPELINE))
+    return _made([[line[0], line[-1]] for line in lines]).get(True)
+
+
+def _along(ranks: "torch.Tensor", axis: int) -> list[list[int]]:
+    """The lines of a grid along an axis."""
+    found: list[list[int]] = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
+    return found
 
 
 def _own(lines: list[list[int]]) -> "dist.ProcessGroup":

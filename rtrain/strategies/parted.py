@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Parted(Replicas):
-    """A part of the weights on each of `size` workers, which together are a replica. Gradients are exchanged between
+    """A part of the weights on each of several workers, which together are a replica. Gradients are exchanged between
     replicas alone: by each worker with those that have the same part."""
 
     def __init__(
@@ -24,14 +24,13 @@ class Parted(Replicas):
         module: "torch.nn.Module",
         watch: Watch | None = None,
         say: Say = unsaid,
-        *,
-        size: int = 1,
-        along: str = mesh.TENSOR,
+        **sizes: int,
     ):
-        """`say` is told how much of the optimizer's state each worker has. `along`: one of `mesh.WITHIN`."""
-        self._grid = mesh.grid(size, whole.device(module).type, along)
+        """`say` is told how much of the optimizer's state each worker has. `sizes`: of the grid, as `mesh.grid` has
+        them."""
+        self._grid = mesh.grid(sizes, whole.device(module).type)
         super().__init__(module, watch, say, self._grid.get_group(mesh.REPLICAS))
-        self._within = self._grid.get_group(along)
+        self._within = mesh.replica(self._grid)
 
     def optimizer(self, made: Any) -> "torch.optim.Optimizer":
         import torch
@@ -56,7 +55,7 @@ class Parted(Replicas):
         import torch
         import torch.distributed as dist
 
-        if dist.get_world_size(self._within) == 1:
+        if self._within is None:
             return value
         found = torch.tensor([value], dtype=torch.int64)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._within)

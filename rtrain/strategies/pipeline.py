@@ -17,7 +17,8 @@ from rtrain.exchange.replicas import Say, unsaid
 from rtrain.exchange.timeline import BACKWARD, FORWARD, OPTIMIZER, WAITS
 from rtrain.network import dropout, packed
 from rtrain.strategies import mesh, schedules
-from rtrain.strategies.parted import Parted
+from rtrain.strategies.cut import Cut
+from rtrain.strategies.fully import Fully
 from rtrain.strategies.staged import Staged
 from rtrain.training.step import logits_of
 
@@ -31,8 +32,9 @@ DIMENSIONS = 4
 """Numbers that tell the shape of logits: how many dimensions there are, and these."""
 
 
-class Pipeline(Parted):
-    """One stage of `stages` on each worker of a replica, with one part of the layers or several (`schedule`)."""
+class Pipeline(Cut):
+    """One stage of `pipeline` on each worker of a replica, with one part of the layers or several (`schedule`); or on
+    several workers, across which its layers are cut."""
 
     def __init__(
         self,
@@ -40,15 +42,19 @@ class Pipeline(Parted):
         watch: Watch | None = None,
         say: Say = unsaid,
         *,
-        stages: int,
+        pipeline: int,
         schedule: str = "1f1b",
+        **others: Any,
     ):
-        """`schedule`: one of `schedules.SCHEDULES`."""
-        super().__init__(module, watch, say, size=stages, along=mesh.PIPELINE)
-        self._stages, self._order, self.passes = stages, schedules.SCHEDULES[schedule], FILLING * stages
-        self._stage: int = self._grid.get_local_rank(mesh.PIPELINE)
-        parts = stages * self._order.parts
-        self._staged = Staged(module, parts, range(self._stage, parts, stages))
+        """`schedule`: one of `schedules.SCHEDULES`; `others`: as the classes have them that this one builds on."""
+        self._stages, self._order = pipeline, schedules.SCHEDULES[schedule]
+        super().__init__(module, watch, say, pipeline=pipeline, **others)
+        self.passes = FILLING * pipeline
+
+    def leave(self, module: Any) -> None:
+        self._line, self._stage = self._grid.get_group(mesh.PIPELINE), self._grid.get_local_rank(mesh.PIPELINE)
+        parts = self._stages * self._order.parts
+        self._staged = Staged(module, parts, range(self._stage, parts, self._stages))
         self._ends = mesh.ends(self._grid) if self._staged.shares else None
         module.forward = self._relayed
 
@@ -70,10 +76,11 @@ class Pipeline(Parted):
             except RuntimeError as error:  # torch's, around whatever a forward pass raised
                 raise error.__cause__ or error from None
             with self.timeline.during(WAITS):
-                for weight in self._staged.shared:
-                    dist.all_reduce(weight.grad, group=self._ends)
+                for gradient in (weight.grad for weight in self._staged.shared):
+                    assert gradient is not None
+                    dist.all_reduce(whole.local(gradient), group=self._ends)
         with self.timeline.during(WAITS):
-            dist.broadcast(work.sums, group=self._within, group_src=self._stages - 1)
+            dist.broadcast(work.sums, group=self._line, group_src=self._stages - 1)
 
     def filled(self, passes: Sequence[Tokens], work: Work) -> Sequence[Tokens]:
         return [*passes, *[work.idle] * (self._order.passes(len(passes), self._stages) - len(passes))]
@@ -126,7 +133,7 @@ class Pipeline(Parted):
         own = super().norm()
         norms = [torch.empty_like(own) for _ in range(self._stages)]
         with self.timeline.during(WAITS):
-            dist.all_gather(norms, own, group=self._within)
+            dist.all_gather(norms, own, group=self._line)
         return torch.nn.utils.get_total_norm(norms)
 
     @property
@@ -154,11 +161,11 @@ class Pipeline(Parted):
                 received = torch.empty(
                     inputs["input_ids"].numel(), staged.width, dtype=staged.dtype, device=staged.device
                 )
-                dist.recv(received, group=self._within, group_src=(part - 1) % self._stages)
+                dist.recv(received, group=self._line, group_src=(part - 1) % self._stages)
             with staged.at(part, received):
                 logits = logits_of(staged.compute(**inputs)).to(staged.dtype).contiguous()
             if part < staged.parts - 1:
-                dist.send(logits, group=self._within, group_dst=(part + 1) % self._stages)
+                dist.send(logits, group=self._line, group_dst=(part + 1) % self._stages)
                 logits = None
         return SimpleNamespace(logits=self._from_last(logits))
 
@@ -170,12 +177,21 @@ class Pipeline(Parted):
         shape = torch.zeros(DIMENSIONS, dtype=torch.int64, device=self._staged.device)
         if logits is not None:
             shape[: logits.dim() + 1] = torch.tensor([logits.dim(), *logits.shape])
-        dist.broadcast(shape, group=self._within, group_src=self._stages - 1)
+        dist.broadcast(shape, group=self._line, group_src=self._stages - 1)
         count, *sizes = shape.tolist()
         if logits is None:
             logits = torch.empty(sizes[:count], dtype=self._staged.dtype, device=self._staged.device)
-        dist.broadcast(logits, group=self._within, group_src=self._stages - 1)
+        dist.broadcast(logits, group=self._line, group_src=self._stages - 1)
         return logits
+
+
+class PipelineInShares(Pipeline, Fully):
+    """Replicas of pipelines that share each stage's weights, gradients and moments. Every pass gathers the layers of
+    its stage, so that all replicas make equally many."""
+
+    def filled(self, passes: Sequence[Tokens], work: Work) -> Sequence[Tokens]:
+        number = self._order.passes(self.most(len(passes)), self._stages)
+        return [*passes, *[work.idle] * (number - len(passes))]
 
 
 @cache
@@ -200,7 +216,7 @@ def _stage_class() -> type[Any]:
             self._pipeline = pipeline
             staged = pipeline._staged
             module = Part(pipeline.module, lambda *given: compute(part, *given))
-            super().__init__(module, part, staged.parts, staged.device, group=pipeline._within, **described)
+            super().__init__(module, part, staged.parts, staged.device, group=pipeline._line, **described)
 
         def forward_one_chunk(self, *given: Any, **named: Any) -> Any:
             self._pipeline.watch.passes()

@@ -1,13 +1,10 @@
-"""The orders in which passes go through the stages of a pipeline, and what no pipeline can do. Pure, but for the
-model's config.json."""
+"""The orders in which passes go through the stages of a pipeline, and what no pipeline can do. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtrain import documents
-from rtrain.config import Recipe, Train
+from rtrain.config import Train
 from rtrain.errors import Problem
 from rtrain.network import cuts
 
@@ -62,36 +59,15 @@ def _same(loss: Any, _: Any) -> Any:
     return loss
 
 
-def problems(recipe: Recipe, model: Path) -> list[Problem]:
-    """Settings that contradict `train.pipeline` of more than one stage, or the model in a folder."""
-    train, distill = recipe.train, recipe.distill
-    with_it = f"with train.pipeline={train.pipeline}"
-    found = []
-    for name, value, neutral, reason in (
-        ("train.tensor", train.tensor, 1, "layers are not cut as well"),
-        ("train.shard", train.shard, 0, "what a stage keeps is not shared once more"),
-        ("train.sequence", train.sequence, False, "tokens are not cut"),
-        ("train.min_workers", train.min_workers, None, "workers come and go in groups"),
-        ("distill.relations", distill.relations, 0, "no worker has all of the student's layers"),
-        ("distill.hidden", distill.hidden, 0, "no worker has all of the student's layers"),
-        ("distill.quantization_aware", distill.quantization_aware, False, "no worker has all of the layers that round"),
-        ("model.freeze", recipe.model.freeze, "none", "stages before the last one would have nothing to train"),
-    ):
-        if value != neutral:
-            written = "leave it out" if neutral is None else f"write {str(neutral).lower()}"
-            found.append(Problem(name, value, f"{with_it} {reason}", f"{written}, or train.pipeline=1"))
-    config = documents.read(model / "config.json")
-    return found + _of_stages(train, config)
-
-
-def _of_stages(train: Train, config: Mapping[str, Any]) -> list[Problem]:
+def problems(train: Train, config: Mapping[str, Any]) -> list[Problem]:
+    """Of `train.pipeline` of more than one stage, for a model with these settings (config.json)."""
     stages, schedule = train.pipeline, SCHEDULES[train.schedule]
     kind = config.get("model_type")
     if kind not in cuts.CUTS:
         reason = f"models of the type {kind} are not cut into stages, only those of {', '.join(cuts.CUTS)}"
         return [Problem("train.pipeline", stages, reason, "write 1")]
     found = []
-    if train.workers % stages:
+    if train.tensor == 1 and train.workers % stages:
         able = [one for one in range(1, train.workers + 1) if train.workers % one == 0]
         fix = f"write {' or '.join(map(str, able))}, or train.workers={stages}"
         found.append(Problem("train.pipeline", stages, f"it does not divide train.workers={train.workers}", fix))

@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rtrain.exchange import whole
@@ -44,8 +43,8 @@ class Staged:
         kept = {one: found for one, found in owners.items() if found & set(own)}
         _leave(network, kept)
         whole.leave_file(network)
-        self.shared = [one for one, found in kept.items() if len(found) > 1]
-        """Weights of this worker that the first and the last part have in common: words, of a tied head."""
+        common = {one for one, found in kept.items() if len(found) > 1}
+        self._shared = [name for name, one in network.named_parameters() if one in common]
         self.shares = any(len(found) > 1 for found in owners.values())
         """Whether there are such weights, on this worker or others."""
         encoder = network.base_model
@@ -54,6 +53,11 @@ class Staged:
             # What has no weights is no part of the way: ModernBERT's positions, of which each layer reads some.
             if (part := places.get(module)) is not None and any(True for _ in module.parameters()):
                 module.forward = partial(self._pass_by, module.forward, part)
+
+    @property
+    def shared(self) -> "list[torch.nn.Parameter]":
+        """Weights of this worker that the first and the last part have in common: words, of a tied head."""
+        return [self.network.get_parameter(name) for name in self._shared]
 
     @property
     def device(self) -> "torch.device":
@@ -78,11 +82,14 @@ class Staged:
     def compute(self, **inputs: Any) -> Any:
         """The part at work: what the network answers of the last one, else hidden vectors as logits [tokens, width], of
         padding too."""
+        from transformers.modeling_outputs import TokenClassifierOutput
+
         if self._at == self.parts - 1:
             return self._whole(**inputs)
         # Not by a call: hooks make of the last layer's answers what the head reads.
         hidden = self.network.base_model.forward(**inputs).last_hidden_state
-        return SimpleNamespace(logits=hidden.flatten(0, 1).to(self.dtype))
+        # In a form in which `fully_shard` finds the tensor, before whose gradient it gathers weights.
+        return TokenClassifierOutput(logits=hidden.flatten(0, 1).to(self.dtype))
 
     @property
     def working(self) -> bool:

@@ -26,6 +26,12 @@ class Way:
     shard: int = 0
     tensor: int = 1
     gradient_checkpointing: bool = False
+    pipeline: int = 1
+
+    @property
+    def within(self) -> int:
+        """Workers of a replica."""
+        return self.tensor * self.pipeline
 
     @property
     def strategy(self) -> str:
@@ -35,12 +41,15 @@ class Way:
     @property
     def settings(self) -> dict[str, Any]:
         """What of a recipe asks for it, by dotted name."""
-        tensor = {"train.tensor": self.tensor} if self.tensor > 1 else {}
-        again = self.gradient_checkpointing
-        return {"train.shard": self.shard, **tensor, "train.gradient_checkpointing": again}
+        cut = {f"train.{name}": size for name, size in self._cut.items()}
+        return {"train.shard": self.shard, **cut, "train.gradient_checkpointing": self.gradient_checkpointing}
+
+    @property
+    def _cut(self) -> dict[str, int]:
+        return {name: size for name in ("tensor", "pipeline") if (size := getattr(self, name)) > 1}
 
     def __str__(self) -> str:
-        cut = f" and tensor={self.tensor}" if self.tensor > 1 else ""
+        cut = "".join(f" and {name}={size}" for name, size in self._cut.items())
         return f"shard={self.shard}{cut}{' with recomputed layers' if self.gradient_checkpointing else ''}"
 
     def of(self, train: Train, workers: int) -> Train:
@@ -48,20 +57,25 @@ class Way:
         least = None if train.min_workers is None else min(train.min_workers, workers)
         told = {name.removeprefix("train."): value for name, value in self.settings.items()}
         return train.model_copy(
-            update={"strategy": "manual", "tensor": self.tensor, **told, "workers": workers, "min_workers": least}
+            update={
+                **{"strategy": "manual", "tensor": self.tensor, "pipeline": self.pipeline},
+                **{**told, "workers": workers, "min_workers": least},
+            }
         )
 
 
 def joined(ways: Sequence[Way]) -> Way:
     """The way that takes no more memory than any of these: as many shares as the most, layers recomputed where one
     does."""
-    again = any(way.gradient_checkpointing for way in ways)
-    return Way(max(way.shard for way in ways), max(way.tensor for way in ways), again)
+    again, tensor = any(way.gradient_checkpointing for way in ways), max(way.tensor for way in ways)
+    # Both would need as many workers as their product.
+    pipeline = max(way.pipeline for way in ways) if tensor == 1 else 1
+    return Way(max(way.shard for way in ways), tensor, again, pipeline)
 
 
 def own(train: Train, workers: int) -> Way:
     """The way that the settings ask for."""
-    return Way(train.shard if workers > 1 else 0, train.tensor, train.gradient_checkpointing)
+    return Way(train.shard if workers > 1 else 0, train.tensor, train.gradient_checkpointing, train.pipeline)
 
 
 def gives_back(train: Train) -> bool:
@@ -81,7 +95,8 @@ def transport(train: Train, workers: int, device: str) -> str:
 
 def ordered(workers: int) -> Iterator[Way]:
     """Shares cost exchanges in each pass from the second stage on; layers that are computed again, a third of a pass;
-    layers that are cut, exchanges within each of them."""
+    layers that are cut, exchanges within each of them; stages wait while an update's first and last passes go through
+    them, and want many small passes."""
     shards = range(len(NAMES)) if workers > 1 else (0,)
     for again in (False, True):
         yield from (Way(shard, gradient_checkpointing=again) for shard in shards)
@@ -89,6 +104,9 @@ def ordered(workers: int) -> Iterator[Way]:
         if workers % tensor == 0:
             for again in (False, True):
                 yield from (Way(shard, tensor, again) for shard in ((0, 3) if workers > tensor else (0,)))
+    for pipeline in range(2, workers + 1):
+        if workers % pipeline == 0:
+            yield from (Way(0, 1, again, pipeline) for again in (False, True))
 
 
 def possible(recipe: Recipe, folder: Path, workers: int) -> Iterator[Way]:

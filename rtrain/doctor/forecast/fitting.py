@@ -3,7 +3,7 @@ asked for; which one is taken, and why, is pure."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Final
@@ -52,33 +52,32 @@ def needs(
 ) -> Iterator[tuple[Way, Need]]:
     """What each way takes of a worker of its fullest node, of a pipeline the fullest stage. Ways that the network in
     `folder` cannot go are left out, unless the recipe asks for them. Raises `Untraceable`."""
-    train = recipe.train.model_copy(update={"workers": workers})
-    if train.pipeline > 1:
-        passes = replace(passes, lengths=stages.lengths(train, passes.lengths, passes.tokens_of_update))
 
     @cache
     def traced(tensor: int, recomputed: bool, more: bool) -> trace.Traced:
         return of_pass(tensor=tensor, recomputed=recomputed, more_passes=more)
 
-    def staged(recomputed: bool) -> Need:
-        number = math.ceil(passes.tokens_of_update / (workers // train.pipeline) / sum(passes.lengths))
-        part = partial(of_pass, recomputed=recomputed)
+    def staged(way: Way) -> Need:
+        """Of the fullest stage. Where its layers are cut too, or shared, it takes less."""
+        train = recipe.train.model_copy(update={"workers": workers, "pipeline": way.pipeline})
+        lengths = stages.lengths(train, passes.lengths, passes.tokens_of_update)
+        number = math.ceil(passes.tokens_of_update / (workers // train.pipeline) / sum(lengths))
+        part = partial(traced_pass, lengths, recomputed=way.gradient_checkpointing)
         every = (stages.of_stage(train, stage, number, part) for stage in range(train.pipeline))
         need = partial(memory.needed, replicas=1, saves=device == "cpu", kept=held(train, device))
         return max(map(need, every), key=lambda need: need.total)
 
     task, own = base.get(recipe.task), recipe.train.gradient_checkpointing
-    of_pass = partial(
-        trace.of_pass, folder, task, recipe.model, passes.lengths, outputs=passes.outputs, precision=passes.precision
-    )
+    traced_pass = partial(trace.of_pass, folder, task, recipe.model, outputs=passes.outputs, precision=passes.precision)
+    of_pass = partial(traced_pass, passes.lengths)
     for way in ways:
         replicas = workers // way.tensor
         several = passes.several(replicas)
         # DistributedDataParallel's buckets have the gradients' memory from the first pass on.
         more = several or (way.tensor == 1 and workers > 1)
         try:
-            if train.pipeline > 1:
-                yield way, staged(way.gradient_checkpointing)
+            if way.pipeline > 1:
+                yield way, staged(way)
                 continue
             found = traced(way.tensor, way.gradient_checkpointing, more)
         except ConfigError:  # a network that cannot compute its layers again

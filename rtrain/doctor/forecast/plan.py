@@ -73,8 +73,6 @@ class Chosen:
     nodes: layouts.Nodes
     per_node: int
     """Workers of the fullest node."""
-    stages: int = 1
-    """Those of a pipeline."""
 
 
 def choose(
@@ -98,7 +96,7 @@ def choose(
         if nodes is not None:
             why = _why(config, way, larger)
             per_node = layouts.dealt(cluster, nodes, layout.need.places, layout.needs, room)
-            return Chosen(way, why, need, nodes, per_node, config.recipe.train.pipeline)
+            return Chosen(way, why, need, nodes, per_node)
         larger.append(f"{way} would take {need.total / 1e6:,.0f} MB a worker")
     largest = max(
         (kind.instance.memory_gb for kind in cluster.kinds if kind.instance and kind.node.get("CPU", 0)), default=0
@@ -253,7 +251,7 @@ def document(
         "nodes": dict(chosen.nodes),
         "strategy": chosen.way.strategy,
         "tensor": chosen.way.tensor,
-        "pipeline": chosen.stages,
+        "pipeline": chosen.way.pipeline,
         "recomputed_layers": chosen.way.gradient_checkpointing,
         "why": chosen.why,
         "memory_mb": {**parts, "total": round(chosen.need.total / 1e6, 1)},
