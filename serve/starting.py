@@ -40,7 +40,7 @@ def endpoint(
         needs = Needs(
             ahead=OWN_ACTORS + settings.copies,
             environment=ingress.variables(chosen.front),
-            first=f"{ray_internals.import_serve.__module__}.{ray_internals.import_serve.__name__}",
+            first=f"{ray_internals.before_actors.__module__}.{ray_internals.before_actors.__name__}",
             meanwhile=_import,
         )
     try:

@@ -4,6 +4,7 @@ import inspect
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,8 @@ def test_what_is_left_out_and_changed_is_what_ray_starts_a_node_by() -> None:
         "env_updates=env_updates,",
     ):
         assert line in raylet
+    assert "node_info = ray._private.services.get_node(\n                        self.gcs_address,\n" in head
+    assert list(inspect.signature(services.get_node).parameters) == ["gcs_address", "node_id"]
     assert list(inspect.signature(services.start_ray_process).parameters)[:4] == [
         *("command", "process_type", "fate_share", "env_updates")
     ]
@@ -106,6 +109,27 @@ def test_the_agent_says_what_a_raylet_waits_for_and_ends_with_it(tmp_path: Path)
             process.kill()
     _, alive = psutil.wait_procs([started], timeout=10)
     assert alive == []
+
+
+def test_a_raylet_is_looked_for_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray._private.services as services
+    import ray._raylet
+
+    looks: list[dict[Any, Any]] = [{}, {b"\x01": None}, {b"\x01": None, b"\x02": None}]
+
+    class Client:
+        def __init__(self, address: str):
+            assert address == "here:1"
+
+        def get_all_node_info(self) -> dict[Any, Any]:
+            return looks.pop(0)
+
+    monkeypatch.setattr(ray._raylet, "GcsClient", Client)
+    monkeypatch.setattr(services, "get_node", lambda address, node: (address, node, len(looks)))
+    begun = time.monotonic()
+    with private.lean(1, {}, "some.function"):
+        assert services.get_node("here:1", "02") == ("here:1", "02", 0)
+    assert time.monotonic() - begun < 0.9  # Ray's own would have slept for two seconds
 
 
 def test_the_mark_is_kept_in_the_cluster_s_store(monkeypatch: pytest.MonkeyPatch) -> None:

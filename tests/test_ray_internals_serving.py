@@ -5,6 +5,7 @@ import inspect
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -196,3 +197,33 @@ def test_serve_is_imported_without_pandas_which_can_be_imported_then() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_haproxy_that_was_started_is_seen_within_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.serve._private import haproxy
+
+    kind: Any = haproxy.HAProxyApi
+    usual = kind._wait_for_hap_availability
+    source = inspect.getsource(usual)
+    for line in (
+        "if await self._get_running_pid() == proc.pid:",
+        "await asyncio.sleep(0.5)",
+        "proc.returncode is not None",
+    ):
+        assert line in source
+    monkeypatch.setattr(kind, "_wait_for_hap_availability", usual)  # and back again
+    ray_internals.before_actors()
+    answers: list[int | None] = [None, 6, 7]
+
+    class Api:
+        _wait_for_hap_availability = kind._wait_for_hap_availability
+
+        async def _get_running_pid(self) -> int | None:
+            return answers.pop(0)
+
+    begun = time.monotonic()
+    asyncio.run(Api()._wait_for_hap_availability(SimpleNamespace(pid=7, returncode=None)))
+    assert (answers, time.monotonic() - begun < 0.4) == ([], True)
+    dead = SimpleNamespace(pid=7, returncode=1, _stderr_path="/nowhere", _stdout_path="/nowhere")
+    with pytest.raises(RuntimeError, match="HAProxy crashed during startup: exit code 1"):
+        asyncio.run(Api()._wait_for_hap_availability(dead))

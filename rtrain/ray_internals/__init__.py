@@ -43,6 +43,7 @@ from rtrain.ray_internals.process import (
 )
 from rtrain.ray_internals.serving import (
     ReplicaServer as ReplicaServer,
+    before_actors as before_actors,
     begin_serve as begin_serve,
     end_proxies as end_proxies,
     import_serve as import_serve,

@@ -1,11 +1,14 @@
 """A Ray that this process starts for itself, without the processes that nobody uses in it."""
 
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+LOOK_S, REGISTERED_S = 0.02, 30.0
+"""Seconds between two looks for a raylet, and until Ray itself looks once and gives up."""
 MARK = b"rtrain: private"
 """In Ray's store: that one command has started this Ray, for itself, without a dashboard and an autoscaler."""
 
@@ -19,12 +22,15 @@ def lean(ahead: int, environment: Mapping[str, str], first: str) -> Iterator[Non
     It lacks the dashboard's process, for whose start `ray.init` would wait though no dashboard is asked for; the log
     monitor, which reads every log file again and again to forward lines; and the monitor of an autoscaler, which it
     does not have. Its agent is ours (`agent`). Each of the three imports Ray, on the cores on which a command starts.
+    `ray.init` looks every second whether the raylet is there; here it is looked for more often.
     """
     import ray._private.node
     import ray._private.services as services
+    import ray._raylet
 
     node: Any = ray._private.node.Node
     usual: Any = services.start_ray_process
+    usual_look: Any = services.get_node
     constants: Any = ray._private.ray_constants
     hook = {constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR: first}
 
@@ -33,6 +39,13 @@ def lean(ahead: int, environment: Mapping[str, str], first: str) -> Iterator[Non
 
     def left_out(node: Any) -> None:
         pass
+
+    def there(address: str, node: str) -> Any:
+        client: Any = ray._raylet.GcsClient(address=address)  # type: ignore[attr-defined]
+        give_up = time.monotonic() + REGISTERED_S
+        while time.monotonic() < give_up and node not in {one.hex() for one in client.get_all_node_info()}:
+            time.sleep(LOOK_S)
+        return usual_look(address, node)
 
     def started(command: list[str], kind: str, *given: Any, env_updates: Any = None, **named: Any) -> Any:
         if kind == constants.PROCESS_TYPE_RAYLET:
@@ -45,6 +58,7 @@ def lean(ahead: int, environment: Mapping[str, str], first: str) -> Iterator[Non
         _replaced(node, "start_log_monitor", left_out),
         _replaced(node, "start_monitor", left_out),
         _replaced(services, "start_ray_process", started),
+        _replaced(services, "get_node", there),
     ):
         yield
 

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from ray.serve import Deployment
 
 
+HAPROXY_S = 0.02
+"""Seconds between two questions whether a HAProxy that was started answers."""
+
+
 def serve_controller() -> tuple[str, str]:
     """Name and namespace of Ray Serve's controller; its other actors are in the same namespace."""
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
@@ -80,6 +84,26 @@ def without_fallback_proxy() -> None:
 
     states: Any = proxy_state.ProxyStateManager
     states._start_fallback_proxy_if_needed = lambda manager, *place: None
+
+
+def before_actors() -> None:
+    """In a process that becomes an actor of Ray Serve: have it imported; and where that manages HAProxy, have it see
+    within milliseconds that HAProxy is up, where Ray looks every half second at each change of replicas."""
+    import_serve()
+    from ray.serve._private import constants, haproxy
+
+    kind: Any = haproxy.HAProxyApi
+    usual, most = kind._wait_for_hap_availability, constants.RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S
+
+    async def wait(api: Any, process: Any, timeout_s: int = most) -> None:
+        give_up = time.monotonic() + timeout_s
+        while process.returncode is None and time.monotonic() < give_up:
+            if await api._get_running_pid() == process.pid:
+                return
+            await asyncio.sleep(HAPROXY_S)
+        await usual(api, process, timeout_s)  # it says why
+
+    kind._wait_for_hap_availability = wait
 
 
 LAST_ANSWERS_S = 1.0
