@@ -264,6 +264,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "optim.lr_scaling": {"optim.lr_rows": 32},
     "optim.beta2_scaling": {"optim.lr_rows": 32},
     "train.aggregation_frequency": {"train.rows_per_update": None},
+    "train.gpus_per_worker": {"train.workers": 1},
     "tune.money": {"tune.price": 0.04},
 }
 """What some settings cannot be changed without."""
