@@ -24,10 +24,11 @@ from tests.tiny import make_encoder
 
 BUGS = ["mean of means", "dropped tail row", "double exchange", "k ignored", "stale embedding row"]
 SHARED_BUGS = ["gradient twice", "replica left out", "edge gradient lost", "scale_grads left on"]
-LAID_OUT = [f"2 x 3, {name}" for name in ("shard 2", "shard 3", "tensor 2", "sequence", "gpipe", "pipeline")]
+LAID_OUT = [f"2 x 3, {name}" for name in ("shard 2", "shard 3", "tensor 2", "sequence", "gpipe", "pipeline", "context")]
 LAID_OUT += ["2 x 3, shard 3, resumed from shard 2", "2 x 3, tensor 2, resumed from shard 3"]
 LAID_OUT += ["2 x 3, sequence, resumed from tensor 2", "2 x 3, gpipe, resumed from sequence"]
-LAID_OUT += ["2 x 3, pipeline, resumed from gpipe", "2 x 3, resumed from pipeline"]
+LAID_OUT += ["2 x 3, pipeline, resumed from gpipe", "2 x 3, context, resumed from pipeline"]
+LAID_OUT += ["2 x 3, resumed from context"]
 """Without `interleaved`, for which the encoder has too few layers."""
 ROUNDED = ["1 x 8, fp32", "1 x 3, fp32", "2 x 3, shard 3, fp32"]
 
@@ -65,7 +66,7 @@ def of(report: verify.Report, name: str) -> Measured:
 def test_every_layout_trains_the_same(report: verify.Report) -> None:
     assert report.problems == []
     document = report.to_document()
-    assert (document["passed"], len(document["cases"])) == (True, 5 + 12 + 9 + 3)
+    assert (document["passed"], len(document["cases"])) == (True, 5 + 14 + 9 + 3)
     assert max(document["weights_ratio"], document["gradient_ratio"]) <= 1e-8
     # Sums in another order part by rounding: a figure of zero would mean that nothing was compared.
     for name in ("1 x 3", "2 x 8", "2 x 3", "2 x 3, resized from 1", *LAID_OUT):
@@ -100,7 +101,7 @@ def test_layouts_differ_in_passes_and_nothing_else(report: verify.Report, settin
     several = ("2 x 3", "2 x 3, resized from 1", *LAID_OUT, ROUNDED[-1])
     expected = {"1 x 8": 2, "1 x 3": 5, "2 x 8": 1, **dict.fromkeys(several, 3), ROUNDED[0]: 2, ROUNDED[1]: 5}
     # Two workers of one replica have all of an update's rows.
-    replica = tuple(f"2 x 3, {name}" for name in ("tensor 2", "sequence", "gpipe", "pipeline"))
+    replica = tuple(f"2 x 3, {name}" for name in ("tensor 2", "sequence", "gpipe", "pipeline", "context"))
     assert passes == expected | {name: 5 for name in several if name.startswith(replica)}
     store = Store(next((ray_session / "verify" / ".tokens").iterdir()))
     order, link = Order(store.manifest.digest, 53, 13, 1, settings.recipe.train.seed), GENESIS
@@ -164,8 +165,9 @@ def test_default_plan(settings: Config) -> None:
     todo = plan.plan(with_train(settings, micro_batch=8, rows_per_update=256), 10_000, 20.0)
     assert (todo.rows, todo.rows_per_update, todo.updates) == (129, 32, 5)
     names = [[case.name for case in group] for group in todo.groups]
-    fresh = [*LAID_OUT[:6], "2 x 3, interleaved"]
-    resumed = [*LAID_OUT[6:-1], "2 x 3, interleaved, resumed from pipeline", "2 x 3, resumed from interleaved"]
+    fresh = [*LAID_OUT[:6], "2 x 3, interleaved", LAID_OUT[6]]
+    between = ["2 x 3, interleaved, resumed from pipeline", "2 x 3, context, resumed from interleaved"]
+    resumed = [*LAID_OUT[7:-2], *between, LAID_OUT[-1]]
     assert names == [
         ["1 x 8", "1 x 3", *ROUNDED[:2]],
         ["2 x 8", "2 x 3", ROUNDED[2], "2 x 3, resized from 1", *fresh, *resumed],
@@ -220,13 +222,13 @@ def test_layouts_that_workers_or_the_model_do_not_allow_are_left_out_by_name(set
     assert "interleaved" not in layouts(full)
     assert [one.layout for one in full.left_out if one.workers == 2] == ["interleaved"]
     assert [one.layout for one in full.left_out if one.workers == 3] == [
-        *("tensor 2", "sequence", "gpipe", "pipeline", "interleaved")
+        *("tensor 2", "sequence", "gpipe", "pipeline", "interleaved", "context")
     ]
     (tmp_path / "config.json").write_text('{"model_type": "electric"}')
     other = planned(settings, tmp_path, bugs=True)
     assert layouts(other) == ["", "", "shard 2", "shard 3", *BUGS, *SHARED_BUGS[:2]]
     missing = [one for one in other.left_out if one.workers == 2]
-    assert [one.layout for one in missing] == ["tensor 2", "sequence", "gpipe", "pipeline", "interleaved"]
+    assert [one.layout for one in missing] == ["tensor 2", "sequence", "gpipe", "pipeline", "interleaved", "context"]
     assert missing[0] == LeftOut(2, "tensor 2", other.left_out[0].why)
     assert "train.tensor=2: layers of the type electric are not cut" in other.left_out[0].why
     assert [one.bugs for one in missing if one.bugs] == [tuple(SHARED_BUGS[2:])]

@@ -2,7 +2,6 @@
 
 import atexit
 import json
-import os
 import shutil
 from functools import cache
 from pathlib import Path
@@ -12,23 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from rtrain.batch import Head, Tokens
-from rtrain.checkpoints import checkpoint
-from rtrain.config import Distill, Recipe, load
+from rtrain.batch import Head
+from rtrain.config import Distill
 from rtrain.data.stores.store import Store
-from rtrain.exchange import ranks, whole
-from rtrain.exchange.exchange import Exchange
+from rtrain.exchange import ranks
 from rtrain.exchange.replicas import Replicas
 from rtrain.network import model
 from rtrain.strategies import choose
-from rtrain.training import evaluate, losses, optim, step
+from rtrain.training import evaluate, losses, step
 from tests import test_tasks_masked_lm, test_training_loop
-from tests.test_training_step import LOSS, TASK, distance, make_network, make_rows, make_still_encoder, norm, pick
+from tests.strategies import UPDATES, Dying, Failing, Kept, kept, recipe, share_of, told, trained, weights_of
+from tests.test_training_step import LOSS, TASK, distance, make_network, make_still_encoder, norm
 from tests.tiny import make_masked
 from tests.workers import joined, run
 
-UPDATES = (13, 2, 1, 12)
-"""Rows of the updates, in passes of three; the third leaves one replica idle."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "shard 0": {},
     "shard 1": {"shard": 1},
@@ -36,7 +32,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "shard 3": {"shard": 3},
     "tensor 2": {"tensor": 2},
     "tensor 2, sequence": {"tensor": 2, "sequence": True},
+    "context 2": {"context": 2},
 }
+REPLICA = ("tensor 2", "tensor 2, sequence", "context 2")
+"""Layouts in which both workers are one replica."""
 SHARDED = ("shard 2", "shard 3")
 SHARES = [name for name in LAYOUTS if name not in ("shard 0", "shard 1")]
 KILLED_AT = 2
@@ -51,6 +50,9 @@ RUNS: dict[str, tuple[str | None, str]] = {
     "tensor": (None, "tensor 2"),
     "tensor, killed": ("tensor 2", "tensor 2"),
     "3, killed, then tensor": ("shard 3", "tensor 2"),
+    "context": (None, "context 2"),
+    "context, killed": ("context 2", "context 2"),
+    "context, killed, then 0": ("context 2", "shard 0"),
 }
 
 
@@ -61,77 +63,12 @@ from a pipeline."""
 
 STILL = "still"
 """The ground of runs without dropout, whose masks depend on the layout."""
-DROPPING = ("3", "3, killed", "tensor", "tensor, killed")
+DROPPING = [f"{name}{killed}" for name in ("3", "tensor", "context") for killed in ("", ", killed")]
 
 
 FAMILIES = ("bert", "distilbert", "modernbert", "roberta")
 """Masked language models, whose word embedding is tied to their head; the layers of the last are computed again in
 the backward pass."""
-
-
-def held(network: torch.nn.Module) -> dict[str, int]:
-    """Bytes of weights and gradients that this worker has now."""
-    every = [one for one in network.parameters() if whole.here(one)]
-    grown = [one.grad for one in every if one.grad is not None]
-    return {name: sum(whole.local(one).nbytes for one in of) for name, of in (("weights", every), ("gradients", grown))}
-
-
-class Looking(losses.RunLoss):
-    """A loss that looks at what a worker has between a forward pass and its backward pass."""
-
-    def __init__(self, network: torch.nn.Module):
-        super().__init__(TASK, Distill(), Head())
-        self._network, self.held = network, dict[str, int]()
-
-    def __call__(self, logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        self.held = held(self._network)
-        return super().__call__(logits, tokens)
-
-
-class Kept(step.Observer):
-    """The gradients of an update, whole, and what this worker has of them."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, torch.Tensor] = {}
-        self.held: dict[str, int] = {}
-
-    def gradient(self, exchange: Exchange) -> None:
-        self.held = held(exchange.module)
-        own = {name: one.grad for name, one in exchange.module.named_parameters() if one.grad is not None}
-        self.found = {name: value.clone() for name, value in exchange.whole(own)}
-
-
-def recipe(**train: Any) -> Recipe:
-    return load("intent", {f"train.{name}": value for name, value in train.items()} | {"optim.lr": 1e-3}).recipe
-
-
-def share_of(number: int, world: int, rank: int) -> list[Tokens]:
-    """Passes of three rows, two of three of them the first replica's."""
-    rows = make_rows(UPDATES[number], seed=number)
-    every = [pick(rows, range(first, min(first + 3, len(rows)))) for first in range(0, len(rows), 3)]
-    return every if world == 1 else [one for place, one in enumerate(every) if (place % 3 == 2) == (rank == 1)]
-
-
-def trained(exchange: Exchange, kept: Path, **train: Any) -> list[dict[str, Any]]:
-    """Four updates by AdamW; rank 0 keeps gradients and weights."""
-    optimizer, found, gradients = optim.of_run(exchange, recipe(**train)), [], []
-    for number, count in enumerate(UPDATES):
-        share, rows = share_of(number, exchange.world, exchange.rank), step.row_sum(make_rows(count, number).row_ids)
-        seen, loss = Kept(), Looking(exchange.module)
-        done = step.run_update(
-            exchange, optimizer, loss, share, pad_id=0, clip_norm=1.0, rows=rows, observer=seen, measures=True
-        )
-        each: dict[str, Any] = {"loss": done.loss, "norm": done.gradient_norm, "rows": done.rows, "passes": done.passes}
-        noise = {"noise": done.noise is not None, "tells_noise": exchange.tells_noise}
-        found.append(each | noise | {"inside": loss.held, "after": seen.held})
-        gradients.append(seen.found)
-    weights = dict(exchange.whole({name: one.detach() for name, one in exchange.module.named_parameters()}))
-    moments = dict(exchange.whole(checkpoint.moments_of(exchange.module, optimizer)))
-    if weights:
-        kept.mkdir()
-        for name, value in (("gradients", gradients), ("weights", weights), ("moments", moments)):
-            torch.save(value, kept / f"{name}.pt")
-    return found
 
 
 def guessed(folder: Path, family: str, layout: str | None) -> dict[str, torch.Tensor]:
@@ -184,22 +121,6 @@ def _worker(rank: int, folder: Path) -> None:
     (folder / f"died-{rank}").write_text(_left_alone(rank, folder))
 
 
-class Failing:
-    """A task that cannot tell what its second pass has come to."""
-
-    def __init__(self) -> None:
-        self.passes = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(TASK, name)
-
-    def outcomes(self, *given: Any) -> Any:
-        self.passes += 1
-        if self.passes == 2:
-            raise ValueError("no outcome")
-        return TASK.outcomes(*given)
-
-
 def _failing(folder: Path, train: dict[str, Any], rank: int) -> str:
     """How an evaluation ends in which the second worker fails. Its layers' weights are needed by the first one."""
     store = Store(next((folder / STILL / ".tokens").iterdir()))
@@ -211,13 +132,6 @@ def _failing(folder: Path, train: dict[str, Any], rank: int) -> str:
     except (ValueError, ranks.Elsewhere) as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-class Dying(losses.RunLoss):
-    """The loss of a worker that dies between a forward pass and its backward pass."""
-
-    def __call__(self, logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        os._exit(0)
 
 
 def _left_alone(rank: int, folder: Path) -> str:
@@ -239,17 +153,6 @@ def _run(folder: Path, name: str, rank: int) -> dict[str, Any]:
     if before is not None:
         test_training_loop.start(ground, folder / name, kill=KILLED_AT, **chosen, **LAYOUTS[before])
     return told(test_training_loop.start(ground, folder / name, **chosen, **LAYOUTS[after]))
-
-
-def told(ran: test_training_loop.Ran) -> dict[str, Any]:
-    """What a run has come to, as the tests compare it."""
-    assert ran.outcome is not None
-    return {
-        "from": ran.recorder.of("started")[0]["update"],
-        "scores": ran.outcome.scores,
-        "ledger": ran.outcome.ledger,
-        "losses": [fields["loss"] for fields in ran.recorder.of("evaluated") if "loss" in fields],
-    }
 
 
 Results = tuple[list[dict[str, Any]], Path]
@@ -281,17 +184,13 @@ def on_workers(slow: bool = False) -> Results:
     return found
 
 
-def kept(folder: Path, name: str, what: str) -> Any:
-    return torch.load(folder / name / f"{what}.pt", weights_only=True)
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_says_whether_it_tells_the_noise_of_gradients(name: str) -> None:
     """Rows are dealt at random for it, which costs time."""
     each, _ = on_workers()
     for found in each:
         updates = found["updates"][name]
-        assert updates[0]["tells_noise"] is updates[0]["noise"] is (name not in SHARDED)
+        assert updates[0]["tells_noise"] is updates[0]["noise"] is (name not in (*SHARDED, "context 2"))
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *(f"{name}, frozen" for name in SHARES)])
@@ -335,9 +234,9 @@ def test_every_worker_knows_loss_and_norm_and_its_own_rows(name: str) -> None:
     for number, (one, other, plain) in enumerate(zip(first, second, alone, strict=True)):
         assert one["loss"] == other["loss"] == pytest.approx(plain["loss"], rel=1e-9)
         assert one["norm"] == other["norm"] == pytest.approx(plain["norm"], rel=1e-9)
-        replicas = [one] if "tensor" in name else [one, other]
+        replicas = [one] if name in REPLICA else [one, other]
         assert sum(each["rows"] for each in replicas) == UPDATES[number]
-    assert [one["passes"] for one in second] == ([5, 1, 1, 4] if "tensor" in name else [1, 0, 0, 1])
+    assert [one["passes"] for one in second] == ([5, 1, 1, 4] if name in REPLICA else [1, 0, 0, 1])
 
 
 @pytest.mark.parametrize("name", SHARDED)
@@ -382,13 +281,7 @@ def test_a_worker_whose_neighbour_dies_within_a_pass_ends_with_an_error() -> Non
     assert not (folder / "died-1").exists()
 
 
-def weights_of(folder: Path, name: str, update: int) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(checkpoint.path_of(folder / name / "checkpoints", update) / "model.safetensors")
-
-
-@pytest.mark.parametrize("name", ["3", "tensor"])
+@pytest.mark.parametrize("name", ["3", "tensor", "context"])
 def test_a_run_in_shares_resumes_bit_for_bit_with_dropout(name: str) -> None:
     results, folder = on_workers()
     for update in range(1, test_training_loop.UPDATES + 1):

@@ -30,6 +30,7 @@ def test_what_can_be_is_not_refused(tmp_path: Path) -> None:
         assert problems(tmp_path, model, train__tensor=2, train__workers=4, train__shard=0) == []
         for schedule in schedules.SCHEDULES:
             assert problems(tmp_path, model, train__pipeline=2, train__workers=4, train__schedule=schedule) == []
+            assert problems(tmp_path, model, train__context=2, train__workers=4) == []
             for shard in (0, 2, 3):
                 three = {"train__pipeline": 2, "train__tensor": 2, "train__shard": shard, "train__workers": 8}
                 found = problems(tmp_path, model, train__schedule=schedule, **three)
@@ -93,6 +94,28 @@ def test_what_can_be_is_not_refused(tmp_path: Path) -> None:
             "train.sequence",
             "tokens are not cut between stages; write false, or train.pipeline=1",
         ),
+        (BERT, {"train__context": 2, "train__workers": 3}, "train.context", "train.workers=3; write 1 or 3"),
+        (BERT, {"train__context": 8, "train__workers": 8}, "train.context", "12 attention heads; write 1 or 2 or 4"),
+        (
+            BERT,
+            {"train__context": 2, "train__shard": 3, "train__workers": 4},
+            "train.context",
+            "or leave out train.shard=3",
+        ),
+        (
+            BERT,
+            {"train__context": 2, "train__tensor": 2, "train__workers": 4},
+            "train.context",
+            "leave out train.tensor=2",
+        ),
+        (
+            {"model_type": "mpnet"},
+            {"train__context": 2},
+            "train.context",
+            "mpnet computes padding, and tokens are cut of",
+        ),
+        (BERT, {"train__context": 2, "distill__hidden": 1.0}, "distill.hidden", "all of the student's tokens; write 0"),
+        (BERT, {"train__context": 2, "train__min_workers": 2}, "train.min_workers", "or write train.context=1"),
         (BERT, {"train__sequence": True}, "train.sequence", "write false, or train.tensor=2"),
         (BERT, {"train__sequence": True, "train__shard": 3}, "train.sequence", "write false, or train.tensor=2"),
         (BERT, {"train__pipeline": 2, "train__min_workers": 2}, "train.min_workers", "leave it out, or"),

@@ -21,7 +21,7 @@ from rtrain.exchange.alive import Watch
 from rtrain.proof import drill, faults, next_layout
 from rtrain.proof.plan import PLAIN
 from tests import test_runs_recovery, test_training_loop
-from tests.test_strategies import weights_of
+from tests.strategies import weights_of
 from tests.test_training_loop import UPDATES, fingerprint
 from tests.test_training_step import make_still_encoder, norm
 from tests.workers import forking, joined
@@ -137,6 +137,7 @@ def test_a_drill_meets_each_kind_of_group_twice() -> None:
     assert of(workers=8, tensor=4, shard=2) == {"tensor=4": 1, "shard=2": 4}
     assert of(workers=2, pipeline=2) == {"pipeline=2": 1}
     assert of(workers=4, pipeline=2) == {"pipeline=2": 1, "replicas": 2}
+    assert of(workers=4, context=2) == {"context=2": 1, "replicas": 2}
     assert of(workers=8, pipeline=2, tensor=2, shard=3) == {"tensor=2": 1, "pipeline=2": 2, "shard=3": 4}
     both = faults.of_groups(load("intent", {"train.workers": 4, "train.tensor": 2}).recipe.train, 4)
     assert [fault.name for fault in both] == [

@@ -20,9 +20,9 @@ from rtrain.network import model
 from rtrain.strategies import choose
 from rtrain.training import evaluate, losses, step
 from tests import test_tasks_masked_lm, test_training_loop
-from tests.test_strategies import UPDATES, Kept, kept, recipe, trained, weights_of
+from tests.strategies import UPDATES, Kept, kept, recipe, trained, weights_of
 from tests.test_training_step import TASK, distance, make_network, make_still_encoder, norm
-from tests.tiny import make_masked
+from tests.tiny import make_masked, make_modern
 from tests.workers import joined, run
 
 pytestmark = pytest.mark.timeout(900)
@@ -31,12 +31,15 @@ FOUR: dict[str, dict[str, Any]] = {
     "pipeline, shard 3": {"pipeline": 2, "shard": 3},
     "interleaved, shard 2": {"pipeline": 2, "schedule": "interleaved", "shard": 2},
     "tensor, shard 3": {"tensor": 2, "shard": 3},
+    "context of 2": {"context": 2},
     "sequence, shard 2": {"tensor": 2, "sequence": True, "shard": 2},
 }
 EIGHT: dict[str, dict[str, Any]] = {
     "2x2x2": {"pipeline": 2, "tensor": 2},
     "2x2x2, shard 3": {"pipeline": 2, "tensor": 2, "shard": 3},
 }
+HEADS: dict[str, dict[str, Any]] = {"context 4": {"context": 4}}
+"""The same for a model of four attention heads, ModernBERT's form."""
 FAMILIES = ("bert", "modernbert")
 """Masked language models, whose word embedding is tied to their head."""
 FEWER: dict[str, dict[str, Any]] = {"shard 0": {}, "tensor": {"tensor": 2}, "1f1b": {"pipeline": 2}}
@@ -89,6 +92,8 @@ def _worker(rank: int, folder: Path) -> None:
         for family in FAMILIES:
             torch.save(guessed(folder, family, train), folder / f"{family}-{name}-{rank}.pt")
         found["scores"][name] = scored(folder, train)
+    for name, train in HEADS.items():
+        trained(choose.build(make_network(folder / "four"), recipe(**train).train), folder / name, workers=4, **train)
     for name in FEWER:
         _fewer(folder, name, rank, 4, KILLED_AT, shard=3)
     dist.destroy_process_group()
@@ -128,7 +133,9 @@ def _ran_once(slow: bool) -> Results | Exception:
         test_training_loop.make_ground(folder / ("ground" if slow else "still"))
         for family in FAMILIES:
             make_masked(folder / family, family, layers=LAYERS)
-        trained(Replicas(make_network(folder / "encoder")), folder / "alone")
+        make_modern(folder / "four", num_attention_heads=4, num_hidden_layers=LAYERS)
+        for place, name in (("encoder", "alone"), ("four", "alone, four")):
+            trained(Replicas(make_network(folder / place)), folder / name)
         if slow:
             run(_eight, (folder,), 8, within=800.0)
             return [], folder
@@ -149,22 +156,23 @@ def on_workers(slow: bool = False) -> Results:
     return found
 
 
-LAYOUTS = [*FOUR, *(pytest.param(name, marks=pytest.mark.slow) for name in EIGHT)]
+LAYOUTS = [*FOUR, *HEADS, *(pytest.param(name, marks=pytest.mark.slow) for name in EIGHT)]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_and_weights_are_those_of_one_worker(name: str) -> None:
     """Also of an update that leaves a replica idle."""
     _, folder = on_workers(slow=name in EIGHT)
-    for one, alone in zip(kept(folder, name, "gradients"), kept(folder, "alone", "gradients"), strict=True):
+    place, like = ("four", "alone, four") if name in HEADS else ("encoder", "alone")
+    for one, alone in zip(kept(folder, name, "gradients"), kept(folder, like, "gradients"), strict=True):
         assert one.keys() == alone.keys()
         assert distance(one, alone) < 1e-10
-    start = {one: value.detach() for one, value in make_network(folder / "encoder").named_parameters()}
-    weights, alone = (kept(folder, one, "weights") for one in (name, "alone"))
+    start = {one: value.detach() for one, value in make_network(folder / place).named_parameters()}
+    weights, alone = (kept(folder, one, "weights") for one in (name, like))
     assert weights.keys() == alone.keys()
     moved = norm({one: value - start[one] for one, value in alone.items()})
     assert norm({one: value - alone[one] for one, value in weights.items()}) < 1e-8 * moved
-    moments, others = (kept(folder, one, "moments") for one in (name, "alone"))
+    moments, others = (kept(folder, one, "moments") for one in (name, like))
     assert distance(moments, others) < 1e-8
 
 

@@ -21,7 +21,7 @@ from rtrain.network import model
 from rtrain.strategies import choose
 from rtrain.training import layerwise, losses, step
 from tests import test_tasks_masked_lm, test_training_loop
-from tests.test_strategies import UPDATES, Dying, Kept, kept, recipe, share_of, told, trained, weights_of
+from tests.strategies import UPDATES, Dying, Kept, kept, recipe, share_of, told, trained, weights_of
 from tests.test_training_step import LOSS, TASK, distance, make_network, make_still_encoder, norm
 from tests.tiny import make_masked
 from tests.workers import joined, run

@@ -150,6 +150,10 @@ class Train(Section):
     """With pipeline > 1, the order of passes in a stage: `gpipe` makes all forward passes before the first backward
     pass; `1f1b` makes backward passes as soon as it can, and so keeps as many passes at a time as there are stages;
     `interleaved` is 1f1b with two parts of the layers on each worker, which then wait less and send more."""
+    context: Positive = 1
+    """Workers that share one replica of the model, each with some of the tokens of every pass: for texts that one
+    worker cannot hold (context parallelism; each exchanges tokens for attention heads within every layer). It must
+    divide the workers and the heads, and goes with models that are trained without padding."""
     aggregation_frequency: Positive | None = None
     """Passes of micro_batch rows that a worker makes between two exchanges of gradients; sets rows_per_update.
     Default: 4."""
@@ -177,14 +181,14 @@ class Train(Section):
     @property
     def within(self) -> int:
         """Workers that share one replica of the model, and have its rows."""
-        return self.tensor * self.pipeline
+        return self.tensor * self.pipeline * self.context
 
     @property
     def replicas(self) -> int:
         return -(-self.workers // self.within)
 
 
-LAID_OUT = ("shard", "tensor", "sequence", "pipeline", "schedule")
+LAID_OUT = ("shard", "tensor", "sequence", "pipeline", "schedule", "context")
 """Settings of `train` that say how the model lies on the workers."""
 SPEED = (
     *("workers", "device", "gpus_per_worker", "min_workers", "micro_batch", "tokens_per_pass"),

@@ -123,23 +123,47 @@ def keep_share(network: "transformers.PreTrainedModel", layers: "torch.nn.Module
     _count_heads(network, parts)
 
 
+def keep_tokens(network: "transformers.PreTrainedModel", parts: int, place: int, attend: Any) -> None:
+    """Tell a network that its tokens are cut into `parts`, of which it has number `place`. `attend`: attention that is
+    called with that of a pack, and then as this is; it gives the other a share of the heads.
+
+    Dropout has masks of its own in the encoder, whose tokens others have not, and the same on all workers in the head.
+    """
+    import torch
+
+    draw = DRAWS[getattr(network, packed.MARK)]
+    for part in network.base_model.modules():
+        if type(part) is torch.nn.Dropout:
+            part.forward = partial(dropout.drop, part, salt=place, draw=draw)  # type: ignore[method-assign]
+    _register(network, f"tokens_{place}_of_{parts}", partial(attend, _apart(network, place)))
+    _count_heads(network, parts)
+
+
 def keep_heads(network: "transformers.PreTrainedModel", parts: int, place: int) -> None:
     """Tell a network that its attention heads are cut into `parts`, of which it has number `place`.
 
     A worker's heads must not drop what the same heads of the others drop: its masks of attention's dropout are its own,
     while all other masks stay the same on all workers of a replica.
     """
+    if not packed.enabled(network):
+        return
+    _register(network, f"{place}_of_{parts}", _apart(network, place))
+    _count_heads(network, parts)
+
+
+def _apart(network: Any, place: int) -> Any:
+    """Attention of a pack, with masks of dropout of a worker's own."""
+    return partial(attention.packed, draw=partial(DRAWS[getattr(network, packed.MARK)], salt=place))
+
+
+def _register(network: Any, suffix: str, attend: Any) -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    if not packed.enabled(network):
-        return
-    before = getattr(network, packed.MARK)
-    name, draw = f"{before}_{place}_of_{parts}", DRAWS[before]
-    AttentionInterface.register(name, partial(attention.packed, draw=partial(draw, salt=place)))
+    name = f"{getattr(network, packed.MARK)}_{suffix}"
+    AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, packed.mask)
     network.set_attn_implementation(name)
-    _count_heads(network, parts)
 
 
 def _count_heads(network: Any, parts: int) -> None:

@@ -19,6 +19,7 @@ from rtrain.config import Train
 from rtrain.errors import UserError
 from rtrain.report.live import peak_memory
 from rtrain.run import Run
+from rtrain.strategies.mesh import WITHIN
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ def neighbours(train: Train, workers: int) -> dict[str, int]:
     """For each kind of group in which workers share a model or its gradients, a rank with which rank 0 is in such a
     group and in no other. Empty where every worker has the whole model: all of them are alike then."""
     found, apart = dict[str, int](), 1
-    for what, size in (("tensor", train.tensor), ("pipeline", train.pipeline)):  # from the innermost axis of the grid
-        if size > 1:
+    for what in reversed(WITHIN):  # from the innermost axis of the grid
+        if (size := getattr(train, what)) > 1:
             found[f"{what}={size}"] = apart
             apart *= size
     if workers > apart and (apart > 1 or train.shard > 1):

@@ -67,7 +67,7 @@ def chosen(recipe: Recipe, weights: Path) -> dict[str, Any] | None:
         return None
     for layout in LAYOUTS:
         other = train.model_copy(update={**PLAIN, "min_workers": None, **layout})
-        alike = all(getattr(other, name) == getattr(train, name) for name in ("shard", "tensor", "pipeline"))
+        alike = all(getattr(other, name) == getattr(train, name) for name in ("shard", "tensor", "pipeline", "context"))
         if not alike and not allowed.problems(recipe.model_copy(update={"train": other}), weights):
             return {**PLAIN, "min_workers": None, **layout}
     return None

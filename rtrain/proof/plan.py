@@ -23,12 +23,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "gpipe": {"pipeline": 2, "schedule": "gpipe"},
     "pipeline": {"pipeline": 2, "schedule": "1f1b"},
     "interleaved": {"pipeline": 2, "schedule": "interleaved"},
+    "context": {"context": 2},
 }
 """Settings of `train` by the name of a layout."""
 GRIDS: dict[str, dict[str, Any]] = {
     "shard 2, tensor 2": {"shard": 2, "tensor": 2},
     "shard 3, sequence": {"shard": 3, "tensor": 2, "sequence": True},
     "pipeline of 2": {"pipeline": 2, "schedule": "1f1b"},
+    "context of 2": {"context": 2},
     "pipeline, shard 3": {"pipeline": 2, "schedule": "1f1b", "shard": 3},
     "pipeline, tensor 2": {"pipeline": 2, "schedule": "1f1b", "tensor": 2},
 }
@@ -41,7 +43,10 @@ CUBES: dict[str, dict[str, Any]] = {
 GRID, CUBE = 4, 8
 FP32 = "shard 3"
 """The layout that is trained in fp32 too, where its exchanges are others than in float64."""
-PLAIN = {"shard": 0, "tensor": 1, "sequence": False, "pipeline": 1, "gradient_compression": "none"}
+PLAIN = {
+    **{"shard": 0, "tensor": 1, "sequence": False, "pipeline": 1, "context": 1},
+    **{"gradient_compression": "none"},
+}
 """Settings of a case without a layout. Compression is left out: the user asked for what it loses, and the sums are not
 at fault."""
 

@@ -7,7 +7,7 @@ from typing import Any
 from rtrain import documents
 from rtrain.config import Recipe, Train
 from rtrain.errors import Problem
-from rtrain.network import cuts
+from rtrain.network import cuts, packed
 from rtrain.strategies import schedules
 
 HEADS, INNER = ("num_attention_heads", "n_heads"), ("intermediate_size", "hidden_dim")
@@ -18,7 +18,8 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
     """Settings that contradict each other, or the model in a folder."""
     train = recipe.train
     shared = [f"train.shard={train.shard}"] if train.shard > 1 else []
-    within = [f"train.{name}={getattr(train, name)}" for name in ("tensor", "pipeline") if getattr(train, name) > 1]
+    along = ("tensor", "pipeline", "context")
+    within = [f"train.{name}={getattr(train, name)}" for name in along if getattr(train, name) > 1]
     found = []
     if train.sequence and train.tensor == 1:
         reason = "tokens are cut between the workers of a replica, which train.tensor=1 has one of"
@@ -40,6 +41,8 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
     if train.tensor > 1 and train.pipeline > 1 and train.workers % train.within:
         reason = f"{train.within} workers share a replica ({' and '.join(within)})"
         found.append(Problem("train.workers", train.workers, reason, f"write a multiple of {train.within}"))
+    if train.context > 1:
+        return found + _of_context(train, config, [one for one in shared + within if "context" not in one])
     if train.tensor > 1:
         found += _of_tensor(train, config) + _of_several(train, config)
     return found + (schedules.problems(train, config) if train.pipeline > 1 else [])
@@ -47,8 +50,10 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
 
 def _of_replicas(recipe: Recipe, within: str) -> list[Problem]:
     """What does not go with replicas on several workers each, as the settings `within` ask for."""
-    train, distill, staged = recipe.train, recipe.distill, recipe.train.pipeline > 1
-    one, found = "train.pipeline=1" if staged else "train.tensor=1", []
+    train, distill, found = recipe.train, recipe.distill, list[Problem]()
+    staged, strewn = train.pipeline > 1, train.context > 1
+    along = "pipeline" if staged else "context" if strewn else "tensor"
+    one, parts = f"train.{along}=1", {"pipeline": "layers", "context": "tokens", "tensor": "heads"}[along]
 
     def refuse(name: str, value: Any, reason: str, fix: str) -> None:
         found.append(Problem(name, value, f"with {within} {reason}", fix))
@@ -63,15 +68,37 @@ def _of_replicas(recipe: Recipe, within: str) -> list[Problem]:
         reason = "stages before the last one would have nothing to train"
         refuse("model.freeze", recipe.model.freeze, reason, f"write none, or {one}")
     if distill.relations:
-        reason = f"no worker has all of the student's {'layers' if staged else 'heads'}"
+        reason = f"no worker has all of the student's {parts}"
         refuse("distill.relations", distill.relations, reason, f"write 0, or {one}")
-    if distill.hidden and (staged or train.sequence):
-        what, other = ("layers", one) if staged else ("tokens", "train.sequence=false")
+    if distill.hidden and (staged or strewn or train.sequence):
+        what, other = (parts, one) if staged or strewn else ("tokens", "train.sequence=false")
         refuse("distill.hidden", distill.hidden, f"no worker has all of the student's {what}", f"write 0, or {other}")
     if distill.quantization_aware:
         reason = "no worker has the whole of a layer that rounds"
         refuse("distill.quantization_aware", True, reason, f"write false, or {one}")
     return found
+
+
+def _of_context(train: Train, config: Mapping[str, Any], others: list[str]) -> list[Problem]:
+    kind, context, found = config.get("model_type"), train.context, []
+    if others:
+        reason = f"with {' and '.join(others)} tokens are not cut as well"
+        found.append(Problem("train.context", context, reason, f"write 1, or leave out {' and '.join(others)}"))
+    if kind not in packed.FIRST_POSITION:
+        reason = f"{kind} computes padding, and tokens are cut of {', '.join(packed.FIRST_POSITION)} alone"
+        found.append(Problem("train.context", context, reason, "write 1"))
+    numbers = {} if others else {f"train.workers={train.workers}": train.workers}
+    numbers |= {f"the model's {config[name]} attention heads": config[name] for name in HEADS if name in config}
+    if any(number % context for number in numbers.values()):
+        found.append(_undivided("train.context", context, numbers, train))
+    return found
+
+
+def _undivided(name: str, value: int, numbers: Mapping[str, int], train: Train) -> Problem:
+    """What is said of a value that does not divide some of the numbers, by what they are called."""
+    wrong = [what for what, number in numbers.items() if number % value]
+    able = [one for one in range(1, train.workers + 1) if not any(number % one for number in numbers.values())]
+    return Problem(name, value, f"it does not divide {' nor '.join(wrong)}", f"write {' or '.join(map(str, able))}")
 
 
 def _of_tensor(train: Train, config: Mapping[str, Any]) -> list[Problem]:
@@ -82,12 +109,9 @@ def _of_tensor(train: Train, config: Mapping[str, Any]) -> list[Problem]:
     numbers = {f"train.workers={train.workers}": train.workers} if train.pipeline == 1 else {}
     for what, names in (("attention heads", HEADS), ("numbers of a feed-forward layer", INNER)):
         numbers |= {f"the model's {config[name]} {what}": config[name] for name in names if name in config}
-    wrong = [what for what, number in numbers.items() if number % tensor]
-    if not wrong:
+    if not any(number % tensor for number in numbers.values()):
         return []
-    able = [one for one in range(1, train.workers + 1) if not any(number % one for number in numbers.values())]
-    fix = f"write {' or '.join(map(str, able))}"
-    return [Problem("train.tensor", tensor, f"it does not divide {' nor '.join(wrong)}", fix)]
+    return [_undivided("train.tensor", tensor, numbers, train)]
 
 
 def _of_several(train: Train, config: Mapping[str, Any]) -> list[Problem]:

@@ -7,6 +7,7 @@ from rtrain.exchange.alive import Watch
 from rtrain.exchange.exchange import Exchange
 from rtrain.exchange.replicas import Say, unsaid
 from rtrain.exchange.replicated import Replicated
+from rtrain.strategies.context import Context
 from rtrain.strategies.cut import Cut
 from rtrain.strategies.fully import Fully
 from rtrain.strategies.pipeline import Pipeline, PipelineInShares
@@ -28,6 +29,8 @@ def build(
     import torch.distributed as dist
 
     workers = dist.get_world_size() if dist.is_initialized() else 1
+    if train.context > 1:
+        return Context(network, watch, say, context=train.context)
     shared = train.shard > 1 and workers > train.within
     within: dict[str, Any] = {"tensor": train.tensor, "sequence": train.sequence}
     if shared:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-REPLICAS, TENSOR, PIPELINE = "replicas", "tensor", "pipeline"
-WITHIN = (PIPELINE, TENSOR)
+REPLICAS, TENSOR, PIPELINE, CONTEXT = "replicas", "tensor", "pipeline", "context"
+WITHIN = (PIPELINE, CONTEXT, TENSOR)
 """Along what the workers of a replica are told apart, in the order of the grid's axes; the settings that say how many
 they are have these names."""
 

@@ -1,0 +1,128 @@
+"""What the tests of strategies train on workers, and how they look at it."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rtrain.batch import Head, Tokens
+from rtrain.checkpoints import checkpoint
+from rtrain.config import Distill, Recipe, load
+from rtrain.exchange import whole
+from rtrain.exchange.exchange import Exchange
+from rtrain.training import losses, optim, step
+from tests import test_training_loop
+from tests.test_training_step import TASK, make_rows, pick
+
+UPDATES = (13, 2, 1, 12)
+"""Rows of the updates, in passes of three; the third leaves one replica idle."""
+
+
+def held(network: torch.nn.Module) -> dict[str, int]:
+    """Bytes of weights and gradients that this worker has now."""
+    every = [one for one in network.parameters() if whole.here(one)]
+    grown = [one.grad for one in every if one.grad is not None]
+    return {name: sum(whole.local(one).nbytes for one in of) for name, of in (("weights", every), ("gradients", grown))}
+
+
+class Looking(losses.RunLoss):
+    """A loss that looks at what a worker has between a forward pass and its backward pass."""
+
+    def __init__(self, network: torch.nn.Module):
+        super().__init__(TASK, Distill(), Head())
+        self._network, self.held = network, dict[str, int]()
+
+    def __call__(self, logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        self.held = held(self._network)
+        return super().__call__(logits, tokens)
+
+
+class Kept(step.Observer):
+    """The gradients of an update, whole, and what this worker has of them."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, torch.Tensor] = {}
+        self.held: dict[str, int] = {}
+
+    def gradient(self, exchange: Exchange) -> None:
+        self.held = held(exchange.module)
+        own = {name: one.grad for name, one in exchange.module.named_parameters() if one.grad is not None}
+        self.found = {name: value.clone() for name, value in exchange.whole(own)}
+
+
+def recipe(**train: Any) -> Recipe:
+    return load("intent", {f"train.{name}": value for name, value in train.items()} | {"optim.lr": 1e-3}).recipe
+
+
+def share_of(number: int, world: int, rank: int) -> list[Tokens]:
+    """Passes of three rows, two of three of them the first replica's."""
+    rows = make_rows(UPDATES[number], seed=number)
+    every = [pick(rows, range(first, min(first + 3, len(rows)))) for first in range(0, len(rows), 3)]
+    return every if world == 1 else [one for place, one in enumerate(every) if (place % 3 == 2) == (rank == 1)]
+
+
+def trained(exchange: Exchange, kept: Path, **train: Any) -> list[dict[str, Any]]:
+    """Four updates by AdamW; rank 0 keeps gradients and weights."""
+    optimizer, found, gradients = optim.of_run(exchange, recipe(**train)), [], []
+    for number, count in enumerate(UPDATES):
+        share, rows = share_of(number, exchange.world, exchange.rank), step.row_sum(make_rows(count, number).row_ids)
+        seen, loss = Kept(), Looking(exchange.module)
+        done = step.run_update(
+            exchange, optimizer, loss, share, pad_id=0, clip_norm=1.0, rows=rows, observer=seen, measures=True
+        )
+        each: dict[str, Any] = {"loss": done.loss, "norm": done.gradient_norm, "rows": done.rows, "passes": done.passes}
+        noise = {"noise": done.noise is not None, "tells_noise": exchange.tells_noise}
+        found.append(each | noise | {"inside": loss.held, "after": seen.held})
+        gradients.append(seen.found)
+    weights = dict(exchange.whole({name: one.detach() for name, one in exchange.module.named_parameters()}))
+    moments = dict(exchange.whole(checkpoint.moments_of(exchange.module, optimizer)))
+    if weights:
+        kept.mkdir()
+        for name, value in (("gradients", gradients), ("weights", weights), ("moments", moments)):
+            torch.save(value, kept / f"{name}.pt")
+    return found
+
+
+class Failing:
+    """A task that cannot tell what its second pass has come to."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(TASK, name)
+
+    def outcomes(self, *given: Any) -> Any:
+        self.passes += 1
+        if self.passes == 2:
+            raise ValueError("no outcome")
+        return TASK.outcomes(*given)
+
+
+class Dying(losses.RunLoss):
+    """The loss of a worker that dies between a forward pass and its backward pass."""
+
+    def __call__(self, logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        os._exit(0)
+
+
+def told(ran: test_training_loop.Ran) -> dict[str, Any]:
+    """What a run has come to, as the tests compare it."""
+    assert ran.outcome is not None
+    return {
+        "from": ran.recorder.of("started")[0]["update"],
+        "scores": ran.outcome.scores,
+        "ledger": ran.outcome.ledger,
+        "losses": [fields["loss"] for fields in ran.recorder.of("evaluated") if "loss" in fields],
+    }
+
+
+def kept(folder: Path, name: str, what: str) -> Any:
+    return torch.load(folder / name / f"{what}.pt", weights_only=True)
+
+
+def weights_of(folder: Path, name: str, update: int) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(checkpoint.path_of(folder / name / "checkpoints", update) / "model.safetensors")
