@@ -272,11 +272,11 @@ def test_what_was_fetched_is_served_and_its_verdict_stays_as_it_was_made(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     address = web.put("a.tar.gz", packed(make_artifact(tmp_path / "other", seed=1)))
 
-    def begun(*given: object) -> None:
+    def begun(*given: object, **named: object) -> None:
         raise Begun
 
     with monkeypatch.context() as patch:
-        patch.setattr("rtrain.cluster.session.session", begun)
+        patch.setattr("serve.starting.session", begun)
         with pytest.raises(Begun):
             cli.main(["serve", address])
     rows = write_rows(tmp_path / "rows.csv", [(text, "abc"[at % 3]) for at, text in enumerate(CORPUS)])
@@ -298,10 +298,10 @@ def test_a_smaller_one_in_storage_is_served_by_its_verdict_alone(
     folder = openvino_artifact(tmp_path / "int8")
     put(folder, url)
 
-    def begun(*given: object) -> None:
+    def begun(*given: object, **named: object) -> None:
         raise Begun
 
-    monkeypatch.setattr("rtrain.cluster.session.session", begun)
+    monkeypatch.setattr("serve.starting.session", begun)
     with pytest.raises(SystemExit) as refused:
         cli.main(["serve", url])
     assert refused.value.code == 1

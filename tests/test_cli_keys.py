@@ -89,9 +89,9 @@ def test_an_artefact_of_any_name_is_served(
     monkeypatch.chdir(tmp_path)
     make_artifact(tmp_path / words[-1])
 
-    def begun(*given: object) -> None:
+    def begun(*given: object, **named: object) -> None:
         raise Begun
 
-    monkeypatch.setattr("rtrain.cluster.session.session", begun)
+    monkeypatch.setattr("serve.starting.session", begun)
     with pytest.raises(Begun):
         cli.main(["serve", *words])

@@ -183,6 +183,7 @@ def test_the_summary_of_a_run_of_two_starts(tmp_path: Path) -> None:
         "metrics": {"valid": scores(0.75), "test": scores(0.8)},
         "best_update": 6,
         "restarts": 1,
+        "interrupted_by": {},
         "data_digest": "d1",
         "order_digest": "o2",
         "overlap": {},

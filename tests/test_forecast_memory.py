@@ -286,7 +286,7 @@ def test_a_plan_takes_the_fullest_stage(encoder: Path) -> None:
     def activations(train: Train) -> float:
         passes = fitting.Pass((64,) * 16, tokens_of_update=8 * 1024.0)
         recipe = Recipe(name="a", task="classification", train=train.model_copy(update={"tokens_per_pass": 1024}))
-        [(_, need)] = fitting.needs(recipe, encoder, [Way()], passes, train.workers, "cpu")
+        [(_, need)] = fitting.needs(recipe, encoder, [Way(pipeline=train.pipeline)], passes, train.workers, "cpu")
         return need.activations
 
     every, few, whole = (activations(train) for train in (pipeline("gpipe"), pipeline("1f1b"), Train(workers=1)))

@@ -131,10 +131,10 @@ class Begun(Exception):
 def ray_is_near(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
-    def begun(*given: object) -> None:
+    def begun(*given: object, **named: object) -> None:
         raise Begun
 
-    monkeypatch.setattr("rtrain.cluster.session.session", begun)
+    monkeypatch.setattr("serve.starting.session", begun)
 
 
 @pytest.mark.usefixtures("ray_is_near")

@@ -97,9 +97,13 @@ def test_trials_that_share_nodes_leave_nothing_open(check: Callable[[Config], No
 def test_a_layout_that_does_not_fit_the_gpus_there_are_is_refused_before_rows_are_read(
     ground: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, layout: str
 ) -> None:
+    monkeypatch.setattr(supply, "up", lambda: [supply.Host({"CPU": 16.0, "GPU": 3.0})])
+    monkeypatch.setattr(supply, "may_start", lambda: supply.startable({}))
     monkeypatch.setattr(supply, "most", lambda kind, labels: 3)
     monkeypatch.setattr(device, "usable", lambda: True)
-    monkeypatch.setattr(nodes, "share", lambda config, source, weights, root: (source, weights))
+    monkeypatch.setattr(
+        nodes, "share", lambda config, source, weights, root: nodes.Shared(source, weights, {}, frozenset())
+    )
     rows = write_rows(tmp_path / "rows.csv", labelled_rows(60))
     asked = {"model.name": str(ground / "encoder"), "data.path": str(rows), "train.workers": 4, f"train.{layout}": 2}
     with pytest.raises(

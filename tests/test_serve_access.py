@@ -138,10 +138,10 @@ def test_insecure_goes_on_and_says_what_it_does(
     monkeypatch.chdir(tmp_path)
     folder = make_artifact(tmp_path / "artifact")
 
-    def begun(*given: object) -> None:
+    def begun(*given: object, **named: object) -> None:
         raise Begun
 
-    monkeypatch.setattr("rtrain.cluster.session.session", begun)
+    monkeypatch.setattr("serve.starting.session", begun)
     with pytest.raises(Begun):
         cli.main(["serve", str(folder), "--host", "0.0.0.0", *arguments])
     assert capfd.readouterr().err.startswith("insecure: whoever reaches 0.0.0.0 may ask the model without a key\n")
@@ -154,10 +154,10 @@ def test_keys_go_on_without_the_word(
     folder = make_artifact(tmp_path / "artifact")
     keys.add(Path("keys.json"), "shop")
 
-    def begun(*given: object) -> None:
+    def begun(*given: object, **named: object) -> None:
         raise Begun
 
-    monkeypatch.setattr("rtrain.cluster.session.session", begun)
+    monkeypatch.setattr("serve.starting.session", begun)
     with pytest.raises(Begun):
         cli.main(["serve", str(folder), "--host", "0.0.0.0", "--keys", "keys.json"])
     assert capfd.readouterr().err == UNENCRYPTED.format("keys and texts") + "\n"

@@ -167,7 +167,7 @@ def test_the_benchmark_of_a_link_leaves_its_times_in_the_study(tmp_path: Path, m
     (made := Run(tmp_path)).study_table.write_text(
         json.dumps(study_table.table([FIRST, TENTH], "accuracy").document), encoding="utf-8"
     )
-    monkeypatch.setattr(slow_network, "both", lambda mbit, given: [0.45] if mbit else [0.02, 0.01, 0.03])
+    monkeypatch.setattr(slow_network, "both", lambda mbit, given: {given[1]: [0.45] if mbit else [0.02, 0.01, 0.03]})
     found = slow_network.of_study(made, 1000, 3)
     kept = json.loads(made.study_table.read_text())
     assert study_table.measured(kept) == found["exchange_s"] == {"sockets": 0.02, "1000 Mbit/s": 0.45}

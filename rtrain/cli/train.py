@@ -26,7 +26,6 @@ from rtrain.cli.options import (
 )
 from rtrain.cli.output import show
 from rtrain.cli.search import searched
-from rtrain.cluster import preflight
 from rtrain.errors import ConfigError, UserError
 from rtrain.run import Run
 
@@ -105,6 +104,8 @@ def tune(
     if config.deploy.tune.study is not None:
         _study(context, config, folder, reuse, as_json)
         return
+    from rtrain.cluster import preflight
+
     if problems := preflight.overbooked(config, env.cores()):  # before Ray is imported, which takes seconds
         raise ConfigError(problems)
     from rtrain.report.live.progress import after

@@ -94,7 +94,12 @@ def load(name_or_file: str, overrides: Mapping[str, Any] | None = None) -> Confi
         document["train"] = _current(document["train"])
     if isinstance(document.get("tune"), dict) and document["tune"].keys() == RETIRED_TUNE:
         del document["tune"]
-    config = parse(document, overrides or {})
+    try:
+        config = parse(document, overrides or {})
+    except ConfigError as error:
+        if own and any(problem.field not in (overrides or {}) for problem in error.problems):
+            raise ConfigError(error.problems, f"The settings are those of {name_or_file}.") from None
+        raise
     return dataclasses.replace(config, named=config.named | (dotted(document).keys() if own else {"name", "task"}))
 
 

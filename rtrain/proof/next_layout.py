@@ -97,10 +97,10 @@ def run(
 
 def drops(recipe: Recipe, weights: Path) -> bool:
     """Whether the model in a folder drops activations when it is trained by a recipe."""
-    asked = recipe.model.attention_dropout
     known = documents.read(weights / "config.json")
-    if asked is not None:
-        known |= dict.fromkeys(DROPOUTS, asked)
+    for setting, (_, names) in DROPOUTS.items():
+        if (asked := getattr(recipe.model, setting)) is not None:
+            known |= {name: asked for name in names if name in known}
     rates = [value for name, value in known.items() if "dropout" in name and isinstance(value, int | float)]
     return any(rate > 0 for rate in rates)
 
