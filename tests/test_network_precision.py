@@ -11,7 +11,7 @@ from rtrain.errors import ConfigError
 from rtrain.network import precision
 from rtrain.network.precision import Native
 from rtrain.run import Run
-from rtrain.runs import worker
+from rtrain.runs import agreed
 from tests.test_exchange_ranks import begun, ended, joined
 
 INTEL = "processor\t: 0\nflags\t\t: fpu sse2 avx2 avx512f {}\nbugs\t\t: none\n\nprocessor\t: 1\nflags\t\t: fpu\n"
@@ -141,7 +141,7 @@ def apart(rank: int, world: int, folder: Path) -> list[str]:
         if run == "three" and rank == 0:
             Run(view).decide("precision", "fp16")
         try:
-            found.append(worker._precision(watch, device, Run(view), "auto"))
+            found.append(agreed.precision(watch, device, Run(view), "auto"))
         except ConfigError as error:
             found.append(str(error.problems[0]))
     found.append(str(_fits(rank, watch, folder)))
@@ -153,8 +153,8 @@ def _fits(rank: int, watch: Any, folder: Path) -> int | None:
     """What fits into a pass by rank 0's decision, which is in its view alone."""
     run = Run(folder / f"three-{rank}")
     if rank == 0:
-        run.decide(worker.PASS, 4096)
-    return worker._decided_size(watch, run)
+        run.decide(agreed.PASS, 4096)
+    return agreed.known_pass(watch, run)
 
 
 def test_workers_that_do_not_see_what_was_decided_compute_in_rank_zero_s_choice_or_refuse(tmp_path: Path) -> None:

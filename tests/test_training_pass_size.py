@@ -14,7 +14,7 @@ from rtrain.data.stores.store import Store
 from rtrain.exchange.alive import Watch
 from rtrain.network import model
 from rtrain.run import Run
-from rtrain.runs import worker
+from rtrain.runs import agreed
 from rtrain.training import losses, pass_size
 from rtrain.training.pass_size import LEAST, MOST, Peak, fitting, longest_rows
 from tests import test_training_loop
@@ -125,7 +125,7 @@ def test_a_gpu_s_own_figures_decide(
 
 def test_a_run_keeps_the_size_of_its_passes(tmp_path: Path) -> None:
     watch = Watch()
-    assert worker._smallest(watch, Run(tmp_path), None) is None  # a CPU, or as the recipe says
-    assert [worker._smallest(watch, Run(tmp_path), fits) for fits in (4096, 1024)] == [4096, 4096]
+    assert agreed.smallest_pass(watch, Run(tmp_path), None) is None  # a CPU, or as the recipe says
+    assert [agreed.smallest_pass(watch, Run(tmp_path), fits) for fits in (4096, 1024)] == [4096, 4096]
     assert Run(tmp_path).decisions == {"tokens_per_pass": 4096}
     assert [(event["kind"], event["tokens"]) for event in events.read(tmp_path)] == [("pass_size", 4096)]

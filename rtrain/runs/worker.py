@@ -18,7 +18,7 @@ from rtrain.data import ingest
 from rtrain.data.order import Order
 from rtrain.data.stores.store import Store, open_store
 from rtrain.doctor.forecast import guess
-from rtrain.errors import ConfigError, UserError
+from rtrain.errors import UserError
 from rtrain.exchange import ranks, whole
 from rtrain.exchange.alive import Watch
 from rtrain.metrics import scores
@@ -30,14 +30,13 @@ from rtrain.network import (
     packed,
     pooling,
     positions,
-    precision as formats,
     rounding,
     sentence,
     trimming,
 )
 from rtrain.report import cost
 from rtrain.run import Run
-from rtrain.runs import machines, notice, predictions, recovery, smaller
+from rtrain.runs import agreed, machines, notice, predictions, recovery, smaller
 from rtrain.runs.start import Start
 from rtrain.strategies import choose as strategies
 from rtrain.tasks import base
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     import torch
     import transformers
 
-PASS = "tokens_per_pass"
-"""The name under which a run keeps the decision."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
 
@@ -103,15 +100,19 @@ class _Worker:
         self.watch = Watch(self._run.stalled(self._rank), start.config.deploy.cluster.stall_s)
         self.reporter = _TrainReporter(self._run, self._rank)
         store, task = open_store(start.store), base.get(recipe.task)
+        self._device, self._in_parts = _device(), strategies.in_parts(recipe.train, self._world)
         self.network = self._network(store, task)
-        precision = _precision(self.watch, self.network.device, self._run, recipe.train.precision)
+        precision = agreed.precision(self.watch, self._device, self._run, recipe.train.precision)
         within = self._inner(task, precision)
         loss = losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing, within)
         self._fits = self._fitting(store, task, loss, precision)
-        touched_rows = start.shortcuts.touched_rows
         self.exchange = strategies.build(
-            self.network, recipe.train, self.watch, self.reporter.event, touched_rows=touched_rows
+            *(self.network, recipe.train, self.watch, self.reporter.event),
+            touched_rows=start.shortcuts.touched_rows,
+            device=self._device,
         )
+        if self._in_parts:
+            model.attend(self.network, training=True)
         self.reporter.event(
             cost.KIND,
             machines=machines.told(whole.device(self.network)),
@@ -132,7 +133,7 @@ class _Worker:
             until=min(start.until or order.updates, order.updates),
             rung=start.rung,
             replica=replica.of(start.config.deploy.cluster, start.run, start.owners),
-            measures=_measures(self.watch, self._run),
+            measures=agreed.measures(self.watch, self._run),
             profile=self._run.profile(self._rank) if start.profile else None,
         )
 
@@ -147,7 +148,8 @@ class _Worker:
             rounding.attach(network, begun)
         if recipe.train.gradient_checkpointing:
             model.keep_inputs_alone(network)
-        model.place(network, _device())
+        if not self._in_parts:  # else it is cut where it was read, and no GPU needs room for the whole of it
+            model.place(network, self._device)
         return network
 
     def _inner(self, task: base.Task, precision: str) -> inner.Inner | None:
@@ -165,20 +167,21 @@ class _Worker:
         pack = self._start.shortcuts.packed
         read = self.watch.busy()(lambda: model.build(folder, task, made.labels, 0, chosen, pack=pack))
         teacher = ranks.together(self.watch, read)
-        model.place(teacher, self.network.device)
+        model.place(teacher, self._device)
         teacher.requires_grad_(False).eval()
         ids = None if trimmed is None else trimming.old_ids(trimmed.kept)
         return inner.Inner(self.network, teacher, distill, model.pad_id(folder), precision, ids)
 
     def _fitting(self, store: Store, task: base.Task, loss: losses.RunLoss, precision: str) -> int | None:
-        """Tokens of a pass that fits on this worker's GPU; None on a CPU, or where the recipe says how many.
+        """Tokens of a pass that fits on this worker's GPU; None on a CPU, where the GPU has a part of the network, or
+        where the recipe says how many.
 
         Measured before the exchange is made, whose hooks only the passes of updates should meet.
         """
         recipe = self._start.config.recipe
-        if self.network.device.type == "cpu" or recipe.train.tokens_per_pass:
+        if self._device.type == "cpu" or self._in_parts or recipe.train.tokens_per_pass:
             return None
-        if known := _decided_size(self.watch, self._run):
+        if known := agreed.known_pass(self.watch, self._run):
             return known
 
         def made(tokens: int) -> Tokens:
@@ -193,7 +196,9 @@ class _Worker:
         start, train = self._start, self.job.recipe.train
         # Where padding costs nothing, the rows of a worker are regrouped: tokens alone say how many fit into a pass.
         most_rows = None if packed.enabled(self.network) else train.micro_batch
-        asked = train.tokens_per_pass or self._dealt(_smallest(self.watch, self._run, self._fits) or pass_size.ON_CPU)
+        unmeasured = pass_size.IN_PARTS if self._device.type != "cpu" and self._in_parts else pass_size.ON_CPU
+        fits = agreed.smallest_pass(self.watch, self._run, self._fits)
+        asked = train.tokens_per_pass or self._dealt(fits or unmeasured)
         most_tokens = recovery.tokens_per_pass(asked, start.halvings)
         if self._rank == 0 and most_tokens < asked:
             self._run.append("smaller_passes", tokens=most_tokens)
@@ -264,45 +269,6 @@ def _device() -> "torch.device":
 
     given = ray.get_gpu_ids() and not env.gpus_are_counted()
     return ray.train.torch.get_device() if given else torch.device("cpu")
-
-
-def _precision(watch: Watch, device: "torch.device", run: Run, wanted: str) -> str:
-    """Rank 0's device decides, once; a format that some other device lacks is refused there by name.
-
-    Rank 0 alone reads what was decided before, and tells the others: on a mounted folder they may not see a file that
-    was just written, and would decide apart.
-    """
-    native = formats.of(device)
-    place = ranks.decided(watch, lambda: formats.FORMATS.index(formats.decide(run, wanted, native)))
-    chosen = formats.FORMATS[place]
-    if problems := formats.problems(chosen, native):
-        raise ConfigError(problems)
-    return chosen
-
-
-def _measures(watch: Watch, run: Run) -> bool:
-    """Whether the noise of gradients is measured: always, but in a run that an earlier version began, whose rows were
-    dealt otherwise. It goes on with the same sums, bit for bit."""
-    return bool(ranks.decided(watch, lambda: int(run.decide("noise", int(run.first("started") is None)))))
-
-
-def _decided_size(watch: Watch, run: Run) -> int | None:
-    """Tokens of a pass as an earlier start has decided: rank 0 reads it and tells the others."""
-    return ranks.decided(watch, lambda: int(run.decisions.get(PASS, 0))) or None
-
-
-def _smallest(watch: Watch, run: Run, fits: int | None) -> int | None:
-    """Tokens of a pass that fits on every worker's GPU. Rank 0 decides, once."""
-    if fits is None:
-        return None
-    smallest = -ranks.most(-fits)
-
-    def keep() -> int:
-        if PASS not in run.decisions:
-            run.append("pass_size", tokens=smallest)
-        return int(run.decide(PASS, smallest))
-
-    return ranks.decided(watch, keep)
 
 
 def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]) -> tuple[loop.Job, loop.Outcome]:

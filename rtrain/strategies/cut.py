@@ -33,10 +33,11 @@ class Cut(Parted):
         *,
         tensor: int = 1,
         sequence: bool = False,
-        **sizes: int,
+        **others: Any,
     ):
-        """`sequence`: between layers' products, each worker of a replica has some of the tokens."""
-        super().__init__(module, watch, say, tensor=tensor, **sizes)
+        """`sequence`: between layers' products, each worker of a replica has some of the tokens. `others`: as `Parted`
+        has them."""
+        super().__init__(module, watch, say, tensor=tensor, **others)
         self.leave(module)
         if tensor > 1:
             cut_layers(module, self._grid[mesh.TENSOR], sequence)
