@@ -116,6 +116,8 @@ def _worker(rank: int, folder: Path) -> None:
             torch.save(guessed(folder, family, name), folder / f"{family}-{name}-{rank}.pt")
     for name in runs(slow=False):
         found["runs"][name] = _run(folder, name, rank)
+    offloaded = choose.build(make_network(folder / "encoder"), recipe(shard=3, offload=True).train)
+    trained(offloaded, folder / "offload", shard=3)
     found["failed"] = {name: _failing(folder, LAYOUTS[name], rank) for name in SHARES}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     (folder / f"died-{rank}").write_text(_left_alone(rank, folder))
@@ -264,6 +266,15 @@ def test_each_worker_has_its_share_of_weights_and_gradients(name: str) -> None:
         share = (0.6, 0.75) if "tensor" in name else (1.0, 1.0)
         assert all(one["weights"] <= share[0] * size and one["gradients"] <= share[1] * size for one in after)
         assert [one["weights"] for one in inside] == [one["weights"] for one in after]
+
+
+def test_shares_in_the_processor_s_memory_are_the_same_bit_for_bit() -> None:
+    """On a processor, where they are there in any case: what a GPU's are told goes through."""
+    _, folder = on_workers()
+    for what in ("weights", "moments"):
+        own, others = kept(folder, "offload", what), kept(folder, "shard 3", what)
+        assert own.keys() == others.keys()
+        assert all(torch.equal(own[name], value) for name, value in others.items())
 
 
 @pytest.mark.parametrize("name", SHARES)

@@ -31,6 +31,7 @@ def test_what_can_be_is_not_refused(tmp_path: Path) -> None:
         for schedule in schedules.SCHEDULES:
             assert problems(tmp_path, model, train__pipeline=2, train__workers=4, train__schedule=schedule) == []
             assert problems(tmp_path, model, train__context=2, train__workers=4) == []
+            assert problems(tmp_path, model, train__offload=True, train__shard=3) == []
             for shard in (0, 2, 3):
                 three = {"train__pipeline": 2, "train__tensor": 2, "train__shard": shard, "train__workers": 8}
                 found = problems(tmp_path, model, train__schedule=schedule, **three)
@@ -116,6 +117,14 @@ def test_what_can_be_is_not_refused(tmp_path: Path) -> None:
         ),
         (BERT, {"train__context": 2, "distill__hidden": 1.0}, "distill.hidden", "all of the student's tokens; write 0"),
         (BERT, {"train__context": 2, "train__min_workers": 2}, "train.min_workers", "or write train.context=1"),
+        (BERT, {"train__offload": True}, "train.offload", "train.shard=2 or 3 of several replicas makes shares"),
+        (BERT, {"train__offload": True, "train__shard": 3, "train__tensor": 2}, "train.offload", "several replicas"),
+        (
+            BERT,
+            {"train__offload": True, "train__shard": 3, "train__device": "cpu"},
+            "train.offload",
+            "the processor's memory is where everything lies already; write false",
+        ),
         (BERT, {"train__sequence": True}, "train.sequence", "write false, or train.tensor=2"),
         (BERT, {"train__sequence": True, "train__shard": 3}, "train.sequence", "write false, or train.tensor=2"),
         (BERT, {"train__pipeline": 2, "train__min_workers": 2}, "train.min_workers", "leave it out, or"),

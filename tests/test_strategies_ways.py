@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rtrain import config
 from rtrain.config import Recipe
 from rtrain.errors import ConfigError
-from rtrain.strategies import ways
+from rtrain.exchange import whole
+from rtrain.strategies import choose, ways
 from rtrain.strategies.ways import Way
 from tests.test_strategies_allowed import BERT
 
@@ -124,3 +126,24 @@ def test_settings_beside_auto_are_refused_and_it_changes_no_identity() -> None:
     found = {problem.field: problem for problem in caught.value.problems}
     assert found.keys() == {"train.shard", "train.tensor"}
     assert "train.strategy=manual" in found["train.shard"].fix
+
+
+def test_a_network_is_put_on_its_device_in_parts_where_no_worker_has_all_of_it() -> None:
+    def parts(workers: int, **train: Any) -> bool:
+        settings = {f"train__{name}": value for name, value in train.items()}
+        return choose.in_parts(recipe(**settings, train__workers=workers).train, workers)
+
+    assert not any((parts(2), parts(2, shard=1), parts(1, shard=3), parts(4, context=2)))
+    assert all((parts(2, shard=2), parts(2, tensor=2), parts(2, pipeline=2), parts(4, tensor=2, shard=3)))
+
+
+def test_what_a_worker_has_is_moved_and_what_others_have_stays_away() -> None:
+    layer = torch.nn.BatchNorm1d(3)
+    layer.bias = torch.nn.Parameter(torch.zeros(3, device="meta"))
+    weight, buffers = layer.weight, dict(layer.named_buffers())
+    whole.move(layer, torch.device("cpu"))
+    assert (layer.weight is weight, layer.bias.is_meta) == (True, True)
+    assert dict(layer.named_buffers()).keys() == buffers.keys()
+    assert whole.device(layer).type == "cpu"
+    setattr(layer, whole.COMPUTES, torch.device("cuda"))  # what lies elsewhere between passes
+    assert whole.device(layer).type == "cuda"

@@ -17,10 +17,23 @@ def here(tensor: "torch.Tensor") -> bool:
     return tensor.device.type != "meta"
 
 
+COMPUTES = "rtrain_computes"
+"""Attribute of a module whose weights lie elsewhere between passes: the device on which it computes."""
+
+
 def device(module: "torch.nn.Module") -> "torch.device":
-    """Where the weights are that this worker has; `meta`, where nobody has any."""
+    """Where this worker computes the module: where the weights are that it has, unless `COMPUTES` says otherwise;
+    `meta`, where nobody has any."""
     every = list(module.parameters())
-    return next((one.device for one in every if here(one)), every[0].device)
+    found: torch.device = next((one.device for one in every if here(one)), every[0].device)
+    return getattr(module, COMPUTES, found)
+
+
+def move(module: "torch.nn.Module", device: "torch.device") -> None:
+    """Put what this worker has of a module on a device, one tensor after another."""
+    for one in (*module.parameters(), *module.buffers()):
+        if here(one):
+            one.data = one.data.to(device)
 
 
 def full(tensor: "torch.Tensor") -> "torch.Tensor":

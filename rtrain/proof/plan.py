@@ -45,7 +45,7 @@ FP32 = "shard 3"
 """The layout that is trained in fp32 too, where its exchanges are others than in float64."""
 PLAIN = {
     **{"shard": 0, "tensor": 1, "sequence": False, "pipeline": 1, "context": 1},
-    **{"gradient_compression": "none"},
+    **{"gradient_compression": "none", "offload": False},
 }
 """Settings of a case without a layout. Compression is left out: the user asked for what it loses, and the sums are not
 at fault."""

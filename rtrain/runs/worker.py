@@ -103,17 +103,22 @@ class _Worker:
         self.watch = Watch(self._run.stalled(self._rank), start.config.deploy.cluster.stall_s)
         self.reporter = _TrainReporter(self._run, self._rank)
         store, task = open_store(start.store), base.get(recipe.task)
+        self._device = _device(recipe.train.gpus_per_worker)
+        self._in_parts = strategies.in_parts(recipe.train, self._world)
         self.network = self._network(store, task)
-        precision = decisions.precision(self.watch, self.network.device, self._run, recipe.train.precision)
+        precision = decisions.precision(self.watch, self._device, self._run, recipe.train.precision)
         formats.widen(self.network, precision)
         within = self._inner(task, precision)
         loss = losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing, within)
         self._fits = self._fitting(store, task, loss, precision)
         self._speeds = self._timed(store, task, loss, precision)
-        touched_rows = start.shortcuts.touched_rows
         self.exchange = strategies.build(
-            self.network, recipe.train, self.watch, self.reporter.event, touched_rows=touched_rows
+            *(self.network, recipe.train, self.watch, self.reporter.event),
+            touched_rows=start.shortcuts.touched_rows,
+            device=self._device,
         )
+        if self._in_parts:
+            model.attend(self.network, training=True)
         self.reporter.event(
             cost.KIND,
             machines=machines.told(whole.device(self.network), recipe.train.gpus_per_worker),
@@ -149,7 +154,8 @@ class _Worker:
             rounding.attach(network, begun)
         if recipe.train.gradient_checkpointing:
             model.keep_inputs_alone(network)
-        model.place(network, _device(self._start.config.recipe.train.gpus_per_worker))
+        if not self._in_parts:  # else it is cut where it was read, and no GPU needs room for the whole of it
+            model.place(network, self._device)
         return network
 
     def _inner(self, task: base.Task, precision: str) -> inner.Inner | None:
@@ -167,19 +173,20 @@ class _Worker:
         pack = self._start.shortcuts.packed
         read = self.watch.busy()(lambda: model.build(folder, task, made.labels, 0, chosen, pack=pack))
         teacher = ranks.together(self.watch, read)
-        model.place(teacher, self.network.device)
+        model.place(teacher, self._device)
         teacher.requires_grad_(False).eval()
         formats.widen(teacher, precision)
         ids = None if trimmed is None else trimming.old_ids(trimmed.kept)
         return inner.Inner(self.network, teacher, distill, model.pad_id(folder), precision, ids)
 
     def _fitting(self, store: Store, task: base.Task, loss: losses.RunLoss, precision: str) -> int | None:
-        """Tokens of a pass that fits on this worker's GPU; None on a CPU, or where the recipe says how many.
+        """Tokens of a pass that fits on this worker's GPU; None on a CPU, where the GPU has a part of the network, or
+        where the recipe says how many.
 
         Measured before the exchange is made, whose hooks only the passes of updates should meet.
         """
         recipe = self._start.config.recipe
-        if self.network.device.type == "cpu" or recipe.train.tokens_per_pass:
+        if self._device.type == "cpu" or self._in_parts or recipe.train.tokens_per_pass:
             return None
         if known := decisions.size(self.watch, self._run):
             return known
@@ -205,8 +212,9 @@ class _Worker:
         start, train = self._start, self.job.recipe.train
         # Where padding costs nothing, the rows of a worker are regrouped: tokens alone say how many fit into a pass.
         most_rows = None if packed.enabled(self.network) else train.micro_batch
+        unmeasured = pass_size.IN_PARTS if self._device.type != "cpu" and self._in_parts else pass_size.ON_CPU
         fits = decisions.smallest(self.watch, self._run, self._fits)
-        asked = train.tokens_per_pass or self._dealt(fits or pass_size.ON_CPU)
+        asked = train.tokens_per_pass or self._dealt(fits or unmeasured)
         most_tokens = recovery.tokens_per_pass(asked, start.halvings)
         if self._rank == 0 and most_tokens < asked:
             self._run.append("smaller_passes", tokens=most_tokens)

@@ -24,6 +24,8 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
     if train.sequence and train.tensor == 1:
         reason = "tokens are cut between the workers of a replica, which train.tensor=1 has one of"
         found.append(Problem("train.sequence", True, reason, "write false, or train.tensor=2"))
+    if train.offload:
+        found += _of_offload(train)
     if shared or within:
         asked, fix = f"with {' and '.join(shared + within)}", f"leave out {' and '.join(shared + within)}"
         for name, neutral, reason in (
@@ -46,6 +48,15 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
     if train.tensor > 1:
         found += _of_tensor(train, config) + _of_several(train, config)
     return found + (schedules.problems(train, config) if train.pipeline > 1 else [])
+
+
+def _of_offload(train: Train) -> list[Problem]:
+    reason = ""
+    if train.shard < 2 or train.replicas == 1:
+        reason = "shares lie in the processor's memory, and train.shard=2 or 3 of several replicas makes shares"
+    elif train.device == "cpu":
+        reason = "the processor's memory is where everything lies already"
+    return [Problem("train.offload", True, reason, "write false")] if reason else []
 
 
 def _of_replicas(recipe: Recipe, within: str) -> list[Problem]:

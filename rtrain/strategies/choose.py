@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from rtrain.config import Train
+from rtrain.exchange import whole
 from rtrain.exchange.alive import Watch
 from rtrain.exchange.exchange import Exchange
 from rtrain.exchange.replicas import Say, unsaid
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     import torch
 
 
+def in_parts(train: Train, workers: int) -> bool:
+    """Whether no worker has all of the network, which is then cut where it was read and put on its device in parts."""
+    return train.pipeline > 1 or train.tensor > 1 or (train.shard > 1 and workers > train.within)
+
+
 def build(
     network: "torch.nn.Module",
     train: Train,
@@ -24,22 +30,29 @@ def build(
     say: Say = unsaid,
     *,
     touched_rows: bool = True,
+    device: "torch.device | None" = None,
 ) -> Exchange:
-    """The exchange of a network, which is on its device. Called on every worker."""
+    """The exchange of a network. Called on every worker. `device`: where the network is to compute, if not where it is;
+    of a network that is not `in_parts` it is."""
     import torch.distributed as dist
 
     workers = dist.get_world_size() if dist.is_initialized() else 1
-    if train.context > 1:
-        return Context(network, watch, say, context=train.context)
+    if not in_parts(train, workers):
+        if train.context > 1:
+            return Context(network, watch, say, context=train.context)
+        kind = OptimizerShares if train.shard else Replicated
+        by, compressed = train.transport, train.gradient_compression
+        return kind(network, watch, say, touched_rows=touched_rows, by=by, compressed=compressed)
+    cut: dict[str, Any] = {"tensor": train.tensor, "sequence": train.sequence, "device": device}
     shared = train.shard > 1 and workers > train.within
-    within: dict[str, Any] = {"tensor": train.tensor, "sequence": train.sequence}
     if shared:
-        within["weights"] = train.shard == 3
+        cut |= {"weights": train.shard == 3, "offload": train.offload}
+    made: Exchange
     if train.pipeline > 1:
         staged = PipelineInShares if shared else Pipeline
-        return staged(network, watch, say, pipeline=train.pipeline, schedule=train.schedule, **within)
-    if shared or train.tensor > 1:
-        return (Fully if shared else Cut)(network, watch, say, **within)
-    kind = OptimizerShares if train.shard else Replicated
-    by, compressed = train.transport, train.gradient_compression
-    return kind(network, watch, say, touched_rows=touched_rows, by=by, compressed=compressed)
+        made = staged(network, watch, say, pipeline=train.pipeline, schedule=train.schedule, **cut)
+    else:
+        made = (Fully if shared else Cut)(network, watch, say, **cut)
+    if device is not None and not shared:  # `fully_shard` has put shares where they belong
+        whole.move(network, device)
+    return made

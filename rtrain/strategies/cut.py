@@ -35,10 +35,11 @@ class Cut(Parted):
         *,
         tensor: int = 1,
         sequence: bool = False,
-        **sizes: int,
+        **others: Any,
     ):
-        """`sequence`: between layers' products, each worker of a replica has some of the tokens."""
-        super().__init__(module, watch, say, tensor=tensor, **sizes)
+        """`sequence`: between layers' products, each worker of a replica has some of the tokens. `others`: as `Parted`
+        has them."""
+        super().__init__(module, watch, say, tensor=tensor, **others)
         self._cut = tensor > 1
         self.leave(module)
         if self._cut:

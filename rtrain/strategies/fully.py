@@ -39,27 +39,33 @@ class Fully(Cut):
         tensor: int = 1,
         sequence: bool = False,
         weights: bool = True,
-        **sizes: Any,
+        offload: bool = False,
+        **others: Any,
     ):
         """`weights`: between two passes over a layer, keep a share of its weights alone (stage 3); else they are whole
-        from an update's first pass to its last (stage 2)."""
-        from torch.distributed.fsdp import fully_shard
+        from an update's first pass to its last (stage 2). `offload`: shares of weights, gradients and moments lie in
+        the processor's memory, where the optimizer updates them; on a processor they do in any case."""
+        import torch
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-        super().__init__(module, watch, say, tensor=tensor, sequence=sequence, **sizes)
+        super().__init__(module, watch, say, tensor=tensor, sequence=sequence, **others)
+        policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+        setattr(module, whole.COMPUTES, self._device)
         torch_internals.hush_redistribution()
         # Nothing writes into what a pass answers.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         layers = layerwise.layers(getattr(module, "base_model", module)) or ()
         self._parts: Any = [*(layer for layer in layers if all(map(whole.here, layer.parameters()))), module]
         self._weights = weights
-        others = {one for one in module.parameters() if not whole.here(one)}
+        absent = {one for one in module.parameters() if not whole.here(one)}
         for part in self._parts:
             fully_shard(
                 part,
                 mesh=self._grid[mesh.REPLICAS],
                 reshard_after_forward=None if weights else False,
                 shard_placement_fn=_across,
-                ignored_params=others,
+                ignored_params=absent,
+                offload_policy=policy,
             )
             part.set_force_sum_reduction_for_comms(True)  # Gloo takes no means
             part.set_custom_all_gather(_Told(self.timeline, gathered))

@@ -24,11 +24,14 @@ class Parted(Replicas):
         module: "torch.nn.Module",
         watch: Watch | None = None,
         say: Say = unsaid,
+        *,
+        device: "torch.device | None" = None,
         **sizes: int,
     ):
-        """`say` is told how much of the optimizer's state each worker has. `sizes`: of the grid, as `mesh.grid` has
-        them."""
-        self._grid = mesh.grid(sizes, whole.device(module).type)
+        """`say` is told how much of the optimizer's state each worker has. `device`: where the network is to compute,
+        if not where it is: its parts are put there once they are cut. `sizes`: of the grid, as `mesh.grid` has them."""
+        self._device = device or whole.device(module)
+        self._grid = mesh.grid(sizes, self._device.type)
         super().__init__(module, watch, say, self._grid.get_group(mesh.REPLICAS))
         self._within = mesh.replica(self._grid)
 

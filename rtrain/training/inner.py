@@ -15,6 +15,7 @@ import numpy as np
 from rtrain.batch import Ints, Tokens, padded
 from rtrain.config import Distill, Recipe
 from rtrain.errors import Problem
+from rtrain.exchange import whole
 from rtrain.network import beside, packed
 from rtrain.network.device import moved
 from rtrain.network.layout import Layout, layout_of
@@ -112,7 +113,7 @@ class Inner:
         asked = tokens if self._ids is None else replace(tokens, ids=self._ids[tokens.ids].astype(np.int32))
         with torch.no_grad():
             forward(self._teacher, asked, self._pad_id, self._precision, self._wanted)
-        layout = layout_of(tokens, self._distill.relation_heads, next(self._student.parameters()).device)
+        layout = layout_of(tokens, self._distill.relation_heads, whole.device(self._student))
         mine, theirs = self._mine.taken(tokens, layout), self._theirs.taken(tokens, layout)
         sums = []
         if self._distill.relations:
