@@ -1,5 +1,7 @@
 """The mean of a text's tokens in place of its first one's vector, for every way in which heads read an encoder."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +112,22 @@ def test_what_cannot_pool_is_refused(tmp_path: Path) -> None:
     [problem] = model.problems(config.load("entities", {"model.pooling": "mean"}).recipe)
     assert (problem.field, problem.reason) == ("model.pooling", "token_tags answers each token")
     assert model.problems(config.load("intent", {"model.pooling": "mean"}).recipe) == []
+
+
+def test_networks_are_made_one_at_a_time(tmp_path: Path) -> None:
+    """Two threads that load at once would leave transformers' own functions replaced, and tie no weights any more."""
+    folder, inside, most = make_encoder(tmp_path / "encoder"), list[int](), list[int]()
+
+    class Auto:
+        @staticmethod
+        def from_pretrained(*given: Any, **named: Any) -> Any:
+            inside.append(1)
+            time.sleep(0.05)
+            most.append(len(inside))
+            inside.pop()
+            return transformers.AutoModelForMaskedLM.from_pretrained(*given, **named)
+
+    with ThreadPoolExecutor(3) as pool:
+        made = list(pool.map(lambda number: pooling.load(Auto, folder)[0], range(3)))
+    assert most == [1, 1, 1]
+    assert all(one.get_output_embeddings().weight is one.get_input_embeddings().weight for one in made)

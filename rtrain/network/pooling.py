@@ -4,6 +4,7 @@ Transformers alone knows nothing of it, and would answer wrongly without a word.
 that it refuses, and read here.
 """
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,10 @@ GUARD = (1, 1, 1)
 """Dimensions before the two of each of a head's matrices, where it reads the mean or attention is local (`local`):
 `AutoModelFor...` ends with an error of mismatched sizes, whereas `AutoModel` and sentence-transformers load the
 encoder, and leave the head out."""
+
+MAKING = threading.Lock()
+"""Held while transformers makes a network. It replaces its own functions and torch's meanwhile, for the whole process;
+of two threads each would put back what the other has left, and no weights would be tied, or drawn, from then on."""
 
 
 def pool_by_mean(network: "transformers.PreTrainedModel") -> None:
@@ -98,16 +103,17 @@ def load(
 
     transformers.utils.logging.disable_progress_bar()
     network: transformers.PreTrainedModel
-    network, read = auto.from_pretrained(
-        folder,
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=False,
-        dtype=torch.float32,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-        **settings,
-    )
+    with MAKING:
+        network, read = auto.from_pretrained(
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **settings,
+        )
     others = []
     for name, stored, wanted in sorted(read["mismatched_keys"]):
         if tuple(stored) == (*GUARD, *wanted):
