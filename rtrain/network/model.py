@@ -150,10 +150,8 @@ def shaped(folder: Path, task: base.Task, outputs: int, chosen: Model | None = N
         known.max_position_embeddings = max(known.max_position_embeddings, longer)
     if chosen.local_attention is not None:
         setattr(known, local.KEY, chosen.local_attention)
-    with (
-        pooling.MAKING,
-        no_init_weights(),
-    ):  # ModernBERT's are drawn until all of them are small enough: it asks for their numbers
+    # ModernBERT's weights would be drawn until all of them are small enough, for which it asks for their numbers.
+    with pooling.MAKING, no_init_weights():
         model = auto_class(task.auto_model).from_config(known, trust_remote_code=False)
     model.tie_weights()
     head = [name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
