@@ -138,6 +138,15 @@ def test_the_mark_is_kept_in_the_cluster_s_store(monkeypatch: pytest.MonkeyPatch
     store: dict[bytes, bytes] = {}
     monkeypatch.setattr(internal_kv, "_internal_kv_put", store.__setitem__)
     monkeypatch.setattr(internal_kv, "_internal_kv_exists", store.__contains__)
+    monkeypatch.setattr(internal_kv, "_internal_kv_initialized", lambda: True)
     assert not private.is_private()
     private.mark()
     assert private.is_private()
+
+
+def test_a_process_without_ray_has_no_private_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is built before Ray starts asks too."""
+    from ray.experimental import internal_kv
+
+    monkeypatch.setattr(internal_kv, "global_gcs_client", None)
+    assert not private.is_private()

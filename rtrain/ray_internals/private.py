@@ -71,9 +71,10 @@ def mark() -> None:
 
 
 def is_private() -> bool:
+    """Whether the Ray that this process is connected to is a private one; without a Ray it is not."""
     from ray.experimental import internal_kv
 
-    return bool(internal_kv._internal_kv_exists(MARK))
+    return internal_kv._internal_kv_initialized() and bool(internal_kv._internal_kv_exists(MARK))
 
 
 def _raylets(word: str, ahead: int) -> str:
