@@ -63,6 +63,11 @@ def test_a_start_an_update_and_an_evaluation(capsys: pytest.CaptureFixture[str])
     ]
 
 
+def test_a_run_that_logs_every_update_prints_a_line_a_second_and_the_last(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, *(update(number, 10.0 + number / 8) for number in range(1, 101)))
+    assert [int(line.split()[1].partition("/")[0]) for line in lines] == [*range(1, 101, 8), 100]
+
+
 def test_which_weights_are_the_run_s_is_said_and_what_parts_a_tie(capsys: pytest.CaptureFixture[str]) -> None:
     found = {"kind": "best", "update": 8, "of": 6, "headline": "accuracy", "score": 11 / 12, "loss": 0.25}
     assert shown(

@@ -49,6 +49,9 @@ WAITING_S = 25.0
 """Seconds after which a search says again that trials wait for nodes; each trial says so every 30 s."""
 PULSE = 60.0
 """Seconds without a line after which, off a terminal, a search says how far it is."""
+SPACING = 1.0
+"""Least seconds between two lines of progress off a terminal: trials log every update, and a student of the search's
+winner, which has its settings, would print hundreds of lines."""
 
 
 class Line:
@@ -67,6 +70,8 @@ class Line:
         self._waiting_told = -math.inf
         """When it was last said that trials wait for nodes."""
         self._kept = 0.0
+        self._progressed = -math.inf
+        """Time of the newest progress that was told off a terminal."""
         self._lock = threading.Lock()
         """A search's own events and those of its trials come from different threads."""
         self._trial: int | None = None
@@ -124,7 +129,11 @@ class Line:
             self._waited.enter("writing")
             self._now("writing predictions, scores and the artefact")
         elif kind == "progress":
-            self._now(f"update {event['update']}/{event['of']}  loss {event['loss']:.4f}{self._pace(event)}")
+            text = f"update {event['update']}/{event['of']}  loss {event['loss']:.4f}{self._pace(event)}"
+            is_due = event["time"] - self._progressed >= SPACING or event["update"] == event["of"]
+            if self._status or self._search or is_due:
+                self._progressed = event["time"]
+                self._now(text)
         elif kind == "answered":
             speed = event["rows_per_second"]
             pace = "" if speed is None else f"  {speed:,.0f} rows/s  {event['left_s']:.0f} s left"
