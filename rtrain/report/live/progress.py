@@ -129,11 +129,7 @@ class Line:
             self._waited.enter("writing")
             self._now("writing predictions, scores and the artefact")
         elif kind == "progress":
-            text = f"update {event['update']}/{event['of']}  loss {event['loss']:.4f}{self._pace(event)}"
-            is_due = event["time"] - self._progressed >= SPACING or event["update"] == event["of"]
-            if self._status or self._search or is_due:
-                self._progressed = event["time"]
-                self._now(text)
+            self._pass(event)
         elif kind == "answered":
             speed = event["rows_per_second"]
             pace = "" if speed is None else f"  {speed:,.0f} rows/s  {event['left_s']:.0f} s left"
@@ -210,6 +206,12 @@ class Line:
             self._keep(text)
         if self._status:
             self._now(self._search.standing)
+
+    def _pass(self, event: dict[str, Any]) -> None:
+        is_due = event["time"] - self._progressed >= SPACING or event["update"] == event["of"]
+        if self._status or self._search or is_due:
+            self._progressed = event["time"]
+            self._now(f"update {event['update']}/{event['of']}  loss {event['loss']:.4f}{self._pace(event)}")
 
     def _pace(self, event: dict[str, Any]) -> str:
         """Speed and time left by the wall clock since this start's first progress, which follows its first batch."""
