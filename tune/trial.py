@@ -140,8 +140,11 @@ def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
             )
     except NonFinite as error:
         return [{"kind": "diverged", "why": str(error).splitlines()[0], "seconds": seconds_of(run)}]
+    except notice.AskedToEnd:
+        return []
     except UserError as error:
-        return [{"kind": "failed", "error": str(error).splitlines()[0], "seconds": seconds_of(run)}]
+        if not run.finished:  # one that is ended though the storage does not answer: its copy alone is not whole
+            return [{"kind": "failed", "error": str(error).splitlines()[0], "seconds": seconds_of(run)}]
     except Exception as error:
         run.folder.mkdir(parents=True, exist_ok=True)
         kept = failures.keep_traceback(run, "error", error)
