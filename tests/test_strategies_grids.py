@@ -34,6 +34,8 @@ FOUR: dict[str, dict[str, Any]] = {
     "context of 2": {"context": 2},
     "sequence, shard 2": {"tensor": 2, "sequence": True, "shard": 2},
 }
+SLOW = ("interleaved, shard 2", "context of 2", "sequence, shard 2")
+"""Grids of the slow tests: each of their two axes stands in another one, or is a layout of `test_strategies`."""
 EIGHT: dict[str, dict[str, Any]] = {
     "2x2x2": {"pipeline": 2, "tensor": 2},
     "2x2x2, shard 3": {"pipeline": 2, "tensor": 2, "shard": 3},
@@ -83,15 +85,21 @@ def _fewer(folder: Path, name: str, rank: int, world: int, kill: int | None, **t
     return [event["update"] for event in begun.recorder.of("started")]
 
 
-def _worker(rank: int, folder: Path) -> None:
+def _grids(rank: int, folder: Path, slow: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"updates": {}, "scores": {}, "resumed": {}}
-    joined(rank, 4, folder)
-    for name, train in FOUR.items():
+    for name in (name for name in FOUR if (name in SLOW) == slow):
+        train = FOUR[name]
         exchange = choose.build(make_network(folder / "encoder"), recipe(**train).train)
         found["updates"][name] = trained(exchange, folder / name, workers=4, **train)
         for family in FAMILIES:
             torch.save(guessed(folder, family, train), folder / f"{family}-{name}-{rank}.pt")
         found["scores"][name] = scored(folder, train)
+    return found
+
+
+def _worker(rank: int, folder: Path) -> None:
+    joined(rank, 4, folder)
+    found = _grids(rank, folder, slow=False)
     for name, train in HEADS.items():
         trained(choose.build(make_network(folder / "four"), recipe(**train).train), folder / name, workers=4, **train)
     for name in FEWER:
@@ -114,6 +122,7 @@ def _eight(rank: int, folder: Path) -> None:
         for name in BITS:
             for place, kill in (("straight", None), ("killed", KILLED_AT), ("killed", None)):
                 _whole(folder, f"{name}, {place}", rank, kill, **FOUR[name])
+        (folder / f"{rank}.json").write_text(json.dumps(_grids(rank, folder, slow=True)))
 
 
 def _whole(folder: Path, name: str, rank: int, kill: int | None, **train: Any) -> None:
@@ -130,20 +139,20 @@ def _ran_once(slow: bool) -> Results | Exception:
     atexit.register(shutil.rmtree, folder)
     try:
         make_still_encoder(folder / "encoder", layers=LAYERS)
-        test_training_loop.make_ground(folder / ("ground" if slow else "still"))
+        for ground in ("ground", "still") if slow else ("still",):
+            test_training_loop.make_ground(folder / ground)
+        make_still_encoder(folder / "still" / "encoder")
         for family in FAMILIES:
             make_masked(folder / family, family, layers=LAYERS)
         make_modern(folder / "four", num_attention_heads=4, num_hidden_layers=LAYERS)
         for place, name in (("encoder", "alone"), ("four", "alone, four")):
             trained(Replicas(make_network(folder / place)), folder / name)
-        if slow:
-            run(_eight, (folder,), 8, within=800.0)
-            return [], folder
-        make_still_encoder(folder / "still" / "encoder")
-        _fewer(folder, "whole", 0, 1, None)
-        run(_worker, (folder,), 4, within=800.0)
+        if not slow:
+            _fewer(folder, "whole", 0, 1, None)
+        run(_eight if slow else _worker, (folder,), 8 if slow else 4, within=800.0)
         results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
-        results[0]["ended"] = {name: _fewer(folder, name, 0, 1, None) for name in FEWER}
+        if not slow:
+            results[0]["ended"] = {name: _fewer(folder, name, 0, 1, None) for name in FEWER}
     except Exception as error:
         return error
     return results, folder
@@ -156,13 +165,14 @@ def on_workers(slow: bool = False) -> Results:
     return found
 
 
-LAYOUTS = [*FOUR, *HEADS, *(pytest.param(name, marks=pytest.mark.slow) for name in EIGHT)]
+GRIDS = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in FOUR]
+LAYOUTS = [*GRIDS, *HEADS, *(pytest.param(name, marks=pytest.mark.slow) for name in EIGHT)]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_and_weights_are_those_of_one_worker(name: str) -> None:
     """Also of an update that leaves a replica idle."""
-    _, folder = on_workers(slow=name in EIGHT)
+    _, folder = on_workers(slow=name in (*EIGHT, *SLOW))
     place, like = ("four", "alone, four") if name in HEADS else ("encoder", "alone")
     for one, alone in zip(kept(folder, name, "gradients"), kept(folder, like, "gradients"), strict=True):
         assert one.keys() == alone.keys()
@@ -176,9 +186,9 @@ def test_gradients_and_weights_are_those_of_one_worker(name: str) -> None:
     assert distance(moments, others) < 1e-8
 
 
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", GRIDS)
 def test_every_worker_knows_loss_and_norm_and_the_rows_of_its_replica(name: str) -> None:
-    results, _ = on_workers()
+    results, _ = on_workers(slow=name in SLOW)
     every = [found["updates"][name] for found in results]
     for number, rows in enumerate(UPDATES):
         one, *others = (updates[number] for updates in every)
@@ -189,17 +199,17 @@ def test_every_worker_knows_loss_and_norm_and_the_rows_of_its_replica(name: str)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", GRIDS)
 def test_tied_heads_have_the_gradient_of_one_worker(name: str, family: str) -> None:
-    _, folder = on_workers()
+    _, folder = on_workers(slow=name in SLOW)
     alone, found = guessed(folder, family, None), torch.load(folder / f"{family}-{name}-0.pt", weights_only=True)
     assert found.keys() == alone.keys()
     assert distance(found, alone) < 1e-10
 
 
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", GRIDS)
 def test_rows_are_scored_as_by_one_worker(name: str) -> None:
-    results, folder = on_workers()
+    results, folder = on_workers(slow=name in SLOW)
     alone = scored(folder, None)
     for found in results:
         assert found["scores"][name] == pytest.approx(alone, rel=1e-9, abs=1e-12)
