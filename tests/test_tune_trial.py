@@ -1,13 +1,16 @@
 """What a trial is told by its log, and how it is trained beside others. Without Ray."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rtrain import config
 from rtrain.run import Run
+from rtrain.runs import group
 from tests.histories import configured
 from tune import search, trial
 from tune.asking import space
@@ -75,6 +78,27 @@ def test_a_point_or_a_range_of_rows_may_have_the_largest_updates(tmp_path: Path)
     assert space.evaluated_every(points) == 32 * 8 * points.recipe.train.workers
     searched = {"optim.lr": [1e-4, 2e-4], ROWS: {"low": 16, "high": 1024}}
     assert space.evaluated_every(configured(tmp_path, **timed, **{"tune.space": searched})) == 1024
+
+
+# ---------------------------------------------------------------------------------------------------- what an order is
+
+
+def ordered(folder: Path, monkeypatch: pytest.MonkeyPatch, prepared: Callable[..., Any], rung: int | None = 0) -> Any:
+    """What an order to 12 updates comes to, where `prepared` is what its run is prepared by."""
+    monkeypatch.setattr(Task, "prepared", prepared)
+    task = Task(config.to_document(configured(folder)), frozenset(), folder, folder)
+    return trial.run(trial.Order(1, {}, rung, 768), task, group.Fresh())
+
+
+def test_a_trial_whose_answers_cannot_be_read_has_failed_and_its_slot_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path).trial(1)
+    train(run, 0, 12, every=12)
+    made = SimpleNamespace(run=run, order=SimpleNamespace(update_at=lambda rows: 12))  # no rows, no answers
+    [came] = ordered(tmp_path, monkeypatch, lambda *given: made)
+    assert (came["kind"], came["seconds"]) == ("failed", 6.0)
+    assert "(traceback in " in came["error"]
 
 
 # --------------------------------------------------------------------------------------------------------- divergence

@@ -180,10 +180,17 @@ class _Search:
         with self._record.following(), slots.opened(self._config, self._task, self._count) as open_slots:
             self._spend()
             self._slots = self._count
-            self._work(open_slots, self._halving)
-            self._work(open_slots, self._ending)
+            self._phases(open_slots)
 
     # --------------------------------------------------------------------------------------------------------- phases
+
+    def _phases(self, open_slots: slots.Slots) -> None:
+        """The halving, and the end. One that has begun is gone on with: its trials are trained past the rungs to which
+        a halving in a larger field, or in one that a trial has failed in since, would order them."""
+        if not self._history.ending:
+            self._work(open_slots, self._halving)
+            self._record.write("ending")
+        self._work(open_slots, self._ending)
 
     def _work(self, open_slots: slots.Slots, due: Due) -> None:
         """Keep the slots busy until `due` says that nothing is left to do."""
@@ -289,9 +296,10 @@ class _Search:
         return why is not None
 
     def _reopen(self) -> None:
-        """Ask for further trials again where time or money had run out, and this start may take more."""
+        """Ask for further trials again where time or money had run out, this start may take more, and the end has not
+        begun."""
         before = self._history.budget
-        if before is not None and before != self._budget and self._over() is None:
+        if not self._history.ending and before is not None and before != self._budget and self._over() is None:
             self._record.write("reopened", budget=self._budget)
 
     @property

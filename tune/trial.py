@@ -143,17 +143,25 @@ def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
     except UserError as error:
         return [{"kind": "failed", "error": str(error).splitlines()[0], "seconds": seconds_of(run)}]
     except Exception as error:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        kept = failures.keep_traceback(run, "error", error)
-        return [{"kind": "failed", "error": f"{first_line(error)} (traceback in {kept})", "seconds": seconds_of(run)}]
+        return [_broken(run, error)]
     if watch.why and not run.finished:
         return [{"kind": "diverged", "why": watch.why, "seconds": seconds_of(run)}]
-    found = [] if order.rung is None or until is None else [_reached(order, task, prepared, until)]
-    found += [_finished(run, prepared)] if run.finished else []
+    try:
+        found = [] if order.rung is None or until is None else [_reached(order, task, prepared, until)]
+        found += [_finished(run, prepared)] if run.finished else []
+    except Exception as error:  # it is the trial's alone: raised here, it would end the slot again and again
+        return [_broken(run, error)]
     if broken := [one for one in found if not math.isfinite(one["score"] + one.get("held", 0.0))]:
         why = f"its score at update {broken[0]['update']} is no number"
         return [{"kind": "diverged", "why": why, "seconds": seconds_of(run)}]
     return found
+
+
+def _broken(run: Run, error: Exception) -> Outcome:
+    """The outcome of an order that an unexpected error has ended."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    kept = failures.keep_traceback(run, "error", error)
+    return {"kind": "failed", "error": f"{first_line(error)} (traceback in {kept})", "seconds": seconds_of(run)}
 
 
 def _is_at(run: Run, until: int | None) -> bool:
