@@ -90,7 +90,7 @@ def test_an_end_that_has_begun_is_gone_on_with_whatever_time_there_is(
 ) -> None:
     """Three trials went from the first rung to their ends: a larger field would order them to the second one."""
     no_slots: Any = None
-    found, worked = make_search(tmp_path, [0.5, 0.6, 0.7], ended=False, **{"tune.minutes": 30}), list[str]()
+    found, worked = make_search(tmp_path, [0.5, 0.6, 0.7], ended=False), list[str]()
     Journal(found.trials).append("stopped", why="30 minutes are over", budget=MINUTES)
     for minutes in (30, 600):
         one = started(found, settings(tmp_path, 9, **{"tune.minutes": minutes}))

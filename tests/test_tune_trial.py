@@ -1,5 +1,7 @@
 """What a trial is told by its log, and how it is trained beside others. Without Ray."""
 
+import errno
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +11,15 @@ from typing import Any
 import pytest
 
 from rtrain import config
+from rtrain.checkpoints.replica import Unreachable
+from rtrain.cluster import preflight
+from rtrain.errors import TryAgain, UserError
 from rtrain.run import Run
 from rtrain.runs import group
 from tests.histories import configured
 from tune import search, trial
 from tune.asking import space
+from tune.record import Record
 from tune.trial import Task
 
 K, ROWS = "train.aggregation_frequency", "train.rows_per_update"
@@ -99,6 +105,39 @@ def test_a_trial_whose_answers_cannot_be_read_has_failed_and_its_slot_goes_on(
     [came] = ordered(tmp_path, monkeypatch, lambda *given: made)
     assert (came["kind"], came["seconds"]) == ("failed", 6.0)
     assert "(traceback in " in came["error"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (preflight.Short("the disk has 1 MB free"), "again"),
+        (Unreachable("cluster.storage: s3://runs fails"), "again"),
+        (TryAgain("it is finished, and its copy is not whole"), "again"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "again"),
+        (UserError("training failed: safetensors: No space left on device (os error 28)"), "again"),
+        (UserError("model.name: no such model"), "failed"),
+        (ValueError("no"), "failed"),
+    ],
+)
+def test_what_is_wrong_with_the_machine_is_no_failure_of_a_trial(
+    error: Exception, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that are still to come would be told as failed for ever, within a minute."""
+
+    def refuse(*given: Any) -> None:
+        raise error
+
+    [came] = ordered(tmp_path, monkeypatch, refuse)
+    assert came["kind"] == kind
+    told = Record(Run(tmp_path), None)
+    told.write("asked", trial=1, settings={}, by="gp")
+    answer: Any = SimpleNamespace(wait=lambda: (trial.Order(1, {}, 0, 768), (came,)))
+    if kind == "again":
+        with pytest.raises(TryAgain, match=r"trial 1 could not go on: .*; the same command with --resume goes on"):
+            told.hear(answer)
+    else:
+        told.hear(answer)
+    assert [one.status for one in Record(Run(tmp_path), None).history.trials] == ["asked" if kind == "again" else kind]
 
 
 # --------------------------------------------------------------------------------------------------------- divergence

@@ -1,6 +1,8 @@
 """A trial of a search: an ordinary run in the search's folder, trained to a rung or to its end when it is told to."""
 
+import errno
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -9,11 +11,13 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.batch import Ragged
+from rtrain.checkpoints.replica import Unreachable
+from rtrain.cluster import preflight
 from rtrain.comparison.training import trained
 from rtrain.compress import distill
 from rtrain.config import Config
 from rtrain.data.stores.store import open_store
-from rtrain.errors import Problem, UserError
+from rtrain.errors import Problem, TryAgain, UserError
 from rtrain.metrics.by_output import metric_for
 from rtrain.run import Run
 from rtrain.runs import driver, failures, group, notice, opening, preparing
@@ -124,7 +128,12 @@ class Order:
 
 
 Outcome = dict[str, Any]
-"""An event of the journal: what an order has come to. `kind` is reached, finished, diverged or failed."""
+"""An event of the journal: what an order has come to. `kind` is reached, finished, diverged or failed; or `AGAIN`,
+which is none."""
+AGAIN = "again"
+"""The order is for another start of the search: something is wrong with the machine, and not with the trial."""
+FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+"""What a worker's error of a full disk says; it comes as text."""
 
 
 def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
@@ -140,8 +149,6 @@ def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
             )
     except NonFinite as error:
         return [{"kind": "diverged", "why": str(error).splitlines()[0], "seconds": seconds_of(run)}]
-    except UserError as error:
-        return [{"kind": "failed", "error": str(error).splitlines()[0], "seconds": seconds_of(run)}]
     except Exception as error:
         return [_broken(run, error)]
     if watch.why and not run.finished:
@@ -158,10 +165,20 @@ def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
 
 
 def _broken(run: Run, error: Exception) -> Outcome:
-    """The outcome of an order that an unexpected error has ended."""
-    run.folder.mkdir(parents=True, exist_ok=True)
-    kept = failures.keep_traceback(run, "error", error)
-    return {"kind": "failed", "error": f"{first_line(error)} (traceback in {kept})", "seconds": seconds_of(run)}
+    """The outcome of an order that an error has ended."""
+    told = str(error).splitlines()[0] if isinstance(error, UserError) else first_line(error)
+    if _is_of_the_machine(error):
+        return {"kind": AGAIN, "error": told}
+    if not isinstance(error, UserError):
+        run.folder.mkdir(parents=True, exist_ok=True)
+        told += f" (traceback in {failures.keep_traceback(run, 'error', error)})"
+    return {"kind": "failed", "error": told, "seconds": seconds_of(run)}
+
+
+def _is_of_the_machine(error: Exception) -> bool:
+    """Whether it tells of a disk that is full or a storage that is away, which may soon be mended, and nothing of the
+    trial."""
+    return isinstance(error, TryAgain | preflight.Short | Unreachable) or any(text in str(error) for text in FULL)
 
 
 def _is_at(run: Run, until: int | None) -> bool:
