@@ -173,10 +173,11 @@ def test_wrong_labels_do_not_end_a_trial_that_has_learnt_its_task(rows: int) -> 
     assert not any(trial.diverges(losses[:3] + losses[max(3, count - 5) : count]) for count in range(len(losses)))
 
 
-def test_trials_log_every_update_unless_the_user_says_otherwise(tmp_path: Path) -> None:
-    for named, expected in (({}, 1), ({"train.log_every": 7}, 7)):
-        chosen = configured(tmp_path, **named)
-        task = Task(config.to_document(chosen), frozenset(named), tmp_path, tmp_path)
-        made = task.of({})
-        assert made.recipe.train.log_every == expected
-        assert search._replayed(made, chosen).recipe.train.log_every == chosen.recipe.train.log_every
+def test_trials_log_every_update_unless_another_number_was_given_also_on_a_resume(tmp_path: Path) -> None:
+    """A resume that names no recipe reads the search's own configuration, where every setting is named."""
+    for given, expected in (({}, 1), ({"train.log_every": 7}, 7)):
+        chosen = configured(tmp_path, **given)
+        for named in (frozenset(given), frozenset(config.flat(chosen))):
+            made = Task(config.to_document(chosen), named, tmp_path, tmp_path).of({})
+            assert made.recipe.train.log_every == expected
+            assert search._replayed(made, chosen).recipe.train.log_every == chosen.recipe.train.log_every

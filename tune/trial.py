@@ -15,7 +15,7 @@ from rtrain.checkpoints.replica import Unreachable
 from rtrain.cluster import preflight
 from rtrain.comparison.training import trained
 from rtrain.compress import distill
-from rtrain.config import Config
+from rtrain.config import Config, Train
 from rtrain.data.stores.store import open_store
 from rtrain.errors import Problem, TryAgain, UserError
 from rtrain.metrics.by_output import metric_for
@@ -28,6 +28,8 @@ from tune.asking import space
 from tune.ending import chance, held_back, judged
 
 LOG_EVERY = "train.log_every"
+LOGGED = Train.model_fields["log_every"].default
+"""Of a search that was given no other; whether it was given this very one, a resume is not told."""
 FIRST, LAST = 3, 5
 """Losses at the begin, and newest ones, by which a trial is seen to diverge."""
 RISE, LEAST_RISE = 1.5, 0.5
@@ -59,7 +61,7 @@ class Task:
         if every := space.evaluated_every(self.config):
             updates = max(1, round(every / config.recipe.rows_per_update))
             config = configuration.with_overrides(config, {"train.evaluate_every": updates})
-        if LOG_EVERY not in self.named:  # a trial that diverges is frozen by what its log says
+        if config.recipe.train.log_every == LOGGED:  # a trial that diverges is frozen by what its log says
             config = configuration.with_overrides(config, {LOG_EVERY: 1})
         config = replace(config, named=config.named | self.named)
         if storage := config.deploy.cluster.storage:  # trials of several searches have the same names
