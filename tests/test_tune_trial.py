@@ -15,7 +15,7 @@ from rtrain.checkpoints.replica import Unreachable
 from rtrain.cluster import preflight
 from rtrain.errors import TryAgain, UserError
 from rtrain.run import Run
-from rtrain.runs import group
+from rtrain.runs import group, opening
 from tests.histories import configured
 from tune import search, trial
 from tune.asking import space
@@ -84,6 +84,22 @@ def test_a_point_or_a_range_of_rows_may_have_the_largest_updates(tmp_path: Path)
     assert space.evaluated_every(points) == 32 * 8 * points.recipe.train.workers
     searched = {"optim.lr": [1e-4, 2e-4], ROWS: {"low": 16, "high": 1024}}
     assert space.evaluated_every(configured(tmp_path, **timed, **{"tune.space": searched})) == 1024
+
+
+@pytest.mark.parametrize("reuse", ["refuse", "resume"])
+def test_a_search_of_which_the_storage_alone_is_left_is_refused_with_the_reason(
+    reuse: opening.Reuse, tmp_path: Path
+) -> None:
+    """Its trials are copied, and its journal is not."""
+    copy = tmp_path / "mounted" / "search" / "trial-000"
+    copy.mkdir(parents=True)
+    (copy / "config.yaml").touch()
+    chosen = configured(tmp_path, **{"cluster.storage": (tmp_path / "mounted").as_uri()})
+    refused = r"mounted/search holds the trials of a search whose folder is gone, and it cannot .*; name another --out"
+    with pytest.raises(UserError, match=refused), trial.held(chosen, tmp_path / "search", reuse, None):
+        pass
+    with trial.held(chosen, tmp_path / "another", "refuse", None):
+        pass
 
 
 # ---------------------------------------------------------------------------------------------------- what an order is

@@ -11,7 +11,7 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.batch import Ragged
-from rtrain.checkpoints.replica import Unreachable
+from rtrain.checkpoints.replica import Replica, Unreachable
 from rtrain.cluster import preflight
 from rtrain.comparison.training import trained
 from rtrain.compress import distill
@@ -104,6 +104,7 @@ def held(
     The trials share the token store under `tokens_root`, by default the folder that holds the search. A search that is
     gone on with hands its stored configuration and the one that is asked for to `refuse_another`.
     """
+    _refuse_copied(config, folder)
     folder, config = opening.choose(folder, config, reuse)
     # All trials use the same commits of hub names.
     config = opening.absolute(config, folder if reuse == "resume" else None)
@@ -113,6 +114,18 @@ def held(
         opening.freeze(search, config)
         document = configuration.to_document(config)
         yield config, Task(document, config.named, search.folder, tokens_root or folder.parent, teacher)
+
+
+def _refuse_copied(config: Config, folder: Path) -> None:
+    """Refuse a search of which the storage alone is left: it holds the trials, and not what is known of them."""
+    run, storage = Run(folder), f"{config.deploy.cluster.storage}/{folder.name}"
+    if config.deploy.cluster.storage is None or run.exists or not Replica(storage, run.trial(0).name).exists():
+        return
+    one = f"rtrain train --resume --out NEW/{run.trial(0).name} --set cluster.storage={storage}"
+    raise UserError(
+        f"cluster.storage: {storage} holds the trials of a search whose folder is gone, and it cannot be gone on with "
+        f"without; name another --out. One of its trials goes on by itself: {one}"
+    )
 
 
 @dataclass(frozen=True)
