@@ -33,10 +33,6 @@ from tune.trial import LOG_EVERY, Order, Task, held, refused
 
 FINAL_RUNS = 4
 """Full runs whose rows the end may take, where `tune.final_rows` does not say."""
-FIXED = ("train.workers", "train.micro_batch")
-"""Settings beside those of `tune` with which a search goes on as it began: they set a trial's rows per update."""
-MAY_CHANGE = ("concurrent", "minutes", "money", "price")
-"""Settings of `tune` that may be others on a resume."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,7 @@ def run(
     """
     check(config, students=teacher is not None)
     count = _room(config, folder, reuse)
-    with held(config, folder, reuse, tokens_root, _refuse_another, teacher) as (settled, task):
+    with held(config, folder, reuse, tokens_root, teacher) as (settled, task):
         return _Search(settled, task, count, on_event).run()
 
 
@@ -119,16 +115,6 @@ def _room(config: Config, folder: Path, reuse: opening.Reuse) -> int:
     if reuse == "resume" and Run(folder).winner is not None:
         return 0
     return slots.number(config, preparing.device_of(config, Run(folder).trial(0)).device)
-
-
-def _refuse_another(old: Config, new: Config) -> None:
-    """Raise `ConfigError` if a resumed search would be another one."""
-    before, after = configuration.flat(old), configuration.flat(new)
-    fixed = [*FIXED, *(n for n in before if n.startswith("tune.") and n.removeprefix("tune.") not in MAY_CHANGE)]
-    fix = "leave it out, or start another search with --new"
-    if changed := [name for name in fixed if before[name] != after[name]]:
-        reason = "the search was started with {!r}"
-        raise ConfigError([Problem(name, after[name], reason.format(before[name]), fix) for name in changed])
 
 
 Due = Callable[[set[Go], bool], list[Go] | None]

@@ -3,7 +3,7 @@
 import errno
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from rtrain.comparison.training import trained
 from rtrain.compress import distill
 from rtrain.config import Config, Train
 from rtrain.data.stores.store import open_store
-from rtrain.errors import Problem, TryAgain, UserError
+from rtrain.errors import ConfigError, Problem, TryAgain, UserError
 from rtrain.metrics.by_output import metric_for
 from rtrain.run import Run
 from rtrain.runs import driver, failures, group, notice, opening, preparing
@@ -30,6 +30,11 @@ from tune.ending import chance, held_back, judged
 LOG_EVERY = "train.log_every"
 LOGGED = Train.model_fields["log_every"].default
 """Of a search that was given no other; whether it was given this very one, a resume is not told."""
+FIXED = ("train.workers", "train.micro_batch")
+"""Settings beside those of `tune` with which a search, or a study, goes on as it began: of them are a trial's rows per
+update."""
+MAY_CHANGE = ("concurrent", "minutes", "money", "price")
+"""Settings of `tune` that may be others on a resume."""
 FIRST, LAST = 3, 5
 """Losses at the begin, and newest ones, by which a trial is seen to diverge."""
 RISE, LEAST_RISE = 1.5, 0.5
@@ -96,24 +101,34 @@ def held(
     folder: Path,
     reuse: opening.Reuse,
     tokens_root: Path | None,
-    refuse_another: Callable[[Config, Config], None] = lambda old, new: None,
     teacher: Path | None = None,
 ) -> Iterator[tuple[Config, Task]]:
     """Open the folder of a search or a study, for this process alone: what it is to do, and what its trials share.
 
-    The trials share the token store under `tokens_root`, by default the folder that holds the search. A search that is
-    gone on with hands its stored configuration and the one that is asked for to `refuse_another`.
+    The trials share the token store under `tokens_root`, by default the folder that holds the search. Raises
+    `ConfigError` if a resumed one would be another, before anything is written.
     """
     _refuse_copied(config, folder)
     folder, config = opening.choose(folder, config, reuse)
     # All trials use the same commits of hub names.
     config = opening.absolute(config, folder if reuse == "resume" else None)
     if reuse == "resume":
-        refuse_another(opening.stored(folder), config)
+        _refuse_another(opening.stored(folder), config)
     with opening.claimed(Run(folder), reuse) as search:
         opening.freeze(search, config)
         document = configuration.to_document(config)
         yield config, Task(document, config.named, search.folder, tokens_root or folder.parent, teacher)
+
+
+def _refuse_another(old: Config, new: Config) -> None:
+    """Raise `ConfigError` if a resumed search or study would be another one."""
+    before, after = configuration.flat(old), configuration.flat(new)
+    fixed = [*FIXED, *(n for n in before if n.startswith("tune.") and n.removeprefix("tune.") not in MAY_CHANGE)]
+    what = "study" if old.deploy.tune.study else "search"
+    fix = f"leave it out, or start another {what} with --new"
+    if changed := [name for name in fixed if before[name] != after[name]]:
+        started = f"the {what} was started with "
+        raise ConfigError([Problem(name, after[name], f"{started}{before[name]!r}", fix) for name in changed])
 
 
 def _refuse_copied(config: Config, folder: Path) -> None:
