@@ -68,22 +68,26 @@ def every(chosen: config.Config, settings: dict[str, Any], folder: Path) -> tupl
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
-def test_trials_that_are_to_be_fast_are_read_after_equal_rows(k: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "aim",
+    [{}, {"tune.objective": "front"}, {"tune.objective": "time", "tune.target": 0.9}],
+    ids=["score", "front", "time"],
+)
+def test_trials_are_read_after_equal_rows(aim: dict[str, Any], k: int, tmp_path: Path) -> None:
     """Updates of 16, 32, 64 and 128 rows; the recipe has 64, and is read every 5 of them, or 320 rows."""
-    asked: dict[str, Any] = {"train.workers": 2, "train.micro_batch": 8, "train.evaluate_every": 5, K: 4}
-    timed = {**asked, "tune.objective": "time", "tune.target": 0.9}
-    assert every(configured(tmp_path, **timed), {K: k}, tmp_path)[1] == 256
-    assert every(configured(tmp_path, **asked), {K: k}, tmp_path)[0] == 5
-    by_epoch = configured(tmp_path, **{**timed, "train.evaluate_every": None})
+    asked: dict[str, Any] = {"train.workers": 2, "train.micro_batch": 8, "train.evaluate_every": 5, K: 4, **aim}
+    assert every(configured(tmp_path, **asked), {K: k}, tmp_path)[1] == 256
+    by_epoch = configured(tmp_path, **{**asked, "train.evaluate_every": None})
     assert every(by_epoch, {K: k}, tmp_path)[0] is None
+    assert every(configured(tmp_path, **asked, **{"tune.study": "aggregation"}), {K: k}, tmp_path)[0] == 5
 
 
 def test_a_point_or_a_range_of_rows_may_have_the_largest_updates(tmp_path: Path) -> None:
-    timed = {"tune.objective": "time", "tune.target": 0.9, "train.evaluate_every": 1, "train.rows_per_update": 64}
-    points = configured(tmp_path, **timed, **{"tune.points": [{K: 32}], "train.micro_batch": 8})
+    read = {"train.evaluate_every": 1, "train.rows_per_update": 64}
+    points = configured(tmp_path, **read, **{"tune.points": [{K: 32}], "train.micro_batch": 8})
     assert space.evaluated_every(points) == 32 * 8 * points.recipe.train.workers
     searched = {"optim.lr": [1e-4, 2e-4], ROWS: {"low": 16, "high": 1024}}
-    assert space.evaluated_every(configured(tmp_path, **timed, **{"tune.space": searched})) == 1024
+    assert space.evaluated_every(configured(tmp_path, **read, **{"tune.space": searched})) == 1024
 
 
 @pytest.mark.parametrize("reuse", ["refuse", "resume"])

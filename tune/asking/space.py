@@ -225,13 +225,14 @@ def with_rows(
 
 
 def evaluated_every(config: Config) -> int | None:
-    """Rows between two evaluations of a trial where the least time to a score is searched for: as many for each, since
-    a trial that is read more often is seen earlier to have come there. None where each is read after an epoch.
+    """Rows between two evaluations of a search's trials: as many for each, since a trial that is read more often has
+    more of them to be at its best in, and is seen earlier to have come to a score. None where each is read after an
+    epoch.
 
     They are about those of the recipe, and a number of the largest updates, so that common frequencies divide them.
     """
     every = config.recipe.train.evaluate_every
-    if config.deploy.tune.objective != "time" or every is None:
+    if every is None or config.deploy.tune.study:
         return None
     tried = [*config.deploy.tune.points, *({name: _most(one)} for name, one in config.deploy.tune.space.items())]
     of_one = rows_of_one(config)
