@@ -156,6 +156,7 @@ class _Search:
         if not self._history.trials:
             self._ask({}, "recipe")
         self._reopen()
+        self._measure()
         # The rows are read before the slots start: they would all read them.
         prepared = self._task.prepared(0, {})
         self._ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
@@ -315,10 +316,20 @@ class _Search:
     def _ask(self, settings: Mapping[str, Any], by: str, **more: Any) -> int:
         number = len(self._history.trials)
         if self._costs is not None:
-            started = self._task.of(settings).recipe.model.name
-            more["cost"] = self._costs.of(model.resolve(started, self._task.tokens_root))
+            more["cost"] = self._cost(self._costs, settings)
         self._record.write("asked", trial=number, settings=dict(settings), by=by, **more)
         return number
+
+    def _measure(self) -> None:
+        """Measure what students of the space cost before the slots start: beside a training a model takes longer than
+        trial 0's has, and is known by that for ever."""
+        if self._costs is not None:
+            for size in space.sizes(self._config):
+                self._cost(self._costs, size)
+
+    def _cost(self, known: costs.Costs, settings: Mapping[str, Any]) -> float:
+        started = self._task.of(settings).recipe.model.name
+        return known.of(model.resolve(started, self._task.tokens_root))
 
     def _seeded(self, one: finals.Run, parts: int) -> int:
         """The number of the trial that repeats another one with a seed; a new one where there is none yet. `parts` of

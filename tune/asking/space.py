@@ -26,6 +26,9 @@ from tune.asking.points import (
 FREQUENCY, ROWS = "train.aggregation_frequency", "train.rows_per_update"
 """Two ways to say how many rows an update has; a configuration with both is an error."""
 RATE, STUDENT_RATE = "optim.lr", "distill.lr"
+LAYERS = "distill.layers"
+SIZES = (LAYERS, "distill.width")
+"""Settings of which a student's model is of another shape."""
 SCALING, RATE_ROWS, BETA2 = "optim.lr_scaling", "optim.lr_rows", "optim.beta2_scaling"
 CUT = ("max_tokens", "window", "stride", "max_windows", "pooling")
 """Settings of `data` that say how much of each row is read: they leave the rows as they are."""
@@ -183,6 +186,13 @@ def _apart(config: Config, dimensions: Sequence[Dimension]) -> list[Problem]:
             shown = ", ".join(f"{name}={value}" for name, value in point.items())
             return [Problem("tune.space", shown, str(wrong[0].reason), "search less of one of these settings")]
     return []
+
+
+def sizes(config: Config) -> list[dict[str, Any]]:
+    """The sizes of students that `tune.space` may have, of a range its ends."""
+    searched = [one for one in dimensions(config) if one.name in SIZES]
+    every = itertools.product(*(one.choices or (one.low, one.high) for one in searched))
+    return [{one.name: value for one, value in zip(searched, values, strict=True)} for values in every]
 
 
 def rows_of_one(config: Config) -> dict[str, int]:
