@@ -15,7 +15,7 @@ from rtrain.checkpoints.replica import Unreachable
 from rtrain.cluster import preflight
 from rtrain.errors import TryAgain, UserError
 from rtrain.run import Run
-from rtrain.runs import group, opening
+from rtrain.runs import driver, group, opening
 from tests.histories import configured
 from tune import search, trial
 from tune.asking import space
@@ -182,6 +182,40 @@ UNTAUGHT = [4.3, 4.2, 4.3]
 )
 def test_when_a_trial_is_seen_to_diverge(losses: list[float], expected: bool) -> None:
     assert trial.diverges(losses) is expected
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_trial_that_a_killed_search_has_seen_to_diverge_is_not_trained_on(
+    paused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was paused at its rung, or in the midst; the journal knows nothing yet."""
+    run = Run(tmp_path).trial(1)
+    run.folder.mkdir()
+    run.append("started", update=0, of=100)
+    for update, loss in enumerate([*UNTAUGHT, 9.0, 8.0, 30.0, 12.0, 7.0, 6.9, 6.8, 6.7, 1.0], 1):
+        run.append("progress", update=update, loss=loss, train_s=0.5 * update)
+    if paused:
+        run.append("paused", update=12)
+    monkeypatch.setattr(driver, "fit", None)
+    made = SimpleNamespace(run=run, order=SimpleNamespace(update_at=lambda rows: 12))
+    [came] = ordered(tmp_path, monkeypatch, lambda *given: made)
+    why = "the training loss rose from 4.2 to 7 and more by update 8"  # as it was told live
+    assert came == {"kind": "diverged", "why": why, "seconds": trial.seconds_of(run)}
+    assert not run.notice.exists()
+
+
+def test_a_trial_is_given_notice_once_as_it_is_seen_to_diverge(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    watch = trial._Diverging(run)
+    for update, loss in enumerate([*UNTAUGHT, 9.0, 8.0, 30.0, 12.0], 1):
+        watch({"kind": "progress", "update": update, "loss": loss})
+    assert (watch.why, run.notice.exists()) == ("", False)
+    watch({"kind": "progress", "update": 8, "loss": 7.0})
+    assert run.notice.exists()
+    run.notice.unlink()
+    watch({"kind": "progress", "update": 9, "loss": 7.0})
+    assert not run.notice.exists()
+    assert watch.why.endswith("by update 8")
 
 
 @pytest.mark.parametrize("rows", [16, 64])

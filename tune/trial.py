@@ -173,7 +173,7 @@ def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
     try:
         prepared = task.prepared(order.trial, order.settings)
         until = None if order.rung is None else prepared.order.update_at(order.rows)
-        if not (run.finished or _is_at(run, until)):
+        if not (run.finished or watch.why or _is_at(run, until)):
             driver.fit(
                 prepared, until=until, rung=order.rung is not None, workers=workers, reports=False, on_event=watch
             )
@@ -315,13 +315,19 @@ class _Diverging:
 
     def __init__(self, run: Run):
         self._run, self.why = run, ""
-        self._losses = [event["loss"] for event in run.events("progress")]
+        self._losses: list[float] = []
+        for event in run.events("progress"):  # a search that was killed may have seen it, and not written it down
+            self._is_told_by(event)
 
     def __call__(self, event: dict[str, Any]) -> None:
-        if event["kind"] != "progress" or self.why:
-            return
-        self._losses.append(event["loss"])
-        if diverges(self._losses):
-            began, now = min(self._losses[:FIRST]), min(self._losses[-LAST:])
-            self.why = f"the training loss rose from {began:.3g} to {now:.3g} and more by update {event['update']}"
+        if event["kind"] == "progress" and self._is_told_by(event):
             notice.give(self._run, notice.DIVERGED)
+
+    def _is_told_by(self, event: dict[str, Any]) -> bool:
+        """Whether it is the first event by which the trial is seen to diverge."""
+        self._losses.append(event["loss"])
+        if self.why or not diverges(self._losses):
+            return False
+        began, now = min(self._losses[:FIRST]), min(self._losses[-LAST:])
+        self.why = f"the training loss rose from {began:.3g} to {now:.3g} and more by update {event['update']}"
+        return True
