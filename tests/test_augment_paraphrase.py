@@ -144,6 +144,7 @@ def test_a_model_of_another_kind_or_none_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_paraphrases_of_training_rows_become_rows(trained: Maker, ray_session: Path, tmp_path: Path) -> None:
     rows = [*labelled_rows(60), *((text, "refund") for text in ENGLISH)]
     overrides = {"data.path": str(write_rows(tmp_path / "rows.csv", rows))}

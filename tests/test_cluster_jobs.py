@@ -1,6 +1,7 @@
 """Jobs on a cluster: named, asked for again, watched, stopped, read when the cluster is gone. On a head that is started
 as cluster.yaml starts it."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from aiohttp import ClientPayloadError
 from hypothesis import given, strategies
 
 from rtrain.cli import cluster
@@ -103,6 +105,11 @@ def test_a_run_s_jobs_are_found_by_its_folder_its_name_or_their_own() -> None:
 def test_a_run_without_a_folder_of_the_nodes_is_refused(out: list[str]) -> None:
     with pytest.raises(ConfigError, match="--out"):
         naming.run_of(["train", "intent", *out])
+
+
+def test_a_job_names_the_same_run_each_time_it_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"--new: .* begin another each time; name another --out .* /x-2"):
+        naming.run_of(["train", "intent", "--out", "/x", "--new"])
 
 
 def test_settings_and_options_are_read_as_the_verb_reads_them() -> None:
@@ -250,7 +257,43 @@ def test_a_run_that_is_there_is_resumed_also_from_its_storage(tmp_path: Path) ->
     run.mkdir(parents=True)
     (run / "config.yaml").touch()
     assert entry.resumed([*words, "--resume"], run, None) == [*words, "--resume"]
-    assert entry.resumed([*words, "--new"], run, storage) == [*words, "--new"]
+
+
+AWAY = """
+import sys
+import fsspec
+from fsspec.implementations.memory import MemoryFileSystem
+from rtrain.cluster.jobs import entry
+
+class Away(MemoryFileSystem):
+    protocol = ("away",)
+    def exists(self, path, **options):
+        raise PermissionError("not yours") if "closed" in path else OSError("no answer")
+
+fsspec.register_implementation("away", Away)
+if "closed" in sys.argv[-1]:
+    print(entry.resumed(sys.argv[1:], entry.Path(sys.argv[4]), "away://closed"))
+else:
+    sys.exit(entry.main(sys.argv[1:]))
+"""
+
+
+def test_a_storage_that_is_away_starts_nothing_anew(tmp_path: Path) -> None:
+    """The run that it holds would be begun again, in its own place. What is no storage is the verb's to refuse."""
+    run, words = tmp_path / "runs" / "x", ["train", "intent", "--out", str(tmp_path / "runs" / "x")]
+
+    def asked(storage: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-c", AWAY, *words, "--set", f"cluster.storage={storage}"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    away = asked("away://bucket")
+    assert away.returncode == 75, away.stderr
+    assert "cluster.storage: away://bucket/x/config.yaml does not answer (no answer); the same job" in away.stderr
+    assert "Traceback" not in away.stderr
+    assert "does not answer (no answer); the same job" in (tmp_path / "runs" / ".jobs" / "x.log").read_text()
+    assert not run.exists()
+    assert "--resume" not in asked("away://closed").stdout.split()[-1]
+    assert entry.resumed(words, run, "nonesuch://bucket") == words
 
 
 def test_the_storage_is_that_of_the_configuration(tmp_path: Path) -> None:
@@ -471,6 +514,8 @@ class Lines:
         for portion in self.streams.pop(0) if self.streams else []:
             if isinstance(portion, Exception):
                 raise portion
+            if portion is None:
+                await asyncio.sleep(3600)
             yield portion
 
     def get_job_logs(self, job: str) -> str:
@@ -486,13 +531,32 @@ def test_lines_are_shown_once_though_their_stream_breaks_off(monkeypatch: pytest
     assert shown == ["one\n", "tw", "o\n", "three\n"]
 
 
-@pytest.mark.parametrize("cut", [RuntimeError("ABNORMAL_CLOSURE"), OSError("reset by peer"), UserError("503")])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        RuntimeError("ABNORMAL_CLOSURE"),
+        OSError("reset by peer"),
+        UserError("503"),
+        ClientPayloadError("cut off"),
+        TimeoutError(),
+    ],
+)
 def test_lines_are_shown_once_though_their_connection_is_cut(monkeypatch: pytest.MonkeyPatch, cut: Exception) -> None:
     monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
     api = Lines(["RUNNING", "RUNNING", "SUCCEEDED"], [["one\n", "tw", cut], ["one\ntwo\n"], []])
     shown: list[str] = []
     assert client.Jobs("http://head", api).watch("rtrain-x", shown.append).status == "SUCCEEDED"
     assert shown == ["one\n", "tw", "o\n", "three\n"]
+
+
+def test_a_stream_that_is_silent_is_left_and_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head whose machine is gone closes no connection."""
+    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(client, "PATIENCE_S", 0.05)
+    api = Lines(["RUNNING", "RUNNING", "SUCCEEDED"], [["one\n", None], ["one\ntwo\n"], []])
+    shown: list[str] = []
+    assert client.Jobs("http://head", api).watch("rtrain-x", shown.append).status == "SUCCEEDED"
+    assert shown == ["one\n", "two\n", "three\n"]
 
 
 def test_a_head_that_is_lost_says_try_again(monkeypatch: pytest.MonkeyPatch) -> None:

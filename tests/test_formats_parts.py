@@ -198,6 +198,7 @@ def test_the_limit_of_a_field_is_the_readers(tmp_path: Path) -> None:
     assert csv.field_size_limit() == parts.FIELD_BYTES
 
 
+@pytest.mark.slow
 def test_a_large_file_is_read_by_several_tasks_of_ray_data(ray_session: Path, tmp_path: Path, encoder: Path) -> None:
     path = tmp_path / "rows.csv"
     filler = "x,\n" * 40_000

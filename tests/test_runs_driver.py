@@ -15,12 +15,13 @@ from rtrain.checkpoints import checkpoint
 from rtrain.data import ingest
 from rtrain.data.order import Order, chain, rows_digest
 from rtrain.data.stores import store as token_store
-from rtrain.errors import UserError
+from rtrain.errors import TryAgain, UserError
 from rtrain.predict import Predictor
 from rtrain.proof import ledger
 from rtrain.run import Run
-from rtrain.runs import driver, preparing
+from rtrain.runs import driver, group, preparing
 from rtrain.runs.kept import Kept
+from rtrain.runs.start import Start
 from rtrain.training.loop import GENESIS
 from tests.conftest import labelled_rows
 from tests.test_runs_notice import within
@@ -191,31 +192,64 @@ def test_resume_with_other_settings_is_refused_by_name(trained: Trained) -> None
         preparing.prepare(changed, trained.run, "resume")
 
 
+class EndsEarly:
+    """Workers whose first start ends at an update before its time, as one does that reads a notice from the cache of a
+    shared folder when the driver has taken it."""
+
+    def __init__(self, workers: Kept, at: int):
+        self._workers, self._at = workers, iter([at])
+        self.taken, self.left = workers.taken, workers.left
+
+    def train(self, start: Start, layout: group.Layout) -> None:
+        self._workers.train(replace(start, until=next(self._at, start.until)), layout)
+
+    def lost(self, run: Run) -> None:
+        """They are as good as before."""
+
+
 def test_a_run_whose_folder_is_lost_resumes_from_its_storage_and_ends_bit_for_bit_like_the_straight_one(
     trained: Trained, kept_workers: Kept
 ) -> None:
     folder = trained.run.parent
-    stored = settings(folder, **{"cluster.storage": (folder / "mounted").as_uri()})
+    mounted = folder / "mounted"
+    stored = settings(folder, **{"cluster.storage": mounted.as_uri()})
     half = preparing.prepare(stored, folder / "halves")
     stop = trained.summary["updates"] // 2 + 1
     paused = driver.fit(half, until=stop, workers=kept_workers)
     assert (paused["status"], paused["updates"]) == ("paused", stop)
     assert not (folder / "halves" / "artifact").exists()
-    (folder / "mounted").rename(folder / "away")
-    (folder / "mounted").touch()  # whatever is asked of a storage below it fails
+    mounted.rename(folder / "away")
+    mounted.touch()  # whatever is asked of a storage below it fails
     cut_off = preparing.prepare(config.load("intent"), folder / "halves", "resume")
     further = driver.fit(cut_off, until=stop + 1, workers=kept_workers)
     assert (further["status"], further["updates"]) == ("paused", stop + 1)
     told = [event for event in events.read(folder / "halves") if event["kind"] in ("unreachable", "uncopied")]
     assert (told[0]["kind"], told[0]["update"], told[-1]["kind"]) == ("unreachable", stop, "uncopied")
-    (folder / "mounted").unlink()
-    (folder / "away").rename(folder / "mounted")
+    mounted.unlink()
+    (folder / "away").rename(mounted)
     shutil.rmtree(folder / "halves")
     with pytest.raises(UserError, match=r"mounted/halves holds a run already; write --resume"):
         preparing.prepare(stored, folder / "halves")
-    resumed = driver.fit(preparing.prepare(stored, folder / "halves", "resume"), workers=kept_workers)
+
+    def away_again(event: dict[str, Any]) -> None:
+        if event["kind"] == "started" and mounted.is_dir():
+            mounted.rename(folder / "away")
+            mounted.touch()
+
+    last_part = preparing.prepare(stored, folder / "halves", "resume")
+    unwhole = r"halves is finished, and its copy is not whole \(cluster\.storage: .* --resume copies the rest"
+    with pytest.raises(TryAgain, match=unwhole):
+        driver.fit(last_part, workers=EndsEarly(kept_workers, stop + 2), on_event=away_again)
     kept_workers.end()
-    assert (resumed["status"], resumed["restarts"]) == ("finished", 1)
+    mounted.unlink()
+    (folder / "away").rename(mounted)
+    held, here = (sorted(path.name for path in (at / "halves" / "checkpoints").iterdir()) for at in (mounted, folder))
+    assert here[-1] not in held
+    resumed = driver.fit(preparing.prepare(stored, folder / "halves", "resume"))
+    assert (resumed["status"], resumed["restarts"]) == ("finished", 2)
+    yielded = [(event["update"], event["reason"]) for event in Run(folder / "halves").events("yielded")]
+    assert yielded == [(stop + 2, "a notice of an earlier start")]
+    assert sorted(path.name for path in (mounted / "halves" / "checkpoints").iterdir()) == here
     assert resumed["order_digest"] == trained.summary["order_digest"]
     last = trained.summary["updates"]
     one, other = (
@@ -223,13 +257,18 @@ def test_a_run_whose_folder_is_lost_resumes_from_its_storage_and_ends_bit_for_bi
         for run in (trained.run, folder / "halves")
     )
     assert one == other
-    copy = folder / "mounted" / "halves"
+    copy = mounted / "halves"
     assert {path.name for path in copy.iterdir()} == {
         *("artifact", "checkpoints", "config.yaml", "decisions.json", "events.jsonl", "owner")
     }
     assert manifest.damage(copy / "artifact") is None
     assert checkpoint.updates(copy / "checkpoints") == checkpoint.updates(folder / "halves" / "checkpoints")
-    assert kinds(events.read(copy))[-1] == "finished"
+    assert "finished" in kinds(events.read(copy))
+    shutil.rmtree(folder / "halves")  # a finished run comes back with its artefact, and its copy stays whole
+    assert driver.fit(preparing.prepare(stored, folder / "halves", "resume"))["status"] == "finished"
+    for run in (folder / "halves", mounted / "halves"):
+        assert artifact.read(run / "artifact").labels == ("login", "parcel", "refund")
+    assert sorted(path.name for path in (mounted / "halves" / "checkpoints").iterdir()) == here
 
 
 @pytest.mark.slow

@@ -68,6 +68,7 @@ ray.shutdown()
 
 @pytest.mark.ray
 @pytest.mark.serve
+@pytest.mark.slow
 def test_the_manifest_s_service_answers(tmp_path: Path) -> None:
     folder = make_artifact(tmp_path / "artifact", ("lost", "found"))
     done = subprocess.run(

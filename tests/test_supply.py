@@ -213,6 +213,7 @@ ray.shutdown()
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_run_takes_what_is_free_and_says_why_a_gpu_is_left_alone(tmp_path: Path) -> None:
     """Six CPUs of which others hold two, and a GPU of which a CPU build of torch can make nothing: an elastic run of up
     to 24 workers starts with two, beside their data tasks. It neither takes four, which could never be placed, nor

@@ -68,7 +68,7 @@ def test_the_minutes_of_a_search_that_is_killed_count(tmp_path: Path, monkeypatc
     one = started(found, settings(tmp_path, 9, **limits))
     monkeypatch.setattr(one._record, "hear", hear)
     with pytest.raises(Killed):
-        one._work(Slots(None, threading.Thread()), lambda given, idle: [])
+        one._work(Slots(Run(tmp_path), None, threading.Thread()), lambda given, idle: [])
     clock[0] = 0.0
     again = started(found, settings(tmp_path, 9, **limits))
     assert again._history.seconds == 1500  # 100 by its first start

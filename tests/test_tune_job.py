@@ -1,6 +1,9 @@
-"""A search as a job on a head started as cluster.yaml starts it, whose driver is killed in the midst."""
+"""A search as a job on a head started as cluster.yaml starts it: its driver is killed in the midst, and then asked to
+end."""
 
 import json
+import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,7 +34,12 @@ def drivers(head: Head) -> list[psutil.Process]:
     return found
 
 
+def reached(search: Run) -> int:
+    return sum(event["kind"] == "reached" for event in read(search.trials))
+
+
 def test_a_search_whose_driver_is_killed_in_a_job_goes_on_with_what_it_knew(head: Head) -> None:
+    """After the kill it is asked to end, as a head that is about to go asks: the trial in hand is saved there."""
     search = Run(head.folder / "runs" / "killed-search")
     data = write_rows(head.folder / "searched.csv", labelled_rows(403))
     model = make_encoder(head.folder / "encoder-searched")
@@ -41,15 +49,25 @@ def test_a_search_whose_driver_is_killed_in_a_job_goes_on_with_what_it_knew(head
     command += ["--out", str(search), *(part for setting in settings for part in ("--set", setting))]
     with ThreadPoolExecutor(1) as pool:
         submitted = pool.submit(head.submit, ROOT, *command)
-        while sum(event["kind"] == "reached" for event in read(search.trials)) < 2:
+        while reached(search) < 2:
             assert not submitted.done(), submitted.result().stdout
             time.sleep(0.05)
         [driver] = drivers(head)
         before = read(search.trials)
         driver.kill()
-        ended = submitted.result()
+        while reached(search) < 3:
+            assert not submitted.done(), submitted.result().stdout
+            time.sleep(0.05)
+        [driver] = drivers(head)
+        os.kill(driver.ppid(), signal.SIGUSR1)
+        asked = submitted.result()
+    assert asked.returncode != 0
+    assert "the driver was ended by SIGKILL; starting it again" in asked.stdout
+    assert "exit code 75" in asked.stdout
+    assert "was asked to end; the same command with --resume goes on" in asked.stdout
+    assert "SIGUSR1" not in asked.stdout  # which would have ended it where it stood
+    ended = head.submit(ROOT, *command, "--resume")
     assert ended.returncode == 0, ended.stdout
-    assert "the driver was ended by SIGKILL; starting it again" in ended.stdout
     after = read(search.trials)
     assert after[: len(before)] == before
     history = replay(after)
@@ -58,7 +76,7 @@ def test_a_search_whose_driver_is_killed_in_a_job_goes_on_with_what_it_knew(head
     rungs = [(event["trial"], event["rung"]) for event in after if event["kind"] == "reached"]
     assert len(rungs) == len(set(rungs))  # none was run again
     assert json.loads(_document(ended.stdout))["best"] == history.chosen
-    assert next(job for job in head.jobs() if str(search) in job["entrypoint"])["status"] == "SUCCEEDED"
+    assert sorted(job["status"] for job in head.jobs() if str(search) in job["entrypoint"]) == ["FAILED", "SUCCEEDED"]
     assert drivers(head) == []
 
 

@@ -13,7 +13,7 @@ import ray
 
 from rtrain.errors import UserError
 from rtrain.run import Run
-from rtrain.runs import kept
+from rtrain.runs import kept, notice
 from tests.test_tune_search import searched, slot_processes
 from tune import search, slots
 from tune.slots import LOSSES, Answer, Slots
@@ -31,14 +31,16 @@ def office(ray_session: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def two(office: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Slots]:
+def two(
+    office: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Slots]:
     """Two slots that are up. Their processes are this test, and so is Ray Tune's thread."""
     monkeypatch.setattr(slots, "LOOK_S", 0.05)
     monkeypatch.setattr(slots, "ANSWERS", f"answers of {request.node.name}")
     over = threading.Event()
     thread = threading.Thread(target=over.wait, daemon=True)
     thread.start()
-    found = Slots(office, thread)
+    found = Slots(Run(tmp_path), office, thread)
     for slot in range(2):
         up(found, slot)
         assert found.wait() == (None, ())
@@ -114,6 +116,26 @@ def test_a_dead_slot_gets_no_order_before_it_is_up_again(two: Slots) -> None:
     up(two, 0)
     two.wait()
     assert two.idle == [0, 1]
+
+
+def test_a_search_that_is_asked_to_end_ends_when_its_trials_have(two: Slots) -> None:
+    """Each trial has notice, again and again: one that starts takes what it finds for an older one."""
+    for slot in range(2):
+        two.give(slot, ORDERS[slot])
+    begun = two.search.trial(0)
+    begun.folder.mkdir()
+    two.asked.given = True
+    answer = threading.Timer(0.3, tell, (two, Answer(0, "box 0", ORDERS[0])))
+    answer.start()
+    assert two.wait() == (ORDERS[0], ())
+    answer.join()
+    assert notice.take(begun) == notice.ASKED
+    assert not two.search.trial(1).folder.exists()
+    assert two.idle == []
+    tell(two, Answer(1, "box 1", ORDERS[1], ({"kind": "finished"},)))
+    assert two.wait() == (ORDERS[1], ({"kind": "finished"},))  # what it came to all the same is not lost
+    with pytest.raises(notice.AskedToEnd, match="was asked to end; the same command with --resume goes on"):
+        two.wait()
 
 
 @pytest.mark.slow

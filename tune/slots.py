@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from rtrain.cluster import feasible, supply
 from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.run import Run
-from rtrain.runs import kept, placement
+from rtrain.runs import kept, notice, placement
 from tune import trial
 from tune.trial import Order, Outcome, Task
 
@@ -123,6 +123,7 @@ class Deaths(ray.tune.Callback):
 class Slots:
     """The slots of a search that is running."""
 
+    search: Run
     office: Any
     tuner: threading.Thread
     deaths: Deaths = field(default_factory=Deaths)
@@ -135,10 +136,12 @@ class Slots:
     answers: int = 0
     """Answers that were read."""
     error: Exception | None = None
+    asked: notice.Asked = field(default_factory=notice.Asked)
+    """Whether the search is to end, with what its trials have reached saved."""
 
     @property
     def idle(self) -> list[int]:
-        return sorted(self.boxes.keys() - self.orders.keys())
+        return [] if self.asked.given else sorted(self.boxes.keys() - self.orders.keys())
 
     def give(self, slot: int, order: Order) -> None:
         self.orders[slot] = order
@@ -148,10 +151,13 @@ class Slots:
         """The next answer: (order, what it came to). (order, None): the slot died with the order in hand. (None, ()): a
         slot is up.
 
-        Raises `UserError` where a slot dies again and again without an order, and where no slot is left.
+        Raises `UserError` where a slot dies again and again without an order, and where no slot is left; `AskedToEnd`
+        where the search was asked to end and no order is in hand any more.
         """
         waits = self.office.take.remote(ANSWERS, self.answers)
         while True:
+            if self.asked.given:
+                self._give_notice()
             ended = [slot for slot in self.deaths.ended if slot in self.boxes]
             if ray.wait([waits], timeout=LOOK_S)[0]:
                 break
@@ -174,6 +180,13 @@ class Slots:
         del self.orders[answer.slot]
         self.blameless[answer.slot] = 0
         return answer.order, answer.outcomes
+
+    def _give_notice(self) -> None:
+        if not self.orders:
+            raise notice.AskedToEnd(f"{self.search} was asked to end; the same command with --resume goes on")
+        for order in self.orders.values():  # again and again: a trial that starts takes what was there before
+            with suppress(FileNotFoundError):  # it has no folder yet
+                notice.give(self.search.trial(order.trial), notice.ASKED)
 
     def _count_deaths(self) -> None:
         while self.deaths.died:
@@ -215,10 +228,11 @@ def opened(config: Config, task: Task, count: int) -> Iterator[Slots]:
         except Exception as error:
             slots.error = error
 
-    slots = Slots(office, threading.Thread(target=fit, daemon=True, name="rtrain-tune"), deaths)
+    slots = Slots(search, office, threading.Thread(target=fit, daemon=True, name="rtrain-tune"), deaths)
     slots.tuner.start()
     try:
-        yield slots
+        with slots.asked:
+            yield slots
         for box in slots.boxes.values():
             ray.get(office.put.remote(box, None))
         slots.tuner.join(END_S)

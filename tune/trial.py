@@ -169,7 +169,7 @@ FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
     """Do an order. A run that was begun goes on from its newest checkpoint; one that is there already is read."""
     run = Run(task.search).trial(order.trial)
-    watch = _Diverging(run)
+    watch, prepared, until = _Diverging(run), None, None
     try:
         prepared = task.prepared(order.trial, order.settings)
         until = None if order.rung is None else prepared.order.update_at(order.rows)
@@ -179,8 +179,12 @@ def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
             )
     except NonFinite as error:
         return [{"kind": "diverged", "why": str(error).splitlines()[0], "seconds": seconds_of(run)}]
+    except notice.AskedToEnd:
+        return []
     except Exception as error:
-        return [_broken(run, error)]
+        # One that is ended though the storage does not answer goes on: its copy alone is not whole.
+        if prepared is None or not (run.finished and isinstance(error, TryAgain)):
+            return [_broken(run, error)]
     if watch.why and not run.finished:
         return [{"kind": "diverged", "why": watch.why, "seconds": seconds_of(run)}]
     try:

@@ -61,7 +61,8 @@ class Replica:
         self._try(self._own)
 
     def restore(self, run: Path) -> None:
-        """Bring back what `--resume` reads of a run whose folder is lost; the checkpoints come when they are wanted.
+        """Bring back what `--resume` reads of a run whose folder is lost, and the artefact of one that is finished; the
+        checkpoints come when they are wanted.
 
         The configuration comes last, since by it a run is known: what is interrupted before is begun again.
         """
@@ -73,9 +74,14 @@ class Replica:
                         files.get_file(f"{root}/{name}", str(draft / name))
                 if files.exists(f"{root}/{LOG}"):
                     (draft / LOG).write_bytes(_joined(files, root))
+                if files.exists(f"{root}/artifact/{manifest.NAME}"):
+                    for place in sorted(files.find(f"{root}/artifact")):
+                        path = draft / _inner(place, root)
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        files.get_file(place, str(path))
                 run.mkdir(parents=True, exist_ok=True)
-                for name in (LOG, *reversed(FILES)):
-                    if (draft / name).is_file():
+                for name in ("artifact", LOG, *reversed(FILES)):
+                    if (draft / name).exists():
                         (draft / name).rename(run / name)
 
         self._try(read)

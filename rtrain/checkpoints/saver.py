@@ -50,7 +50,6 @@ class Saver:
         self._watch = watch or Watch()
         self._moved = 0
         """Pieces that were copied to the replica: while nobody waits, they are no sign that the training goes on."""
-        self._failed_copy: Unreachable | None = None
         self._thread: threading.Thread | None = None
         self._taken: checkpoint.Snapshot | None = None
         self._error: Exception | None = None
@@ -118,16 +117,14 @@ class Saver:
         self._replica.distrust(path.name)
         return False
 
-    def flush(self, copied: bool = False) -> None:
-        """Wait until what was taken is on the disk and, with `copied`, in the replica too."""
+    def flush(self) -> None:
+        """Wait until what was taken is on the disk, and its copy was tried."""
         if self._thread is not None:
             self._wait(self._thread)
             self._thread = None
         if (error := self._error) is not None:
             self._error = None
             raise error
-        if copied and self._failed_copy:
-            raise self._failed_copy
 
     def _wait(self, thread: threading.Thread) -> None:
         with self._watch.busy():
@@ -177,9 +174,7 @@ class Saver:
                 [checkpoint.path_of(self.folder, update) for update in sorted(kept)],
                 self._count,
             )
-            self._failed_copy = None
         except Unreachable as error:
-            self._failed_copy = error
             self._say("uncopied", error=str(error))
 
     def _kept(self, run: str) -> set[int]:

@@ -10,6 +10,7 @@ import typer
 from rtrain import events
 from rtrain.cli.options import resumable
 from rtrain.cli.output import show
+from rtrain.errors import TryAgain
 from rtrain.run import Run
 
 if TYPE_CHECKING:
@@ -64,10 +65,10 @@ def searched(
 
 @contextmanager
 def _so_far(folder: Path, headline: str, settings: Any) -> Iterator[None]:
-    """Where Ctrl-C ends a search, show the trials until then."""
+    """Where Ctrl-C ends a search, or a signal that asks it to end, show the trials until then."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, TryAgain):
         from rtrain.report.live.progress import say
         from tune.known import journal
         from tune.results import table

@@ -19,7 +19,7 @@ from types import FrameType
 
 from rtrain import signals
 from rtrain.cluster.session import IN_JOB
-from rtrain.errors import TryAgain, UserError
+from rtrain.errors import ConfigError, TryAgain, UserError
 
 CHILD = "RTRAIN_CHILD"
 """Environment variable that tells a child that it has a supervisor."""
@@ -75,7 +75,7 @@ def again(code: int, answers: Callable[[], bool]) -> int:
     whether it is there). Other codes stay."""
     if code in (signals.TERMINATED, 128 + signal.SIGUSR1):
         why = "ended from outside"
-    elif code == UserError.exit_code and not answers():
+    elif code in (UserError.exit_code, ConfigError.exit_code) and not answers():  # 2: a start that found no head
         why = "the cluster's head is gone"
     else:
         return code

@@ -60,13 +60,15 @@ def fit(
     With `rung`, the answers to the validation rows at `until` are kept (`training.rungs`); with `profile`, where the
     time of each update went (`training.watched`). `workers` are new processes for each start, unless others are given.
     A run that is finished already is left as it is; one that finishes gets its report, if `reports`. Raises `TryAgain`
-    where the run was asked to end (`notice.Asked`) before that.
+    where the run was asked to end (`notice.Asked`) before that, and where it is finished and the storage of its copy
+    does not answer.
     """
     plan = _Plan(until, rung, profile, shortcuts, workers or group.Fresh())
     run = prepared.run
     if run.finished:
+        made = summary.write(run)
         _copy_out(prepared)
-        return summary.write(run)
+        return made
     say = on_event or (lambda event: None)
     for event in said_of_rows(run):
         say(event)  # logged before the run was followed
@@ -96,11 +98,12 @@ def fit(
                 path.unlink()
     last = _last_trained(run)
     run.append("finished" if last["finished"] else "paused", update=last["updates"])
-    if last["finished"]:  # a run that is paused, interrupted or stopped goes on: `rtrain report` shows it meanwhile
-        if reports:
-            report(run, say)
+    if last["finished"] and reports:  # one that is paused or stopped goes on: `rtrain report` shows it meanwhile
+        report(run, say)
+    made = summary.write(run)
+    if last["finished"]:
         _copy_out(prepared)
-    return summary.write(run)
+    return made
 
 
 def report(run: Run, say: OnEvent) -> None:
@@ -125,8 +128,21 @@ def add(run: Run, name: str, make: Callable[[Run], Any], say: OnEvent) -> None:
 
 
 def _copy_out(prepared: Prepared) -> None:
-    if copy := replica.of(prepared.config.deploy.cluster, prepared.run.folder):
-        copy.push_artifact(prepared.run.folder)
+    """Copy what the storage lacks of a finished run."""
+    run, owners = prepared.run, _tokens(prepared.run)
+    copy = replica.of(prepared.config.deploy.cluster, run.folder, owners)
+    if copy is None:
+        return
+    here = [checkpoint.path_of(run.checkpoints, update) for update in checkpoint.updates(run.checkpoints)]
+    try:
+        # Where each that is here is there too, the others there may be all that is left: some here were cleaned away.
+        if owners and {path.name for path in here} - {*copy.checkpoints()}:
+            copy.push(run.folder, here)
+        if run.artifact.is_dir():  # else what is there is all there is
+            copy.push_artifact(run.folder)
+    except replica.Unreachable as error:
+        way_on = "the same command with --resume copies the rest"
+        raise TryAgain(f"{run} is finished, and its copy is not whole ({error}); {way_on}") from error
 
 
 def _joined(prepared: Prepared, asking: "_Asking", say: OnEvent) -> nodes.Joined:
@@ -155,8 +171,7 @@ def _attempts(
     while True:
         notice.take(run)  # one that was left by a driver that died is of no concern to the workers of this one
         if asked.given:
-            saved = f"update {_newest(run)} of {prepared.updates} is saved"
-            raise TryAgain(f"{run} was asked to end: {saved}. The same command with --resume goes on")
+            raise _asked_to_end(prepared)
         asking()
         workers = min(ceiling, _workers(run, wanted, waiting, asking, asked))
         if not workers:  # it was asked to end while it waited
@@ -202,11 +217,19 @@ def _attempts(
             continue
         ceiling = most
         reason, last = notice.take(run), _last_trained(run)
-        if reason in (None, notice.DIVERGED) or last["finished"] or last["updates"] == plan.until:
+        if reason == notice.DIVERGED or last["finished"] or last["updates"] == plan.until:
             return
+        if reason == notice.ASKED and not asked.given:  # by the search that it is a trial of
+            raise _asked_to_end(prepared)
         plan.workers.lost(run)
-        if not asked.given:
-            run.append("yielded", reason=reason, update=last["updates"])
+        if not asked.given:  # a worker may have read a notice that is taken already, from the cache of a shared folder
+            run.append("yielded", reason=reason or "a notice of an earlier start", update=last["updates"])
+
+
+def _asked_to_end(prepared: Prepared) -> notice.AskedToEnd:
+    run = prepared.run
+    saved = f"update {_newest(run)} of {prepared.updates} is saved"
+    return notice.AskedToEnd(f"{run} was asked to end: {saved}. The same command with --resume goes on")
 
 
 @contextmanager
@@ -228,7 +251,7 @@ def _owners(run: Run, cluster: Cluster) -> tuple[str, ...]:
     if cluster.storage is None:
         return ()
     run.append("claimed", token=uuid.uuid4().hex)
-    owners = tuple(event["token"] for event in run.events("claimed"))
+    owners = _tokens(run)
     try:
         replica.Replica(cluster.storage, run.name, owners).claim()
     except replica.Unreachable as error:
@@ -236,6 +259,10 @@ def _owners(run: Run, cluster: Cluster) -> tuple[str, ...]:
             raise
         run.append("unreachable", update=_newest(run), error=str(error))
     return owners
+
+
+def _tokens(run: Run) -> tuple[str, ...]:
+    return tuple(event["token"] for event in run.events("claimed"))
 
 
 def _last_trained(run: Run) -> dict[str, Any]:

@@ -16,12 +16,15 @@ from typing import Any, Self
 
 from rtrain.cluster import demand, supply
 from rtrain.cluster.demand import Place
+from rtrain.errors import TryAgain
 from rtrain.run import Run
 from rtrain.runs import placement
 from rtrain.runs.recovery import Growth, workers_for
 
 WAITING = "waiting"
 """The event of a start that waits for nodes."""
+ASKED = "asked"
+"""The reason of a notice that follows a signal to the command: it ends with its runs, to be gone on with."""
 DIVERGED = "diverged"
 """The reason of a notice that a search gives: the run ends there, and nothing starts it again."""
 Wanted = Callable[[Sequence[supply.Host]], int]
@@ -48,14 +51,19 @@ def take(run: Run) -> str | None:
     return reason
 
 
+class AskedToEnd(TryAgain):
+    """The command was asked to end, and what it trains is saved."""
+
+
 class Asked:
     """While it is entered, SIGUSR1 asks the run to end after the coming update: a batch system sends a signal some time
     before it ends a job. SIGTERM, which means at once, is left alone.
 
-    Python takes signals in the main thread alone; entered in another (a trial of a search), it hears of none.
+    Python takes signals in the main thread alone; entered in another (a trial of a search), it hears of none. A search
+    hears for its trials, and has no run of its own that could be given notice.
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run | None = None):
         self._run = run
         self.given = False
         """Stays true between two starts, where the notice itself is taken away."""
@@ -72,7 +80,8 @@ class Asked:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.given = True
-        give(self._run, "asked")
+        if self._run is not None:
+            give(self._run, ASKED)
 
 
 class Waiting:

@@ -303,9 +303,9 @@ class _Loop(step.Observer):
             with exchange.watch.busy():
                 self._saver.save(exchange.module, self._optimizer, self._state, exchange.whole)
 
-    def _flushed(self, copied: bool = False) -> None:
+    def _flushed(self) -> None:
         def flush() -> int:
-            self._saver.flush(copied=copied)
+            self._saver.flush()
             return self._state.update
 
         ranks.decided(self._exchange.watch, flush)
@@ -317,7 +317,7 @@ class _Loop(step.Observer):
         job, state = self._job, self._state
         finished = state.update == job.order.updates
         with self._clock.section("checkpoint"):
-            self._flushed(copied=finished)
+            self._flushed()
             if not finished:  # at once: the end of the workers themselves takes seconds, and may come too late
                 self._reporter.event("saved", update=state.update)
             update = self._best(state)

@@ -171,16 +171,20 @@ class Jobs:
             time.sleep(LOOK_EVERY_S)
 
     def _tail(self, job: str, already: int, show: Callable[[str], None]) -> None:
-        """Show what follows the first `already` characters, until the stream ends or breaks off."""
+        """Show what follows the first `already` characters, until the stream ends, breaks off or is silent for long: a
+        head whose machine is gone closes no connection, and the caller is to ask whether it is there."""
+
+        from aiohttp import ClientError
 
         async def follow() -> None:
-            seen = 0
-            async for portion in self._client.tail_job_logs(job):
+            seen, portions = 0, aiter(self._client.tail_job_logs(job))
+            while (portion := await asyncio.wait_for(anext(portions, None), PATIENCE_S)) is not None:
                 if new := portion[max(0, already - seen) :]:
                     show(new)
                 seen += len(portion)
 
-        with suppress(RuntimeError):  # the job has not begun, its log is not there yet, or the connection is cut
+        # The job has not begun, its log is not there yet, or the connection is cut.
+        with suppress(RuntimeError, TimeoutError, ClientError):
             asyncio.run(follow())
 
     @contextmanager

@@ -19,7 +19,7 @@ from rtrain import config
 from rtrain.cluster import supervise
 from rtrain.cluster.jobs import naming
 from rtrain.cluster.jobs.copied import Copied
-from rtrain.errors import UserError
+from rtrain.errors import TryAgain, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,9 +41,13 @@ def main(words: Sequence[str]) -> int:
     run = Path(found)
     storage = storage_of(words, run)
     supervised = words[0] in naming.SUPERVISED
-    arguments = resumed(list(words), run, storage) if supervised else list(words)
     with kept(Path(naming.log_of(found)), storage and f"{storage.rstrip('/')}/{naming.LOGS}/{run.name}.log"):
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        try:
+            arguments = resumed(list(words), run, storage) if supervised else list(words)
+        except TryAgain as error:
+            sys.stderr.write(f"--- {stamp} rtrain: {error}\n")
+            return error.exit_code
         sys.stdout.write(f"--- {stamp} rtrain {shlex.join(arguments)}\n")
         sys.stdout.flush()
         return supervise.supervise(arguments, run) if supervised else _alone(arguments)
@@ -72,9 +76,8 @@ def storage_of(words: Sequence[str], run: Path) -> str | None:
 
 
 def resumed(words: list[str], run: Path, storage: str | None) -> list[str]:
-    """The words with --resume where the run is there, or its copy, in place of what they say of it themselves."""
-    if "--new" in words:
-        return words
+    """The words with --resume where the run is there, or its copy, in place of what they say of it themselves. Raises
+    `TryAgain` where the storage does not answer: a run that begins anew would take the place of the one there."""
     found = supervise.resumed(words, run)
     if "--resume" not in found and storage and _is_there(f"{storage.rstrip('/')}/{run.name}/config.yaml"):
         return [*found, "--resume"]
@@ -84,8 +87,19 @@ def resumed(words: list[str], run: Path, storage: str | None) -> list[str]:
 def _is_there(url: str) -> bool:
     import fsspec
 
-    files, path = fsspec.core.url_to_fs(url)
-    return bool(files.exists(path))
+    try:
+        files, path = fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError):  # not a storage: the verb says so, and which setting names it
+        return False
+    try:
+        return bool(files.exists(path))
+    except PermissionError:  # of which the verb says what to look at
+        return False
+    except Exception as error:  # each kind of storage has its own
+        told = str(error).strip().splitlines() or [type(error).__name__]
+        raise TryAgain(
+            f"cluster.storage: {url} does not answer ({told[0]}); the same job, submitted again, goes on"
+        ) from error
 
 
 @contextmanager

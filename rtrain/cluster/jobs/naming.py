@@ -62,13 +62,17 @@ def given(words: Sequence[str]) -> str | None:
 
 def run_of(words: Sequence[str]) -> PurePosixPath | None:
     """The run folder that a command makes; None for a verb that makes none. Raises `ConfigError` for one that makes
-    a run and does not say where: the job's own folder is collected with the job."""
+    a run and does not say where: the job's own folder is collected with the job. And for --new, since a job that is
+    asked for again goes on with its run: the words must name the same one each time."""
     out = option(words, "--out")
     if not words or words[0] not in MAKE_RUNS:
         return None
     if out is None or not out.startswith("/"):
         reason = "the nodes' folder for it must be named whole, where all of them see it"
         raise ConfigError([Problem("--out", out, reason, f"write --out /shared/runs/{words[0]}")])
+    if "--new" in words:
+        reason = "a job that is asked for again goes on with its run, and this would begin another each time"
+        raise ConfigError([Problem("--new", None, reason, f"name another --out in its place, such as {out}-2")])
     return PurePosixPath(out)
 
 

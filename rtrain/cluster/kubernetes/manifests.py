@@ -35,10 +35,13 @@ DATA_ROLE = {"rtrain-role": "data"}
 """The same of nodes for data tasks, for `cluster.data_labels`."""
 BUCKET_DRIVER = "gcsfuse.csi.storage.gke.io"
 BUCKET_SIDECAR = {"gke-gcsfuse/volumes": "true"}
-BUCKET_OPTIONS = "implicit-dirs,rename-dir-limit=100000,uid=1000,gid=1000"
+BUCKET_OPTIONS = (
+    "implicit-dirs,rename-dir-limit=100000,uid=1000,gid=1000,"
+    "metadata-cache:ttl-secs:0,metadata-cache:negative-ttl-secs:0"
+)
 """Checkpoints and stores are moved to their places as whole folders, which this driver does only up to such a number of
-files. (Buckets of S3, mounted, neither append to a file nor rename one: a run's log needs the one, its checkpoints the
-other.)"""
+files. What it remembers of them for a minute would let a node miss a spot notice, or take one twice. (Buckets of S3,
+mounted, neither append to a file nor rename one: a run's log needs the one, its checkpoints the other.)"""
 CLIENTS = {"rtrain-client": "true"}
 """Pods with this label may ask the endpoint."""
 OPERATOR = {"app.kubernetes.io/name": "kuberay"}
