@@ -85,6 +85,23 @@ def test_what_stopped_for_another_reason_stays_so(tmp_path: Path) -> None:
     assert one._history.stopped == "every point of the space was tried"
 
 
+def test_an_end_that_has_begun_is_gone_on_with_whatever_time_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three trials went from the first rung to their ends: a larger field would order them to the second one."""
+    no_slots: Any = None
+    found, worked = make_search(tmp_path, [0.5, 0.6, 0.7], ended=False), list[str]()
+    Journal(found.trials).append("stopped", why="30 minutes are over", budget=MINUTES)
+    for minutes in (30, 600):
+        one = started(found, settings(tmp_path, 9, **{"tune.minutes": minutes}))
+        monkeypatch.setattr(one, "_work", lambda slots, due: worked.append(due.__name__))
+        one._reopen()
+        one._phases(no_slots)
+        assert one._history.stopped == "30 minutes are over"
+    assert worked == ["_halving", "_ending", "_ending"]
+    assert Journal(found.trials).history.ending
+
+
 def test_money_is_what_the_slots_are_billed_for_whatever_they_did(tmp_path: Path) -> None:
     """Two hours of three slots of two workers each, which trained for some minutes and waited for the rest."""
     found = make_search(tmp_path, [0.5, 0.6], ended=False)

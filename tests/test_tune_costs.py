@@ -1,15 +1,20 @@
 """What students cost to use: measured once for each shape, and told to the search."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rtrain import config
 from rtrain.errors import ConfigError
 from tests.conftest import labelled_rows, write_rows
+from tests.searches import make_search, settings
+from tests.test_tune_budget import started
 from tests.tiny import make_encoder
-from tune import costs, search
+from tune import costs, search, trial
 
 
 def test_a_model_of_fewer_layers_has_fewer_bytes_and_is_answered_sooner(tmp_path: Path) -> None:
@@ -37,6 +42,32 @@ def test_a_shape_is_measured_once_and_known_after_a_resume(tmp_path: Path, monke
     again = costs.Costs(tmp_path, "latency")
     assert (again.of(same), len(asked)) == (1.0, 2)
     assert sorted(json.loads((tmp_path / costs.NAME).read_text()).values()) == [1.0, 2.0]
+
+
+def test_the_shapes_of_a_space_are_measured_before_the_slots_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is first asked for later would be measured beside trainings, and look slower than trial 0's."""
+    measured, space = list[str](), {"distill.layers": [1, 2], "distill.temperature": [1.0, 2.0]}
+    asked: dict[str, Any] = {"tune.objective": "front", "tune.cost": "latency", "tune.space": space}
+
+    def of(task: trial.Task, point: Mapping[str, Any]) -> Any:
+        layers = point["distill.layers"]
+        name = str(make_encoder(tmp_path / f"{layers} layers", layers=layers))
+        return SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(name=name)))
+
+    def measure(model: Path) -> float:
+        measured.append(model.name)
+        return float(len(measured))
+
+    monkeypatch.setitem(costs.OF, "latency", measure)
+    monkeypatch.setattr(trial.Task, "of", of)
+    chosen = settings(tmp_path, 9, **{"distill.teacher": "a version", **asked})
+    one = started(make_search(tmp_path, [0.5], ended=False), chosen)
+    one._measure()
+    assert measured == ["1 layers", "2 layers"]
+    one._ask({"distill.layers": 2, "distill.temperature": 2.0}, "spread")
+    assert (one._history.trials[-1].cost, len(measured)) == (2.0, 2)
 
 
 def test_costs_of_use_are_refused_where_all_trials_have_one_model_or_nobody_looks_at_them(tmp_path: Path) -> None:

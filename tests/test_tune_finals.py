@@ -370,6 +370,23 @@ def test_of_the_front_the_fastest_of_those_as_good_is_taken() -> None:
     assert (small.best, small.faster, small.cost) == (1, False, "bytes")  # the smallest has the highest score too
 
 
+def test_of_the_front_who_is_as_good_wins_though_the_budget_pays_for_two_further_seeds_alone() -> None:
+    """Trial 0 was left at a fifth of a run, the two others at two fifths: their ends take two of four full runs."""
+    right = {0: (0.5, 0.5), 1: (0.91, 0.81), 2: (0.9, 0.8)}
+
+    def come_to(worth: Mapping[int, Sequence[float]], run: Run) -> Held:
+        return shares(np.arange(ROWS) < worth[run.of][(run.seed or 0) % 2] * ROWS)
+
+    begun = [asked(number) for number in range(3)] + [reached(number, 0, 0.8) for number in range(3)]
+    events = begun + [reached(number, 1, 0.8) for number in (1, 2)]
+    found = play(events, partial(come_to, right), aim=Aim("front"))
+    assert [numbers(order) for order in found.orders] == [[0, 1, 2], [0, 1]]
+    assert (found.verdict.best, found.verdict.faster, found.verdict.against, found.verdict.seeds) == (2, True, 2, 1)
+    worse = play(events, partial(come_to, {**right, 2: (0.7, 0.7)}), aim=Aim("front")).verdict
+    assert (worse.best, worse.faster, worse.seeds) == (1, False, 2)
+    assert play(events, partial(come_to, right)).verdict.best == 1  # for the score alone
+
+
 def test_settings_of_equal_worth_are_rarely_told_better() -> None:
     """Whole ends, with a look after every round and two others that may be lucky: one in twenty, and its own error."""
     ends = 150

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from rtrain import config
 from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem
-from tune.asking import points, space
+from tune.asking import ask_tell, points, space
 from tune.asking.points import Dimension
 
 LR = {"low": 5e-5, "high": 1e-3, "log": True}
@@ -188,6 +188,18 @@ def test_a_point_gets_the_updates_that_are_asked_for_or_the_nearest(rows: int, f
     ranged = made(tune__space={"train.rows_per_update": {"low": 16, "high": 256, "log": True}})
     found = space.with_rows(ranged, space.dimensions(ranged), {"train.rows_per_update": 20}, rows)
     assert found == {"train.rows_per_update": min(256, max(16, rows))}
+
+
+@pytest.mark.parametrize("sampler", ["random", "gp", "tpe"])
+def test_whole_numbers_that_the_noise_cuts_to_one_are_that_one(sampler: str) -> None:
+    chosen = made(tune__space={K: {"low": 1, "high": 8}, "optim.lr": LR})
+    cut = space.under(chosen, space.dimensions(chosen), rows=8)
+    assert cut[0] == Dimension(K, 1, 1)
+    told = [ask_tell.Told(point, 0.1 * number) for number, point in enumerate(points.spread(cut, 10, seed=0))]
+    for number in (1, 10):  # one that is spread over the space, and one of the sampler's
+        found = ask_tell.propose(cut, told[:number], number=number, seed=0, sampler=sampler, planned=20)
+        assert found is not None
+        assert found[0][K] == 1
 
 
 def test_what_the_recipe_s_task_cannot_use_is_refused() -> None:

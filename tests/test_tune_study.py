@@ -16,9 +16,10 @@ from rtrain.metrics.by_output import metric_for
 from rtrain.run import Run
 from rtrain.runs import opening
 from rtrain.tasks import base
+from tests.conftest import write_rows
 from tests.reports import Page, make_run
 from tests.trained import ROWS, settings
-from tune import study
+from tune import study, trial
 from tune.known import journal
 from tune.known.history import replay
 from tune.results import study_page, study_table
@@ -79,6 +80,34 @@ def test_a_resumed_study_or_search_leaves_the_pooling_to_its_trials(tmp_path: Pa
     assert opening.stored(run.folder).recipe.model.pooling == "auto"
     run.append("created")  # a run of a version without the setting
     assert opening.stored(run.folder).recipe.model.pooling == "own"
+
+
+@pytest.mark.parametrize(
+    ("begun", "asked"),
+    [
+        ("aggregation", {"train.workers": 4}),
+        ("aggregation", {"tune.space": {study.FREQUENCY: [1, 2]}}),
+        ("aggregation", {"tune.study": None}),
+        (None, {"tune.study": "aggregation"}),
+    ],
+)
+def test_a_resume_that_would_be_another_is_refused_before_it_changes_what_is_stored(
+    begun: str | None, asked: dict[str, Any], tmp_path: Path
+) -> None:
+    """Once that was written, every resume was refused, also the one that leaves the change out."""
+    folder, workers = tmp_path / "study", 2
+    rows = write_rows(tmp_path / "rows.csv", [("a parcel", "parcel")])
+    first = config.load("intent", {"data.path": str(rows), "tune.study": begun, "train.workers": workers})
+    with trial.held(first, folder, "refuse", None):
+        pass
+    before = Run(folder).config.read_bytes()
+    refused = rf"{next(iter(asked))}.*: the {'study' if begun else 'search'} was started with"
+    with pytest.raises(ConfigError, match=refused), trial.held(config.load("intent", asked), folder, "resume", None):
+        pass
+    assert Run(folder).config.read_bytes() == before
+    for may_change in ({}, {"tune.concurrent": 2}):
+        with trial.held(config.load("intent", may_change), folder, "resume", None) as (settled, _):
+            assert settled.recipe.train.workers == workers
 
 
 def test_a_space_of_one_s_own_names_the_frequencies() -> None:

@@ -1,16 +1,25 @@
 """What a trial is told by its log, and how it is trained beside others. Without Ray."""
 
+import errno
+import os
 import random
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rtrain import config
+from rtrain.checkpoints.replica import Unreachable
+from rtrain.cluster import preflight
+from rtrain.errors import TryAgain, UserError
 from rtrain.run import Run
+from rtrain.runs import driver, group, opening
 from tests.histories import configured
 from tune import search, trial
 from tune.asking import space
+from tune.record import Record
 from tune.trial import Task
 
 K, ROWS = "train.aggregation_frequency", "train.rows_per_update"
@@ -59,22 +68,96 @@ def every(chosen: config.Config, settings: dict[str, Any], folder: Path) -> tupl
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
-def test_trials_that_are_to_be_fast_are_read_after_equal_rows(k: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "aim",
+    [{}, {"tune.objective": "front"}, {"tune.objective": "time", "tune.target": 0.9}],
+    ids=["score", "front", "time"],
+)
+def test_trials_are_read_after_equal_rows(aim: dict[str, Any], k: int, tmp_path: Path) -> None:
     """Updates of 16, 32, 64 and 128 rows; the recipe has 64, and is read every 5 of them, or 320 rows."""
-    asked: dict[str, Any] = {"train.workers": 2, "train.micro_batch": 8, "train.evaluate_every": 5, K: 4}
-    timed = {**asked, "tune.objective": "time", "tune.target": 0.9}
-    assert every(configured(tmp_path, **timed), {K: k}, tmp_path)[1] == 256
-    assert every(configured(tmp_path, **asked), {K: k}, tmp_path)[0] == 5
-    by_epoch = configured(tmp_path, **{**timed, "train.evaluate_every": None})
+    asked: dict[str, Any] = {"train.workers": 2, "train.micro_batch": 8, "train.evaluate_every": 5, K: 4, **aim}
+    assert every(configured(tmp_path, **asked), {K: k}, tmp_path)[1] == 256
+    by_epoch = configured(tmp_path, **{**asked, "train.evaluate_every": None})
     assert every(by_epoch, {K: k}, tmp_path)[0] is None
+    assert every(configured(tmp_path, **asked, **{"tune.study": "aggregation"}), {K: k}, tmp_path)[0] == 5
 
 
 def test_a_point_or_a_range_of_rows_may_have_the_largest_updates(tmp_path: Path) -> None:
-    timed = {"tune.objective": "time", "tune.target": 0.9, "train.evaluate_every": 1, "train.rows_per_update": 64}
-    points = configured(tmp_path, **timed, **{"tune.points": [{K: 32}], "train.micro_batch": 8})
+    read = {"train.evaluate_every": 1, "train.rows_per_update": 64}
+    points = configured(tmp_path, **read, **{"tune.points": [{K: 32}], "train.micro_batch": 8})
     assert space.evaluated_every(points) == 32 * 8 * points.recipe.train.workers
     searched = {"optim.lr": [1e-4, 2e-4], ROWS: {"low": 16, "high": 1024}}
-    assert space.evaluated_every(configured(tmp_path, **timed, **{"tune.space": searched})) == 1024
+    assert space.evaluated_every(configured(tmp_path, **read, **{"tune.space": searched})) == 1024
+
+
+@pytest.mark.parametrize("reuse", ["refuse", "resume"])
+def test_a_search_of_which_the_storage_alone_is_left_is_refused_with_the_reason(
+    reuse: opening.Reuse, tmp_path: Path
+) -> None:
+    """Its trials are copied, and its journal is not."""
+    copy = tmp_path / "mounted" / "search" / "trial-000"
+    copy.mkdir(parents=True)
+    (copy / "config.yaml").touch()
+    chosen = configured(tmp_path, **{"cluster.storage": (tmp_path / "mounted").as_uri()})
+    refused = r"mounted/search holds the trials of a search whose folder is gone, and it cannot .*; name another --out"
+    with pytest.raises(UserError, match=refused), trial.held(chosen, tmp_path / "search", reuse, None):
+        pass
+    with trial.held(chosen, tmp_path / "another", "refuse", None):
+        pass
+
+
+# ---------------------------------------------------------------------------------------------------- what an order is
+
+
+def ordered(folder: Path, monkeypatch: pytest.MonkeyPatch, prepared: Callable[..., Any], rung: int | None = 0) -> Any:
+    """What an order to 12 updates comes to, where `prepared` is what its run is prepared by."""
+    monkeypatch.setattr(Task, "prepared", prepared)
+    task = Task(config.to_document(configured(folder)), frozenset(), folder, folder)
+    return trial.run(trial.Order(1, {}, rung, 768), task, group.Fresh())
+
+
+def test_a_trial_whose_answers_cannot_be_read_has_failed_and_its_slot_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path).trial(1)
+    train(run, 0, 12, every=12)
+    made = SimpleNamespace(run=run, order=SimpleNamespace(update_at=lambda rows: 12))  # no rows, no answers
+    [came] = ordered(tmp_path, monkeypatch, lambda *given: made)
+    assert (came["kind"], came["seconds"]) == ("failed", 6.0)
+    assert "(traceback in " in came["error"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (preflight.Short("the disk has 1 MB free"), "again"),
+        (Unreachable("cluster.storage: s3://runs fails"), "again"),
+        (TryAgain("it is finished, and its copy is not whole"), "again"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "again"),
+        (UserError("training failed: safetensors: No space left on device (os error 28)"), "again"),
+        (UserError("model.name: no such model"), "failed"),
+        (ValueError("no"), "failed"),
+    ],
+)
+def test_what_is_wrong_with_the_machine_is_no_failure_of_a_trial(
+    error: Exception, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that are still to come would be told as failed for ever, within a minute."""
+
+    def refuse(*given: Any) -> None:
+        raise error
+
+    [came] = ordered(tmp_path, monkeypatch, refuse)
+    assert came["kind"] == kind
+    told = Record(Run(tmp_path), None)
+    told.write("asked", trial=1, settings={}, by="gp")
+    answer: Any = SimpleNamespace(wait=lambda: (trial.Order(1, {}, 0, 768), (came,)))
+    if kind == "again":
+        with pytest.raises(TryAgain, match=r"trial 1 could not go on: .*; the same command with --resume goes on"):
+            told.hear(answer)
+    else:
+        told.hear(answer)
+    assert [one.status for one in Record(Run(tmp_path), None).history.trials] == ["asked" if kind == "again" else kind]
 
 
 # --------------------------------------------------------------------------------------------------------- divergence
@@ -101,6 +184,40 @@ def test_when_a_trial_is_seen_to_diverge(losses: list[float], expected: bool) ->
     assert trial.diverges(losses) is expected
 
 
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_trial_that_a_killed_search_has_seen_to_diverge_is_not_trained_on(
+    paused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was paused at its rung, or in the midst; the journal knows nothing yet."""
+    run = Run(tmp_path).trial(1)
+    run.folder.mkdir()
+    run.append("started", update=0, of=100)
+    for update, loss in enumerate([*UNTAUGHT, 9.0, 8.0, 30.0, 12.0, 7.0, 6.9, 6.8, 6.7, 1.0], 1):
+        run.append("progress", update=update, loss=loss, train_s=0.5 * update)
+    if paused:
+        run.append("paused", update=12)
+    monkeypatch.setattr(driver, "fit", None)
+    made = SimpleNamespace(run=run, order=SimpleNamespace(update_at=lambda rows: 12))
+    [came] = ordered(tmp_path, monkeypatch, lambda *given: made)
+    why = "the training loss rose from 4.2 to 7 and more by update 8"  # as it was told live
+    assert came == {"kind": "diverged", "why": why, "seconds": trial.seconds_of(run)}
+    assert not run.notice.exists()
+
+
+def test_a_trial_is_given_notice_once_as_it_is_seen_to_diverge(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    watch = trial._Diverging(run)
+    for update, loss in enumerate([*UNTAUGHT, 9.0, 8.0, 30.0, 12.0], 1):
+        watch({"kind": "progress", "update": update, "loss": loss})
+    assert (watch.why, run.notice.exists()) == ("", False)
+    watch({"kind": "progress", "update": 8, "loss": 7.0})
+    assert run.notice.exists()
+    run.notice.unlink()
+    watch({"kind": "progress", "update": 9, "loss": 7.0})
+    assert not run.notice.exists()
+    assert watch.why.endswith("by update 8")
+
+
 @pytest.mark.parametrize("rows", [16, 64])
 def test_wrong_labels_do_not_end_a_trial_that_has_learnt_its_task(rows: int) -> None:
     """One row of fifty is wrong, at 8 nats: most updates of 64 rows are far above what they would be without."""
@@ -110,10 +227,11 @@ def test_wrong_labels_do_not_end_a_trial_that_has_learnt_its_task(rows: int) -> 
     assert not any(trial.diverges(losses[:3] + losses[max(3, count - 5) : count]) for count in range(len(losses)))
 
 
-def test_trials_log_every_update_unless_the_user_says_otherwise(tmp_path: Path) -> None:
-    for named, expected in (({}, 1), ({"train.log_every": 7}, 7)):
-        chosen = configured(tmp_path, **named)
-        task = Task(config.to_document(chosen), frozenset(named), tmp_path, tmp_path)
-        made = task.of({})
-        assert made.recipe.train.log_every == expected
-        assert search._replayed(made, chosen).recipe.train.log_every == chosen.recipe.train.log_every
+def test_trials_log_every_update_unless_another_number_was_given_also_on_a_resume(tmp_path: Path) -> None:
+    """A resume that names no recipe reads the search's own configuration, where every setting is named."""
+    for given, expected in (({}, 1), ({"train.log_every": 7}, 7)):
+        chosen = configured(tmp_path, **given)
+        for named in (frozenset(given), frozenset(config.flat(chosen))):
+            made = Task(config.to_document(chosen), named, tmp_path, tmp_path).of({})
+            assert made.recipe.train.log_every == expected
+            assert search._replayed(made, chosen).recipe.train.log_every == chosen.recipe.train.log_every

@@ -6,12 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from rtrain import events
+from rtrain.errors import TryAgain
 from rtrain.run import Run
 from rtrain.runs import driver
 from tune.known.history import History
 from tune.known.journal import Journal
 from tune.slots import LOSSES, Slots
-from tune.trial import Order, Outcome, seconds_of
+from tune.trial import AGAIN, Order, Outcome, seconds_of
 
 
 class Record:
@@ -54,7 +55,7 @@ class Record:
 
     def hear(self, slots: Slots) -> None:
         """Wait for a slot's next answer, and write down what it tells. An order that was lost is due again, unless it
-        was lost too often: then its trial has failed."""
+        was lost too often: then its trial has failed. Raises `TryAgain` where something is wrong with the machine."""
         order, outcomes = slots.wait()
         if order is None:
             self._search.append("slot_up")
@@ -70,5 +71,8 @@ class Record:
                 self._heard(order, outcome)
 
     def _heard(self, order: Order, outcome: Outcome) -> None:
+        if outcome["kind"] == AGAIN:
+            way_on = "the same command with --resume goes on"
+            raise TryAgain(f"trial {order.trial} could not go on: {outcome['error']}; {way_on}")
         fields = {name: value for name, value in outcome.items() if name != "kind"}
         self.write(outcome["kind"], trial=order.trial, **fields)

@@ -33,10 +33,6 @@ from tune.trial import LOG_EVERY, Order, Task, held, refused
 
 FINAL_RUNS = 4
 """Full runs whose rows the end may take, where `tune.final_rows` does not say."""
-FIXED = ("train.workers", "train.micro_batch")
-"""Settings beside those of `tune` with which a search goes on as it began: they set a trial's rows per update."""
-MAY_CHANGE = ("concurrent", "minutes", "money", "price")
-"""Settings of `tune` that may be others on a resume."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,7 @@ def run(
     """
     check(config, students=teacher is not None)
     count = _room(config, folder, reuse)
-    with held(config, folder, reuse, tokens_root, _refuse_another, teacher) as (settled, task):
+    with held(config, folder, reuse, tokens_root, teacher) as (settled, task):
         return _Search(settled, task, count, on_event).run()
 
 
@@ -119,16 +115,6 @@ def _room(config: Config, folder: Path, reuse: opening.Reuse) -> int:
     if reuse == "resume" and Run(folder).winner is not None:
         return 0
     return slots.number(config, preparing.device_of(config, Run(folder).trial(0)).device)
-
-
-def _refuse_another(old: Config, new: Config) -> None:
-    """Raise `ConfigError` if a resumed search would be another one."""
-    before, after = configuration.flat(old), configuration.flat(new)
-    fixed = [*FIXED, *(n for n in before if n.startswith("tune.") and n.removeprefix("tune.") not in MAY_CHANGE)]
-    fix = "leave it out, or start another search with --new"
-    if changed := [name for name in fixed if before[name] != after[name]]:
-        reason = "the search was started with {!r}"
-        raise ConfigError([Problem(name, after[name], reason.format(before[name]), fix) for name in changed])
 
 
 Due = Callable[[set[Go], bool], list[Go] | None]
@@ -170,6 +156,7 @@ class _Search:
         if not self._history.trials:
             self._ask({}, "recipe")
         self._reopen()
+        self._measure()
         # The rows are read before the slots start: they would all read them.
         prepared = self._task.prepared(0, {})
         self._ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
@@ -180,10 +167,17 @@ class _Search:
         with self._record.following(), slots.opened(self._config, self._task, self._count) as open_slots:
             self._spend()
             self._slots = self._count
-            self._work(open_slots, self._halving)
-            self._work(open_slots, self._ending)
+            self._phases(open_slots)
 
     # --------------------------------------------------------------------------------------------------------- phases
+
+    def _phases(self, open_slots: slots.Slots) -> None:
+        """The halving, and the end. One that has begun is gone on with: its trials are trained past the rungs to which
+        a halving in a larger field, or in one that a trial has failed in since, would order them."""
+        if not self._history.ending:
+            self._work(open_slots, self._halving)
+            self._record.write("ending")
+        self._work(open_slots, self._ending)
 
     def _work(self, open_slots: slots.Slots, due: Due) -> None:
         """Keep the slots busy until `due` says that nothing is left to do."""
@@ -289,9 +283,10 @@ class _Search:
         return why is not None
 
     def _reopen(self) -> None:
-        """Ask for further trials again where time or money had run out, and this start may take more."""
+        """Ask for further trials again where time or money had run out, this start may take more, and the end has not
+        begun."""
         before = self._history.budget
-        if before is not None and before != self._budget and self._over() is None:
+        if not self._history.ending and before is not None and before != self._budget and self._over() is None:
             self._record.write("reopened", budget=self._budget)
 
     @property
@@ -321,10 +316,20 @@ class _Search:
     def _ask(self, settings: Mapping[str, Any], by: str, **more: Any) -> int:
         number = len(self._history.trials)
         if self._costs is not None:
-            started = self._task.of(settings).recipe.model.name
-            more["cost"] = self._costs.of(model.resolve(started, self._task.tokens_root))
+            more["cost"] = self._cost(self._costs, settings)
         self._record.write("asked", trial=number, settings=dict(settings), by=by, **more)
         return number
+
+    def _measure(self) -> None:
+        """Measure what students of the space cost before the slots start: beside a training a model takes longer than
+        trial 0's has, and is known by that for ever."""
+        if self._costs is not None:
+            for size in space.sizes(self._config):
+                self._cost(self._costs, size)
+
+    def _cost(self, known: costs.Costs, settings: Mapping[str, Any]) -> float:
+        started = self._task.of(settings).recipe.model.name
+        return known.of(model.resolve(started, self._task.tokens_root))
 
     def _seeded(self, one: finals.Run, parts: int) -> int:
         """The number of the trial that repeats another one with a seed; a new one where there is none yet. `parts` of

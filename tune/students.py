@@ -1,6 +1,5 @@
 """A search over the students of one teacher: what is searched where nothing is said, and what of it cannot be."""
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from rtrain.config.deploy import SPACE
 from rtrain.errors import ConfigError
 from tune import search
 from tune.asking import space
+from tune.asking.space import LAYERS as LAYERS
 
 STUDENTS: Mapping[str, Any] = {
     "distill.lr": {"low": 1.0e-4, "high": 2.0e-3, "log": True},
@@ -20,8 +20,6 @@ STUDENTS: Mapping[str, Any] = {
     "distill.alpha": [0.5, 0.7, 0.9],
 }
 """In place of the default of `tune.space`."""
-LAYERS = "distill.layers"
-SIZES = (LAYERS, "distill.width")
 
 
 def begun(config: Config, teacher: distill.Teacher, root: Path) -> Config:
@@ -48,9 +46,7 @@ def check(config: Config, teacher: distill.Teacher, root: Path) -> None:
     """Everything about a search whose configuration is `begun` that can be refused before anything starts. Raises
     `ConfigError`."""
     search.check(config, students=True)
-    sizes = [one for one in space.dimensions(config) if one.name in SIZES]
-    for values in itertools.product(*(one.choices or (one.low, one.high) for one in sizes)):
-        point = {one.name: value for one, value in zip(sizes, values, strict=True)}
+    for point in space.sizes(config):
         try:
             distill.started(configuration.with_overrides(config, point), teacher, root)
         except ConfigError as error:

@@ -1,7 +1,9 @@
 """A trial of a search: an ordinary run in the search's folder, trained to a rung or to its end when it is told to."""
 
+import errno
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,11 +11,13 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.batch import Ragged
+from rtrain.checkpoints.replica import Replica, Unreachable
+from rtrain.cluster import preflight
 from rtrain.comparison.training import trained
 from rtrain.compress import distill
-from rtrain.config import Config
+from rtrain.config import Config, Train
 from rtrain.data.stores.store import open_store
-from rtrain.errors import Problem, UserError
+from rtrain.errors import ConfigError, Problem, TryAgain, UserError
 from rtrain.metrics.by_output import metric_for
 from rtrain.run import Run
 from rtrain.runs import driver, failures, group, notice, opening, preparing
@@ -24,6 +28,13 @@ from tune.asking import space
 from tune.ending import chance, held_back, judged
 
 LOG_EVERY = "train.log_every"
+LOGGED = Train.model_fields["log_every"].default
+"""Of a search that was given no other; whether it was given this very one, a resume is not told."""
+FIXED = ("train.workers", "train.micro_batch")
+"""Settings beside those of `tune` with which a search, or a study, goes on as it began: of them are a trial's rows per
+update."""
+MAY_CHANGE = ("concurrent", "minutes", "money", "price")
+"""Settings of `tune` that may be others on a resume."""
 FIRST, LAST = 3, 5
 """Losses at the begin, and newest ones, by which a trial is seen to diverge."""
 RISE, LEAST_RISE = 1.5, 0.5
@@ -55,7 +66,7 @@ class Task:
         if every := space.evaluated_every(self.config):
             updates = max(1, round(every / config.recipe.rows_per_update))
             config = configuration.with_overrides(config, {"train.evaluate_every": updates})
-        if LOG_EVERY not in self.named:  # a trial that diverges is frozen by what its log says
+        if config.recipe.train.log_every == LOGGED:  # a trial that diverges is frozen by what its log says
             config = configuration.with_overrides(config, {LOG_EVERY: 1})
         config = replace(config, named=config.named | self.named)
         if storage := config.deploy.cluster.storage:  # trials of several searches have the same names
@@ -90,23 +101,46 @@ def held(
     folder: Path,
     reuse: opening.Reuse,
     tokens_root: Path | None,
-    refuse_another: Callable[[Config, Config], None] = lambda old, new: None,
     teacher: Path | None = None,
 ) -> Iterator[tuple[Config, Task]]:
     """Open the folder of a search or a study, for this process alone: what it is to do, and what its trials share.
 
-    The trials share the token store under `tokens_root`, by default the folder that holds the search. A search that is
-    gone on with hands its stored configuration and the one that is asked for to `refuse_another`.
+    The trials share the token store under `tokens_root`, by default the folder that holds the search. Raises
+    `ConfigError` if a resumed one would be another, before anything is written.
     """
+    _refuse_copied(config, folder)
     folder, config = opening.choose(folder, config, reuse)
     # All trials use the same commits of hub names.
     config = opening.absolute(config, folder if reuse == "resume" else None)
     if reuse == "resume":
-        refuse_another(opening.stored(folder), config)
+        _refuse_another(opening.stored(folder), config)
     with opening.claimed(Run(folder), reuse) as search:
         opening.freeze(search, config)
         document = configuration.to_document(config)
         yield config, Task(document, config.named, search.folder, tokens_root or folder.parent, teacher)
+
+
+def _refuse_another(old: Config, new: Config) -> None:
+    """Raise `ConfigError` if a resumed search or study would be another one."""
+    before, after = configuration.flat(old), configuration.flat(new)
+    fixed = [*FIXED, *(n for n in before if n.startswith("tune.") and n.removeprefix("tune.") not in MAY_CHANGE)]
+    what = "study" if old.deploy.tune.study else "search"
+    fix = f"leave it out, or start another {what} with --new"
+    if changed := [name for name in fixed if before[name] != after[name]]:
+        started = f"the {what} was started with "
+        raise ConfigError([Problem(name, after[name], f"{started}{before[name]!r}", fix) for name in changed])
+
+
+def _refuse_copied(config: Config, folder: Path) -> None:
+    """Refuse a search of which the storage alone is left: it holds the trials, and not what is known of them."""
+    run, storage = Run(folder), f"{config.deploy.cluster.storage}/{folder.name}"
+    if config.deploy.cluster.storage is None or run.exists or not Replica(storage, run.trial(0).name).exists():
+        return
+    one = f"rtrain train --resume --out NEW/{run.trial(0).name} --set cluster.storage={storage}"
+    raise UserError(
+        f"cluster.storage: {storage} holds the trials of a search whose folder is gone, and it cannot be gone on with "
+        f"without; name another --out. One of its trials goes on by itself: {one}"
+    )
 
 
 @dataclass(frozen=True)
@@ -124,17 +158,22 @@ class Order:
 
 
 Outcome = dict[str, Any]
-"""An event of the journal: what an order has come to. `kind` is reached, finished, diverged or failed."""
+"""An event of the journal: what an order has come to. `kind` is reached, finished, diverged or failed; or `AGAIN`,
+which is none."""
+AGAIN = "again"
+"""The order is for another start of the search: something is wrong with the machine, and not with the trial."""
+FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+"""What a worker's error of a full disk says; it comes as text."""
 
 
 def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
     """Do an order. A run that was begun goes on from its newest checkpoint; one that is there already is read."""
     run = Run(task.search).trial(order.trial)
-    watch = _Diverging(run)
+    watch, prepared, until = _Diverging(run), None, None
     try:
         prepared = task.prepared(order.trial, order.settings)
         until = None if order.rung is None else prepared.order.update_at(order.rows)
-        if not (run.finished or _is_at(run, until)):
+        if not (run.finished or watch.why or _is_at(run, until)):
             driver.fit(
                 prepared, until=until, rung=order.rung is not None, workers=workers, reports=False, on_event=watch
             )
@@ -142,21 +181,38 @@ def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
         return [{"kind": "diverged", "why": str(error).splitlines()[0], "seconds": seconds_of(run)}]
     except notice.AskedToEnd:
         return []
-    except UserError as error:
-        if not run.finished:  # one that is ended though the storage does not answer: its copy alone is not whole
-            return [{"kind": "failed", "error": str(error).splitlines()[0], "seconds": seconds_of(run)}]
     except Exception as error:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        kept = failures.keep_traceback(run, "error", error)
-        return [{"kind": "failed", "error": f"{first_line(error)} (traceback in {kept})", "seconds": seconds_of(run)}]
+        # One that is ended though the storage does not answer goes on: its copy alone is not whole.
+        if prepared is None or not (run.finished and isinstance(error, TryAgain)):
+            return [_broken(run, error)]
     if watch.why and not run.finished:
         return [{"kind": "diverged", "why": watch.why, "seconds": seconds_of(run)}]
-    found = [] if order.rung is None or until is None else [_reached(order, task, prepared, until)]
-    found += [_finished(run, prepared)] if run.finished else []
+    try:
+        found = [] if order.rung is None or until is None else [_reached(order, task, prepared, until)]
+        found += [_finished(run, prepared)] if run.finished else []
+    except Exception as error:  # it is the trial's alone: raised here, it would end the slot again and again
+        return [_broken(run, error)]
     if broken := [one for one in found if not math.isfinite(one["score"] + one.get("held", 0.0))]:
         why = f"its score at update {broken[0]['update']} is no number"
         return [{"kind": "diverged", "why": why, "seconds": seconds_of(run)}]
     return found
+
+
+def _broken(run: Run, error: Exception) -> Outcome:
+    """The outcome of an order that an error has ended."""
+    told = str(error).splitlines()[0] if isinstance(error, UserError) else first_line(error)
+    if _is_of_the_machine(error):
+        return {"kind": AGAIN, "error": told}
+    if not isinstance(error, UserError):
+        run.folder.mkdir(parents=True, exist_ok=True)
+        told += f" (traceback in {failures.keep_traceback(run, 'error', error)})"
+    return {"kind": "failed", "error": told, "seconds": seconds_of(run)}
+
+
+def _is_of_the_machine(error: Exception) -> bool:
+    """Whether it tells of a disk that is full or a storage that is away, which may soon be mended, and nothing of the
+    trial."""
+    return isinstance(error, TryAgain | preflight.Short | Unreachable) or any(text in str(error) for text in FULL)
 
 
 def _is_at(run: Run, until: int | None) -> bool:
@@ -263,13 +319,19 @@ class _Diverging:
 
     def __init__(self, run: Run):
         self._run, self.why = run, ""
-        self._losses = [event["loss"] for event in run.events("progress")]
+        self._losses: list[float] = []
+        for event in run.events("progress"):  # a search that was killed may have seen it, and not written it down
+            self._is_told_by(event)
 
     def __call__(self, event: dict[str, Any]) -> None:
-        if event["kind"] != "progress" or self.why:
-            return
-        self._losses.append(event["loss"])
-        if diverges(self._losses):
-            began, now = min(self._losses[:FIRST]), min(self._losses[-LAST:])
-            self.why = f"the training loss rose from {began:.3g} to {now:.3g} and more by update {event['update']}"
+        if event["kind"] == "progress" and self._is_told_by(event):
             notice.give(self._run, notice.DIVERGED)
+
+    def _is_told_by(self, event: dict[str, Any]) -> bool:
+        """Whether it is the first event by which the trial is seen to diverge."""
+        self._losses.append(event["loss"])
+        if self.why or not diverges(self._losses):
+            return False
+        began, now = min(self._losses[:FIRST]), min(self._losses[-LAST:])
+        self.why = f"the training loss rose from {began:.3g} to {now:.3g} and more by update {event['update']}"
+        return True

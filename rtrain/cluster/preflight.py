@@ -248,12 +248,16 @@ def _result(reference: Any) -> tuple[bool, list[str]] | None:
         return None
 
 
+class Short(UserError):
+    """A disk has too little space, until some is freed."""
+
+
 def disk(folder: Path, needed: int) -> None:
-    """Raise `UserError` if the disk of `folder` has less than `needed` bytes free for a run's checkpoints."""
+    """Raise `Short` if the disk of `folder` has less than `needed` bytes free for a run's checkpoints."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
-        raise UserError(
+        raise Short(
             f"{existing} has {free / 1e6:,.0f} MB free; this run may write {needed / 1e6:,.0f} MB. "
             "Free some space, or name another disk with --out."
         )

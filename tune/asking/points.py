@@ -64,10 +64,11 @@ class Dimension:
 
     def rounded(self, number: float) -> float | int:
         """The nearest number of the range that is written with few digits."""
+        if self.whole:
+            return self.clipped(round(number))
         low, high = self._range
         scale = number if self.log else high - low
-        digits = DIGITS - math.floor(math.log10(scale)) - self.log
-        return self.clipped(round(number) if self.whole else round(number, digits))
+        return self.clipped(round(number, DIGITS - math.floor(math.log10(scale)) - self.log))
 
     def clipped(self, number: float | int) -> float | int:
         """The number of the range that is nearest."""

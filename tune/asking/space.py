@@ -26,6 +26,9 @@ from tune.asking.points import (
 FREQUENCY, ROWS = "train.aggregation_frequency", "train.rows_per_update"
 """Two ways to say how many rows an update has; a configuration with both is an error."""
 RATE, STUDENT_RATE = "optim.lr", "distill.lr"
+LAYERS = "distill.layers"
+SIZES = (LAYERS, "distill.width")
+"""Settings of which a student's model is of another shape."""
 SCALING, RATE_ROWS, BETA2 = "optim.lr_scaling", "optim.lr_rows", "optim.beta2_scaling"
 CUT = ("max_tokens", "window", "stride", "max_windows", "pooling")
 """Settings of `data` that say how much of each row is read: they leave the rows as they are."""
@@ -185,6 +188,13 @@ def _apart(config: Config, dimensions: Sequence[Dimension]) -> list[Problem]:
     return []
 
 
+def sizes(config: Config) -> list[dict[str, Any]]:
+    """The sizes of students that `tune.space` may have, of a range its ends."""
+    searched = [one for one in dimensions(config) if one.name in SIZES]
+    every = itertools.product(*(one.choices or (one.low, one.high) for one in searched))
+    return [{one.name: value for one, value in zip(searched, values, strict=True)} for values in every]
+
+
 def rows_of_one(config: Config) -> dict[str, int]:
     """Rows of an update by each setting that says how many there are, of its value 1."""
     return {FREQUENCY: config.recipe.train.workers * config.recipe.train.micro_batch, ROWS: 1}
@@ -225,13 +235,14 @@ def with_rows(
 
 
 def evaluated_every(config: Config) -> int | None:
-    """Rows between two evaluations of a trial where the least time to a score is searched for: as many for each, since
-    a trial that is read more often is seen earlier to have come there. None where each is read after an epoch.
+    """Rows between two evaluations of a search's trials: as many for each, since a trial that is read more often has
+    more of them to be at its best in, and is seen earlier to have come to a score. None where each is read after an
+    epoch.
 
     They are about those of the recipe, and a number of the largest updates, so that common frequencies divide them.
     """
     every = config.recipe.train.evaluate_every
-    if config.deploy.tune.objective != "time" or every is None:
+    if every is None or config.deploy.tune.study:
         return None
     tried = [*config.deploy.tune.points, *({name: _most(one)} for name, one in config.deploy.tune.space.items())]
     of_one = rows_of_one(config)

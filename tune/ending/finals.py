@@ -145,6 +145,7 @@ def next_runs(
     left = budget_rows - sum(_rest(numbered(history.trials, number)) for number in chosen)
     seeds: list[int | None] = [None]
     alpha = ALPHA
+    whole: _Seen | None = None
     for number in itertools.count(1):  # until the budget is spent, if not before
         more = max(0, min(left // (2 * full_rows), parts - number if parts > 1 else math.inf))
         leaves_out = alpha / (1 + more)
@@ -157,10 +158,13 @@ def next_runs(
         round_ = [Run(trial, seed + number) for trial in asked]
         if waiting := [run for run in round_ if run not in made or made[run].status in ("asked", "frozen")]:
             return waiting
+        whole = seen if len(asked) < len(alive) else whole
         alpha -= leaves_out if number > 1 else 0.0  # of one seed nothing is decided
         left -= full_rows * len(round_)
         seeds.append(seed + number)
         alive = asked
+    if whole is not None and whole.winner not in seen.means:  # the cheapest of those as good, by the seeds that it has
+        seen = whole
     return replace(seen.verdict(parts, steered), cost=aim.cost)
 
 

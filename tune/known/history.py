@@ -127,6 +127,8 @@ class History:
     than they gain; None until it is known."""
     rows: int | None = None
     """The rows of an update with which training is soonest at its end, by trial 0."""
+    ending: bool = False
+    """Whether the halving is over: who was left for the end stays so, and no further trial is asked for."""
     chosen: int | None = None
     """The winner's number, once the search has ended."""
     verdict: Mapping[str, Any] = field(default_factory=dict)
@@ -165,6 +167,8 @@ class History:
                 return replace(self, stopped=event["why"], budget=event.get("budget"))
             case "reopened":
                 return replace(self, stopped=None, budget=None)
+            case "ending":
+                return replace(self, ending=True)
             case "spent":
                 # A journal of an earlier version does not tell how many slots there were: one at least.
                 slots = event.get("slot_seconds", event["seconds"])
