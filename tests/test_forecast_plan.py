@@ -314,6 +314,34 @@ def test_a_way_that_a_run_could_not_go_is_refused(
     assert f"train.pipeline={pipeline}: it does not divide {said}" in err
 
 
+GPUS = {"node_config": {"InstanceType": "g5.xlarge"}, "resources": {"CPU": 4, "GPU": 1}, "max_workers": 3}
+CPUS = {"node_config": {"InstanceType": "m7i.xlarge"}, "resources": {"CPU": 4}, "max_workers": 3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        (GPUS, ("train.tensor=2",), "train.tensor=2: it does not divide train.workers=3 (3 workers instead of 4"),
+        (GPUS, ("train.pipeline=2",), "train.pipeline=2: it does not divide train.workers=3 (3 workers instead of 4"),
+        (GPUS, ("train.context=2",), "train.context=2: it does not divide train.workers=3 (3 workers instead of 4"),
+        (CPUS, ("train.shard=3", "train.offload=true"), "train.offload=True: the processor's memory is where"),
+    ],
+)
+def test_what_the_devices_of_the_cluster_cannot_do_is_refused(
+    run: Cli, encoder: Path, kind: dict[str, Any], settings: tuple[str, ...], said: str
+) -> None:
+    """As a start on it refuses them: there are three GPUs for four workers, or none."""
+    head = {"resources": {"CPU": 0}, "node_config": {"InstanceType": "m7i.large"}}
+    some = {"provider": {"type": "aws", "region": "us-west-2"}, "max_workers": 3, "head_node_type": "head"}
+    made = {"cluster_name": "some", **some, "available_node_types": {"head": head, "worker": kind}}
+    Path("some.yaml").write_text(yaml.safe_dump(made))
+    words = ("plan", "intent", "--model", encoder, "--rows", 1000, "--workers", 4, "--cluster", "some.yaml")
+    assert run(*words)[0] == 0
+    code, out, err = run(*words, *(word for one in settings for word in ("--set", one)))
+    assert (code, out) == (2, "")
+    assert said in err
+
+
 def test_a_price_file_is_written_once_and_read(run: Cli, encoder: Path, tmp_path: Path) -> None:
     assert run("plan", "--write-prices", "prices.yaml")[0] == 0
     assert run("plan", "--write-prices", "prices.yaml")[0] == 2

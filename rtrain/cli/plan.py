@@ -107,7 +107,7 @@ def _planned(
 
     recipe, root = config.recipe, Path("runs")
     folder = models.resolve(recipe.model.name, root)
-    if problems := allowed.problems(recipe, folder):
+    if problems := allowed.problems(recipe, folder) or allowed.of_devices(recipe, layout.choice, folder):
         raise ConfigError(problems)
     shape = facts.of_model(folder)
     rows, tokens = given
@@ -133,7 +133,7 @@ def _planned(
     total = planning.searched(config, found, layout.trials) if search else found.hours
     watched = "rtrain.cluster.spot" in json.dumps(nodes.document.get("worker_start_ray_commands", []))
     cost = planning.money(nodes, chosen.nodes, table, total, planning.repeated_s(config, found, watched))
-    notes = [layout.why, planning.replicas(config, nodes)]
+    notes = [layout.choice.why, planning.replicas(config, nodes)]
     if layout.room < layout.workers:
         notes.append(
             f"there is room for {layout.room} of {layout.workers} workers; it starts with {layout.least} or more"
