@@ -167,7 +167,7 @@ def _chosen_k(like: Path | None, as_json: bool) -> None:
     from rtrain.doctor import frequency
 
     if like is None:
-        reason = "needs a pilot: a short run of the recipe, with k of 2 or more or two workers"
+        reason = "needs a pilot: a short run of the recipe"
         fix = "write --like RUN, or let one be trained: rtrain profile RECIPE --choose-k"
         raise ConfigError([Problem("--like", None, reason, fix)])
     run = Run(like.absolute())
