@@ -198,6 +198,7 @@ class _Loop(step.Observer):
             ledger=state.ledger,
             rows=sums.rows_seen,
             real_tokens=sums.real_tokens,
+            padded_tokens=sums.padded_tokens,
             train_s=self._clock.trained,
         )
 
