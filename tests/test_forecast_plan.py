@@ -79,14 +79,15 @@ def test_interruptions_repeat_and_are_paid_for() -> None:
     nodes = {"worker": (4, prices.Price(1.0, 0.4, 0.01))}
     found = money.cost(10.0, nodes, prices.of(0.1), repeats_s=1500, restart_s=300)
     assert found.dollars == pytest.approx(10 * 4.1)
-    assert found.repeated_hours == pytest.approx(10 * 0.04 * 0.5 / (1 - 0.02))
-    assert found.interruptions == pytest.approx(0.04 * (10 + found.repeated_hours))
-    assert found.spot_dollars == pytest.approx((10 + found.repeated_hours) * (4 * 0.4 + 0.1))
+    repeated = 10 * 0.04 * 0.5 / (1 - 0.02)
+    assert found.repeated_hours == pytest.approx(repeated)
+    assert found.interruptions == pytest.approx(0.04 * (10 + repeated))
+    assert found.spot_dollars == pytest.approx((10 + repeated) * (4 * 0.4 + 0.1))
 
 
 def test_nodes_that_are_taken_away_faster_than_they_train_never_end() -> None:
     nodes = {"worker": (100, prices.Price(1.0, 0.4, 1.0))}
-    assert money.cost(1.0, nodes, None, repeats_s=60, restart_s=300).repeated_hours == float("inf")
+    assert money.cost(1.0, nodes, None, repeats_s=60, restart_s=300) == money.Cost(1.0, 100.0, None, None, None)
 
 
 # ----------------------------------------------------------------------------------------------------------- the way in
@@ -349,6 +350,22 @@ def test_a_price_file_is_written_once_and_read(run: Cli, encoder: Path, tmp_path
     file.write_text(file.read_text().replace("c7i.2xlarge: {on_demand: 0.357", "c7i.2xlarge: {on_demand: 357"))
     _, out, _ = run("plan", "intent", "--model", encoder, "--rows", 9000, "--prices", "prices.yaml", "--json")
     assert json.loads(out)["cost"]["dollars"] > 10
+
+
+def test_spot_nodes_that_are_taken_away_too_often_have_no_price(run: Cli, encoder: Path, tmp_path: Path) -> None:
+    """An hour of a node has 20 interruptions, each of which costs more than five minutes."""
+    (tmp_path / "prices.yaml").write_text(
+        "m7i.large: {on_demand: 1}\nc7i.2xlarge: {on_demand: 1, spot: 0.4, interruptions: 20}\n"
+    )
+    words = ("plan", "intent", "--model", encoder, "--rows", 9000, "--workers", 4, "--prices", "prices.yaml")
+    code, out, err = run(*words, "--json")
+    assert code == 0, err
+    cost = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["cost"]
+    assert cost["dollars"] > 0
+    assert [cost[name] for name in ("spot_dollars", "interruptions", "repeated_hours")] == [None] * 3
+    assert (
+        " $ on demand; spot nodes would be taken away faster than it gets on: write a smaller train" in run(*words)[1]
+    )
 
 
 def test_a_pilot_chooses_the_aggregation_frequency(run: Cli, encoder: Path, tmp_path: Path) -> None:

@@ -302,11 +302,20 @@ def text(made: Mapping[str, Any]) -> list[str]:
     if cost is None:
         lines.append("money      unknown: a node's price is not known; write it into a file (--prices)")
     else:
-        lines.append(
-            f"money      {cost['dollars']:.2f} $ on demand; {cost['spot_dollars']:.2f} $ on spot nodes with "
-            f"{cost['interruptions']:.2g} interruptions expected, which add {cost['repeated_hours'] * 60:.1f} minutes"
-        )
+        lines.append(f"money      {cost['dollars']:.2f} $ on demand; {_of_spot(cost)}")
     return [*lines, *(f"note       {note}" for note in made["notes"])]
+
+
+def _of_spot(cost: Mapping[str, Any]) -> str:
+    if cost["spot_dollars"] is None:
+        return (
+            "spot nodes would be taken away faster than it gets on: write a smaller train.save_every, listen for spot "
+            "notices, or have fewer nodes"
+        )
+    return (
+        f"{cost['spot_dollars']:.2f} $ on spot nodes with {cost['interruptions']:.2g} interruptions expected, which "
+        f"add {cost['repeated_hours'] * 60:.1f} minutes"
+    )
 
 
 def read_cluster(file: Path) -> dict[str, Any]:
