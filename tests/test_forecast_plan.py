@@ -285,6 +285,21 @@ def test_a_pipeline_is_told_and_a_machine_that_is_there_needs_no_start(run: Cli,
     assert "strategy   ddp, pipeline 2: " in run(*given, "--cluster", "here.yaml")[1]
 
 
+def test_what_is_not_foretold_is_noted(run: Cli, encoder: Path) -> None:
+    given = ("plan", "intent", "--model", encoder, "--rows", 1000, "--workers", 2, "--json", "--set")
+    plain = json.loads(run(*given, "train.context=1")[1])
+    made = json.loads(run(*given, "train.context=2")[1])
+    assert [note for note in made["notes"] if note not in plain["notes"]] == [
+        "train.context: what 2 workers of a replica exchange in each pass is not foretold, and memory is that of "
+        "workers which have all tokens"
+    ]
+    assert plain["memory_mb"]["segment"] > 0  # two whole models of one node
+    assert "segment" not in made["memory_mb"]
+    assert plan.untold(configured(train__shard=3, train__offload=True).recipe.train) == [
+        "train.offload: how long weights and gradients are on their way to GPUs and back is not foretold"
+    ]
+
+
 def test_it_says_how_a_run_would_scale_over_other_wires(run: Cli, encoder: Path) -> None:
     given = ("plan", "intent", "--model", encoder, "--rows", 1000, "--workers", 2, "--wires", "efa", "--wires", "1gbit")
     made = json.loads(run(*given, "--json")[1])

@@ -133,7 +133,7 @@ def _planned(
     total = planning.searched(config, found, layout.trials) if search else found.hours
     watched = "rtrain.cluster.spot" in json.dumps(nodes.document.get("worker_start_ray_commands", []))
     cost = planning.money(nodes, chosen.nodes, table, total, planning.repeated_s(config, found, watched))
-    notes = [layout.choice.why, planning.replicas(config, nodes)]
+    notes = [layout.choice.why, planning.replicas(config, nodes), *planning.untold(recipe.train)]
     if layout.room < layout.workers:
         notes.append(
             f"there is room for {layout.room} of {layout.workers} workers; it starts with {layout.least} or more"

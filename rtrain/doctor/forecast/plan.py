@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from rtrain.cluster import supply
 from rtrain.cluster.prices import Price
-from rtrain.config import Config
+from rtrain.config import Config, Train
 from rtrain.doctor.forecast import fitting, layouts, money as pricing, pace as paces, parted, scaling
 from rtrain.doctor.forecast.facts import Rows, Shape
 from rtrain.doctor.forecast.layouts import Cluster, Kind, Layout
@@ -218,6 +218,17 @@ def money(
     return pricing.cost(
         total_h, paid, table[heads[0]] if heads else None, repeats_s=repeats_s, restart_s=NODE_S + START_S
     )
+
+
+def untold(train: Train) -> list[str]:
+    """What is to be said of settings whose costs nobody foretells."""
+    found = []
+    if train.context > 1:
+        exchanged = f"what {train.context} workers of a replica exchange in each pass is not foretold"
+        found.append(f"train.context: {exchanged}, and memory is that of workers which have all tokens")
+    if train.offload:
+        found.append("train.offload: how long weights and gradients are on their way to GPUs and back is not foretold")
+    return found
 
 
 def replicas(config: Config, cluster: Cluster) -> str | None:
