@@ -16,6 +16,7 @@ from rtrain.data import ingest
 from rtrain.data.ingest import IngestMismatch, Share, Update, plan_update
 from rtrain.data.order import Order, deal, rows_digest
 from rtrain.data.stores.store import Store
+from rtrain.exchange import noise
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder, make_store
 
@@ -109,8 +110,17 @@ def test_rows_go_to_the_workers_by_their_speeds_and_none_is_lost(store: Store, o
     assert 3 < fast / slow < 5.5
     assert updates[0].digest == updates[1].digest
     # The update that measures noise has rows at random, and so as many on both.
-    measuring = [plan_update(store, replace(share, measures=True), 4).passes for share in shares]
+    measuring = [plan_update(store, replace(share, measures=noise.RULE), 4).passes for share in shares]
     assert [sum(map(len, passes)) for passes in measuring] == [8, 7]
+
+
+@pytest.mark.parametrize(("rule", "number", "sizes"), [(3, 4, [7, 8]), (2, 4, [15]), (0, 4, [15]), (3, 3, [20])])
+def test_a_worker_that_is_alone_halves_the_updates_that_measure(
+    store: Store, order: Order, rule: int, number: int, sizes: list[int]
+) -> None:
+    """The rows of either update have room in one pass; a run that an earlier version began goes on with such passes."""
+    share = Share(store.folder, order, 1, 0, None, measures=rule)
+    assert list(map(len, plan_update(store, share, number).passes)) == sizes
 
 
 def test_a_worker_beyond_the_rows_gets_no_pass(store: Store) -> None:

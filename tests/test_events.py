@@ -226,11 +226,28 @@ def test_the_summary_of_a_killed_start(tmp_path: Path) -> None:
     assert found["seconds"]["total"] == 21.0
 
 
-def test_rows_of_a_killed_start_count_and_its_unknown_seconds_make_no_rate(tmp_path: Path) -> None:
-    killed = [*LOG[:5], {"time": 122.0, "kind": "progress", "update": 3, "of": 8, "loss": 1.0, "rows": 48}]
+@pytest.mark.parametrize(("told", "padded"), [({"padded_tokens": 440}, 440), ({}, 400)], ids=["told", "untold"])
+def test_what_a_killed_start_trained_on_counts_and_its_unknown_seconds_make_no_rate(
+    tmp_path: Path, told: dict[str, int], padded: int
+) -> None:
+    """Earlier versions did not tell how many tokens were computed."""
+    seen = {"rows": 48, "real_tokens": 400, **told}
+    killed = [*LOG[:5], {"time": 122.0, "kind": "progress", "update": 3, "of": 8, "loss": 1.0, **seen}]
     found = summary.summarise(Run(write(tmp_path, [*killed, *LOG[8:]])))
     assert found["rows_seen"] == 48 + 60
-    assert found["rows_per_second"] == 60 / 20.0
+    assert (found["real_tokens"], found["padded_tokens"]) == (400 + 500, padded + 540)
+    assert (found["rows_per_second"], found["real_tokens_per_second"]) == (60 / 20.0, 500 / 20.0)
+
+
+def test_tokens_for_money_are_those_of_the_starts_that_were_cut_short_too(tmp_path: Path) -> None:
+    """Their hours are paid for."""
+    machines = [{"host": "a", "workers": 2, "cores": 4, "gpus": 0, "gpu": None, "instance": None}]
+    begun = {"time": 109.0, "kind": "machines", "machines": machines, "price": 36.0}
+    killed = {"time": 122.0, "kind": "progress", "update": 3, "of": 8, "loss": 1.0, "rows": 48, "real_tokens": 400}
+    log = [*LOG[:2], begun, LOG[2], killed, {**begun, "time": 123.0}, *LOG[8:]]
+    found = summary.summarise(Run(write(tmp_path, log)))
+    assert found["cost"]["money"] == pytest.approx(2 * 36 * 191.25 / 3600)
+    assert found["cost"]["tokens_per_money"] == round((400 + 500) / found["cost"]["money"])
 
 
 def test_the_time_between_an_end_and_a_resume_is_no_part_of_the_training(tmp_path: Path) -> None:

@@ -144,7 +144,8 @@ def _network(rank: int, world: int, by: str, compressed: str, folder: Path) -> d
         kept.append({name: one.grad.clone() for name, one in network.named_parameters() if one.grad is not None})
     torch.save(kept, folder / f"network-{world}-{rank}-{by}-{compressed}.pt")
     buckets = exchange.model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")  # type: ignore[operator]
-    sent = sum(one.numel() * 4 for one in network.layers.parameters()) + exchange.rows.gradient.nbytes
+    numbers = sum(one.numel() for one in network.layers.parameters()) + exchange.rows.gradient.numel()
+    sent = numbers * (2 if compressed == "bf16" else 4)
     return {"said": said, "buckets": len(buckets), "cost": exchange.cost(), "sent": sent}
 
 

@@ -106,6 +106,21 @@ def test_two_workers_of_a_host_share_a_segment_where_they_have_whole_models(enco
     assert (on_gpu.segment, on_gpu.checkpoint) == (0, 0)
 
 
+@pytest.mark.parametrize("shard", [2, 3])
+def test_of_offloaded_shares_only_what_is_gathered_is_on_a_gpu(encoder: Path, shard: int) -> None:
+    found = []
+    for offload in (False, True):
+        recipe = config.load("intent", {"train.shard": shard, "train.offload": offload, "train.workers": 4}).recipe
+        passes = Pass((32,) * 4, tokens_of_update=8192.0)
+        [(_, need)] = fitting.needs(recipe, encoder, [Way(shard)], passes, 4, "gpu")
+        found.append(need)
+    here, away = found
+    assert min(here.weights, here.gradients, here.optimizer) > 0
+    assert (away.weights, away.gradients, away.optimizer) == (0, 0, 0)
+    assert away.gathered == here.gathered > 0
+    assert away.activations == pytest.approx(here.activations, rel=0.05)  # of two traces
+
+
 def test_passes_are_as_long_as_the_recipe_allows() -> None:
     recipe = config.load("intent", {"train.tokens_per_pass": 1000}).recipe
     assert fitting.lengths(recipe, "cpu", 300) == (300,) * 3

@@ -79,14 +79,15 @@ def test_interruptions_repeat_and_are_paid_for() -> None:
     nodes = {"worker": (4, prices.Price(1.0, 0.4, 0.01))}
     found = money.cost(10.0, nodes, prices.of(0.1), repeats_s=1500, restart_s=300)
     assert found.dollars == pytest.approx(10 * 4.1)
-    assert found.repeated_hours == pytest.approx(10 * 0.04 * 0.5 / (1 - 0.02))
-    assert found.interruptions == pytest.approx(0.04 * (10 + found.repeated_hours))
-    assert found.spot_dollars == pytest.approx((10 + found.repeated_hours) * (4 * 0.4 + 0.1))
+    repeated = 10 * 0.04 * 0.5 / (1 - 0.02)
+    assert found.repeated_hours == pytest.approx(repeated)
+    assert found.interruptions == pytest.approx(0.04 * (10 + repeated))
+    assert found.spot_dollars == pytest.approx((10 + repeated) * (4 * 0.4 + 0.1))
 
 
 def test_nodes_that_are_taken_away_faster_than_they_train_never_end() -> None:
     nodes = {"worker": (100, prices.Price(1.0, 0.4, 1.0))}
-    assert money.cost(1.0, nodes, None, repeats_s=60, restart_s=300).repeated_hours == float("inf")
+    assert money.cost(1.0, nodes, None, repeats_s=60, restart_s=300) == money.Cost(1.0, 100.0, None, None, None)
 
 
 # ----------------------------------------------------------------------------------------------------------- the way in
@@ -284,6 +285,21 @@ def test_a_pipeline_is_told_and_a_machine_that_is_there_needs_no_start(run: Cli,
     assert "strategy   ddp, pipeline 2: " in run(*given, "--cluster", "here.yaml")[1]
 
 
+def test_what_is_not_foretold_is_noted(run: Cli, encoder: Path) -> None:
+    given = ("plan", "intent", "--model", encoder, "--rows", 1000, "--workers", 2, "--json", "--set")
+    plain = json.loads(run(*given, "train.context=1")[1])
+    made = json.loads(run(*given, "train.context=2")[1])
+    assert [note for note in made["notes"] if note not in plain["notes"]] == [
+        "train.context: what 2 workers of a replica exchange in each pass is not foretold, and memory is that of "
+        "workers which have all tokens"
+    ]
+    assert plain["memory_mb"]["segment"] > 0  # two whole models of one node
+    assert "segment" not in made["memory_mb"]
+    assert plan.untold(configured(train__shard=3, train__offload=True).recipe.train) == [
+        "train.offload: how long weights and gradients are on their way to GPUs and back is not foretold"
+    ]
+
+
 def test_it_says_how_a_run_would_scale_over_other_wires(run: Cli, encoder: Path) -> None:
     given = ("plan", "intent", "--model", encoder, "--rows", 1000, "--workers", 2, "--wires", "efa", "--wires", "1gbit")
     made = json.loads(run(*given, "--json")[1])
@@ -314,6 +330,34 @@ def test_a_way_that_a_run_could_not_go_is_refused(
     assert f"train.pipeline={pipeline}: it does not divide {said}" in err
 
 
+GPUS = {"node_config": {"InstanceType": "g5.xlarge"}, "resources": {"CPU": 4, "GPU": 1}, "max_workers": 3}
+CPUS = {"node_config": {"InstanceType": "m7i.xlarge"}, "resources": {"CPU": 4}, "max_workers": 3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        (GPUS, ("train.tensor=2",), "train.tensor=2: it does not divide train.workers=3 (3 workers instead of 4"),
+        (GPUS, ("train.pipeline=2",), "train.pipeline=2: it does not divide train.workers=3 (3 workers instead of 4"),
+        (GPUS, ("train.context=2",), "train.context=2: it does not divide train.workers=3 (3 workers instead of 4"),
+        (CPUS, ("train.shard=3", "train.offload=true"), "train.offload=True: the processor's memory is where"),
+    ],
+)
+def test_what_the_devices_of_the_cluster_cannot_do_is_refused(
+    run: Cli, encoder: Path, kind: dict[str, Any], settings: tuple[str, ...], said: str
+) -> None:
+    """As a start on it refuses them: there are three GPUs for four workers, or none."""
+    head = {"resources": {"CPU": 0}, "node_config": {"InstanceType": "m7i.large"}}
+    some = {"provider": {"type": "aws", "region": "us-west-2"}, "max_workers": 3, "head_node_type": "head"}
+    made = {"cluster_name": "some", **some, "available_node_types": {"head": head, "worker": kind}}
+    Path("some.yaml").write_text(yaml.safe_dump(made))
+    words = ("plan", "intent", "--model", encoder, "--rows", 1000, "--workers", 4, "--cluster", "some.yaml")
+    assert run(*words)[0] == 0
+    code, out, err = run(*words, *(word for one in settings for word in ("--set", one)))
+    assert (code, out) == (2, "")
+    assert said in err
+
+
 def test_a_price_file_is_written_once_and_read(run: Cli, encoder: Path, tmp_path: Path) -> None:
     assert run("plan", "--write-prices", "prices.yaml")[0] == 0
     assert run("plan", "--write-prices", "prices.yaml")[0] == 2
@@ -321,6 +365,22 @@ def test_a_price_file_is_written_once_and_read(run: Cli, encoder: Path, tmp_path
     file.write_text(file.read_text().replace("c7i.2xlarge: {on_demand: 0.357", "c7i.2xlarge: {on_demand: 357"))
     _, out, _ = run("plan", "intent", "--model", encoder, "--rows", 9000, "--prices", "prices.yaml", "--json")
     assert json.loads(out)["cost"]["dollars"] > 10
+
+
+def test_spot_nodes_that_are_taken_away_too_often_have_no_price(run: Cli, encoder: Path, tmp_path: Path) -> None:
+    """An hour of a node has 20 interruptions, each of which costs more than five minutes."""
+    (tmp_path / "prices.yaml").write_text(
+        "m7i.large: {on_demand: 1}\nc7i.2xlarge: {on_demand: 1, spot: 0.4, interruptions: 20}\n"
+    )
+    words = ("plan", "intent", "--model", encoder, "--rows", 9000, "--workers", 4, "--prices", "prices.yaml")
+    code, out, err = run(*words, "--json")
+    assert code == 0, err
+    cost = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["cost"]
+    assert cost["dollars"] > 0
+    assert [cost[name] for name in ("spot_dollars", "interruptions", "repeated_hours")] == [None] * 3
+    assert (
+        " $ on demand; spot nodes would be taken away faster than it gets on: write a smaller train" in run(*words)[1]
+    )
 
 
 def test_a_pilot_chooses_the_aggregation_frequency(run: Cli, encoder: Path, tmp_path: Path) -> None:

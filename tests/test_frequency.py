@@ -35,6 +35,12 @@ def test_the_learning_rate_is_carried_as_a_search_carries_it() -> None:
     assert (root["optim.lr_scaling"], root["optim.beta2_scaling"]) == ("sqrt", "rows")
 
 
+def test_a_pilot_leaves_no_copies_under_the_name_that_every_pilot_has() -> None:
+    """The next one would be refused: the storage holds a run of that name already."""
+    found = frequency.piloted(configuration.load("intent", {"cluster.storage": "file:///copies"}), 4)
+    assert (found.deploy.cluster.storage, found.recipe.train.aggregation_frequency) == (None, 4)
+
+
 DOCUMENT: dict[str, Any] = {
     "noise_scale": {"rows": 200.0, "low": 150.0, "high": None, "measurements": 3},
     "pilot": {"updates": 24, "rows_per_update": 64},

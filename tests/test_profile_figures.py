@@ -30,6 +30,13 @@ def test_rates_are_of_all_workers_and_a_checkpoint_is_spread_over_the_updates_be
     assert found["checkpoint"] == pytest.approx({"seconds": 0.05, "every": 25, "per_update": 0.002})
 
 
+def test_rows_and_tokens_of_a_replica_on_several_workers_count_once() -> None:
+    """Each of its workers has all of them."""
+    found = row(4, within=2)
+    assert (found["rows_per_second"], found["real_tokens_per_second"]) == pytest.approx((160, 4000))
+    assert (found["workers"], found["passes_per_update"]) == (4, 2)
+
+
 def test_a_start_that_was_interrupted_is_no_profile() -> None:
     whole = worker()
     part = replace(whole, updates=whole.updates[3:])

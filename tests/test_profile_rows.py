@@ -50,6 +50,12 @@ def test_all_rows_have_the_updates_of_the_recipe_as_it_stands() -> None:
     assert [row.config.recipe.rows_per_update for row in rows(given, ["train.rows_per_update=9,7"], LENGTH)] == [9, 7]
 
 
+def test_no_row_leaves_copies_under_the_name_that_rows_of_other_profiles_have() -> None:
+    """The next profile would be refused: the storage holds a run of that name already."""
+    found = rows(intent(**{"cluster.storage": "file:///copies"}), ["workers=1,2"], LENGTH)
+    assert [row.config.deploy.cluster.storage for row in found] == [None, None]
+
+
 def test_nothing_is_evaluated_and_no_training_ends_while_a_row_is_measured() -> None:
     for found in rows(intent(**{"train.epochs": 1, "train.evaluate_every": 2}), ["workers=1,2"], LENGTH):
         train = found.config.recipe.train

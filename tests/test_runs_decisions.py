@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from rtrain import events
+from rtrain.exchange import noise
 from rtrain.exchange.alive import Watch
 from rtrain.run import Run
 from rtrain.runs import decisions, driver, preparing
@@ -15,15 +16,17 @@ from tests import trained
 @pytest.mark.parametrize(
     ("begun", "decided", "told", "expected"),
     [
-        (False, None, True, True),
-        (False, None, False, False),
-        (True, None, True, False),  # by the version that measured nothing
-        (True, 1, True, True),  # by the one that dealt at random whatever the layout
-        (True, 1, False, True),
+        (False, None, True, 3),
+        (False, None, False, 0),
+        (True, None, True, 0),  # by the version that measured nothing
+        (True, 1, True, 1),  # by the one that dealt at random whatever the layout
+        (True, 1, False, 1),
+        (True, 2, True, 2),  # by the one that may have one pass of a worker that is alone
+        (True, 2, False, 0),
     ],
 )
 def test_noise_is_measured_where_the_layout_tells_it_and_old_runs_go_on_as_they_began(
-    tmp_path: Path, begun: bool, decided: int | None, told: bool, expected: bool
+    tmp_path: Path, begun: bool, decided: int | None, told: bool, expected: int
 ) -> None:
     run = Run(tmp_path)
     if begun:
@@ -31,7 +34,8 @@ def test_noise_is_measured_where_the_layout_tells_it_and_old_runs_go_on_as_they_
     if decided is not None:
         run.decide("noise", decided)
     assert [decisions.measures(Watch(), run, told) for _ in range(2)] == [expected] * 2
-    assert decisions.measures(Watch(), run, True) is (expected or not begun)  # resumed in another layout
+    resumed = decisions.measures(Watch(), run, True)  # in another layout
+    assert resumed == (decided or (0 if begun else noise.RULE))
 
 
 def test_speeds_are_measured_once_for_a_number_of_workers(tmp_path: Path) -> None:

@@ -103,6 +103,8 @@ def test_freed_memory_goes_back_where_blocks_of_many_sizes_come_and_go(
         ({"shard": 2}, 2, "cpu", "stock"),
         ({"tensor": 2}, 2, "cpu", "stock"),
         ({"pipeline": 2}, 2, "cpu", "stock"),
+        ({"context": 2}, 2, "cpu", "stock"),
+        ({"context": 2}, 4, "cpu", "stock"),
     ],
 )
 def test_two_workers_with_whole_models_share_memory(

@@ -107,7 +107,7 @@ def _planned(
 
     recipe, root = config.recipe, Path("runs")
     folder = models.resolve(recipe.model.name, root)
-    if problems := allowed.problems(recipe, folder):
+    if problems := allowed.problems(recipe, folder) or allowed.of_devices(recipe, layout.choice, folder):
         raise ConfigError(problems)
     shape = facts.of_model(folder)
     rows, tokens = given
@@ -133,7 +133,7 @@ def _planned(
     total = planning.searched(config, found, layout.trials) if search else found.hours
     watched = "rtrain.cluster.spot" in json.dumps(nodes.document.get("worker_start_ray_commands", []))
     cost = planning.money(nodes, chosen.nodes, table, total, planning.repeated_s(config, found, watched))
-    notes = [layout.why, planning.replicas(config, nodes)]
+    notes = [layout.choice.why, planning.replicas(config, nodes), *planning.untold(recipe.train)]
     if layout.room < layout.workers:
         notes.append(
             f"there is room for {layout.room} of {layout.workers} workers; it starts with {layout.least} or more"
@@ -167,7 +167,7 @@ def _chosen_k(like: Path | None, as_json: bool) -> None:
     from rtrain.doctor import frequency
 
     if like is None:
-        reason = "needs a pilot: a short run of the recipe, with k of 2 or more or two workers"
+        reason = "needs a pilot: a short run of the recipe"
         fix = "write --like RUN, or let one be trained: rtrain profile RECIPE --choose-k"
         raise ConfigError([Problem("--like", None, reason, fix)])
     run = Run(like.absolute())

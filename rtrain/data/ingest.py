@@ -79,8 +79,9 @@ class Share:
     """Logical CPUs that a data task reserves."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Those of the nodes that data tasks may run on."""
-    measures: bool = False
-    """Deal the rows at random in the updates that measure the noise of gradients (`exchange.noise`)."""
+    measures: int = 0
+    """Deal the rows at random, by this rule of `exchange.noise`, in the updates that measure the noise of gradients; 0:
+    none does."""
     speeds: tuple[float, ...] = ()
     """Of all workers, by which the rows of the other updates are dealt; none: equally many tokens for each."""
 
@@ -91,8 +92,8 @@ def plan_update(store: Store, share: Share, number: int) -> Update:
     row_ids = store.column("train", "row_id")[positions]
     lengths = store.column("train", "length")[positions]
     limits = (share.micro_batch, share.tokens_per_pass)
-    at_random = share.measures and noise.due(number)
-    passes = deal(lengths, share.workers, share.rank, *limits, at_random=at_random, speeds=share.speeds)
+    how = {"at_random": share.measures > 0 and noise.due(number), "halved": share.measures >= noise.HALVED}
+    passes = deal(lengths, share.workers, share.rank, *limits, **how, speeds=share.speeds)
     return Update(
         number=number,
         first_row=int(row_ids[0]),

@@ -25,8 +25,7 @@ PILOT: Final = "pilot"
 SHARE: Final = 0.15
 """Share of a run's updates that its pilot has, at most."""
 FREQUENCIES: Final = (4, 2, 1)
-"""Those of a pilot; a smaller one where the share of the run would be too few updates of a larger one. Of a single
-worker the last one tells no noise."""
+"""Those of a pilot; a smaller one where the share of the run would be too few updates of a larger one."""
 FEWEST: Final = 3 * noise.EVERY
 """Updates of a pilot: a noise scale needs three measurements."""
 MOST: Final = noise.LATEST * noise.EVERY
@@ -42,9 +41,8 @@ def updates(order: Order) -> int | None:
 def train(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], None]) -> Run:
     """Train a pilot of the recipe into `folder`, on the Ray that the process is connected to. Raises `UserError` where
     a run of it is too short for one."""
-    for k in FREQUENCIES[: 2 if config.recipe.train.workers == 1 else None]:
-        made = configuration.with_overrides(config, settings(config, k))
-        prepared = preparing.prepare(made, folder, tokens_root=folder.parent.parent)
+    for k in FREQUENCIES:
+        prepared = preparing.prepare(piloted(config, k), folder, tokens_root=folder.parent.parent)
         if (length := updates(prepared.order)) is not None:
             driver.fit(prepared, until=length, reports=False, on_event=on_event)
             return prepared.run
@@ -54,6 +52,12 @@ def train(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], Non
         f"{prepared.order.updates} updates of {prepared.config.recipe.rows_per_update} rows. Train on more rows or "
         "epochs, or name a pilot of your own: rtrain plan --choose-k --like RUN"
     )
+
+
+def piloted(config: Config, k: int) -> Config:
+    """The configuration of a pilot. It keeps no copies: it goes in the end, and they would stay, under the name that
+    every pilot has."""
+    return configuration.with_overrides(config, settings(config, k) | {"cluster.storage": None})
 
 
 def settings(config: Config, k: int) -> dict[str, Any]:

@@ -16,6 +16,11 @@ from typing import Any
 EVERY = 8
 """Updates from one that measures to the next. Reading a gradient of 52 MB once more takes 3 ms, some 1 % of an update
 of MiniLM, and in the updates that measure, the workers' shares are less even."""
+RULE = 3
+"""By which rows are dealt in updates that measure. With 2 the first pass of a worker that is alone had as many rows as
+there is room for, and often all, which tells nothing; 1 differs in the layouts that measure (`runs.decisions`)."""
+HALVED = 3
+"""The first rule by which that pass has half of the rows at most."""
 KIND = "noise"
 """The event of a measurement, with `trace` (S), `square` (|G|^2) and `rows`, those of the update."""
 LATEST = 25

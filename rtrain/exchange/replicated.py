@@ -46,13 +46,14 @@ class Replicated(Replicas):
             # gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them all per update.
             self.model = DistributedDataParallel(module, gradient_as_bucket_view=True)
             torch_internals.take_times(self.model)
-            self._transport = self._carried(by, compressed)
+            self._sent = compression.sent(compressed)
+            self._transport = self._carried(by)
             state = (self._transport, self._spent, self.own)
             self.model.register_comm_hook(state, lambda state, bucket: _started(state, bucket))
 
-    def _carried(self, by: str, compressed: str) -> "transport.Transport":
+    def _carried(self, by: str) -> "transport.Transport":
         """What takes DistributedDataParallel's buckets. Asked for on every worker."""
-        sent = compression.sent(compressed)
+        sent = self._sent
         made: transport.Transport = transport.Stock(self.world, sent)
         if by == "shared_memory" or (by == "auto" and self.world == transport.SAME_BITS):
             found = transport.share([one for one in self._others() if one.requires_grad], self.rank, self.world, sent)
@@ -102,7 +103,7 @@ class Replicated(Replicas):
     def cost(self) -> dict[str, Any] | None:
         if not self.distributed or not self._spent.exchanges:
             return None
-        return self._spent.told(self.model, self.gradients())
+        return self._spent.told(self.model, self.gradients(), self._sent)
 
     def gradients(self) -> "list[torch.Tensor]":
         """The complete gradient: one tensor for each parameter that has one. The word embedding's holds its touched

@@ -51,6 +51,10 @@ class Spent:
         after = torch_internals.unhidden_seconds(model) if isinstance(model, DistributedDataParallel) else 0.0
         return self._waited / max(1, self.exchanges) + after
 
-    def told(self, model: "torch.nn.Module", gradient: "list[torch.Tensor]") -> dict[str, Any]:
-        """{seconds, bytes} of one exchange of `gradient`, for the log."""
-        return {"seconds": round(self.each(model), 6), "bytes": sum(one.nbytes for one in gradient)}
+    def told(
+        self, model: "torch.nn.Module", gradient: "list[torch.Tensor]", sent: "torch.dtype | None"
+    ) -> dict[str, Any]:
+        """{seconds, bytes} of one exchange of `gradient`, for the log. `sent`: the type in which its numbers are sent;
+        None: their own."""
+        size = sum(one.numel() * (sent or one.dtype).itemsize for one in gradient)
+        return {"seconds": round(self.each(model), 6), "bytes": size}

@@ -65,11 +65,10 @@ def like(value: "torch.Tensor", parameter: "torch.Tensor") -> "torch.Tensor":
     """A whole tensor cut as `parameter` is, on its device. Nothing is sent: every worker has the whole."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    value = value.to(parameter.device)
-    if not isinstance(parameter, DTensor):
-        return value
-    found: torch.Tensor = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return found
+    found = value
+    if isinstance(parameter, DTensor):  # cut on the mesh's device, where an offloaded parameter's share does not lie
+        found = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return found.to(parameter.device)
 
 
 def fill(share: "torch.Tensor", value: "torch.Tensor") -> None:

@@ -27,14 +27,15 @@ def status(log: list[dict[str, Any]]) -> str:
     return "running"
 
 
-def rows_cut_short(log: list[dict[str, Any]]) -> int:
-    """Rows of the starts that did not come to an end, counted up to the last progress that each one logged."""
+def cut_short(log: list[dict[str, Any]], name: str) -> int:
+    """Rows or tokens, by their `name` in a progress, of the starts that did not come to an end: up to the last progress
+    that each one logged."""
     total = open_start = 0
     for event in [*log, {"kind": "started"}]:
         if event["kind"] == "started":
             total, open_start = total + open_start, 0
         elif event["kind"] == "progress":
-            open_start = event.get("rows", 0)
+            open_start = event.get(name, 0)
         elif event["kind"] == "trained":
             open_start = 0
     return total
@@ -75,7 +76,7 @@ def summarise(run: Run) -> dict[str, Any]:
     rows, real, padded = (
         sum(event.get(name, 0) for event in ends) for name in ("rows_seen", "real_tokens", "padded_tokens")
     )
-    cut_short = rows_cut_short(log)
+    all_real = real + (cut_real := cut_short(log, "real_tokens"))
     train = seconds["train"] or float("inf")
     valid = [event for event in evaluations if event["split"] == "valid"]
     best = end.get("best_update")
@@ -95,11 +96,12 @@ def summarise(run: Run) -> dict[str, Any]:
         "skipped": sum(event["kind"] == "skipped" for event in log),
         "loss_scale": end.get("loss_scale"),
         "passes_per_update": end.get("passes_per_update"),
-        "rows_seen": rows + cut_short,
-        "real_tokens": real,
-        "padded_tokens": padded,
+        "rows_seen": rows + cut_short(log, "rows"),
+        "real_tokens": all_real,
+        # An earlier version's progress told no padded ones.
+        "padded_tokens": padded + (cut_short(log, "padded_tokens") or cut_real),
         "seconds": {"total": total, **seconds},
-        "cost": cost.cost(commands(log), real),
+        "cost": cost.cost(commands(log), all_real),
         "stages": next((event["stages"] for event in reversed(ends) if event.get("stages")), None),
         "rows_per_second": round(rows / train, 2),
         "real_tokens_per_second": round(real / train, 1),

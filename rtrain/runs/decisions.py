@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rtrain.errors import ConfigError
-from rtrain.exchange import ranks
+from rtrain.exchange import noise, ranks
 from rtrain.exchange.alive import Watch
 from rtrain.network import precision as formats
 from rtrain.run import Run
@@ -30,12 +30,12 @@ def precision(watch: Watch, device: "torch.device", run: Run, wanted: str) -> st
     return chosen
 
 
-def measures(watch: Watch, run: Run, told: bool) -> bool:
-    """Whether the noise of gradients is measured, where the layout has it `told`: the rows of those updates are dealt
-    otherwise. A run goes on with the same sums, bit for bit, as the version that began it: the first measured nothing,
-    the second dealt so in every layout."""
-    version = ranks.decided(watch, lambda: int(run.decide("noise", 2 * int(run.first("started") is None))))
-    return version == 1 or (version == 2 and told)
+def measures(watch: Watch, run: Run, told: bool) -> int:
+    """By which rule the noise of gradients is measured (`exchange.noise`), where the layout has it `told`; 0: by none.
+    The rows of those updates are dealt otherwise. A run goes on with the same sums, bit for bit, as the version that
+    began it: the first measured nothing, the second dealt by rule 1, in every layout."""
+    rule = ranks.decided(watch, lambda: int(run.decide("noise", noise.RULE * int(run.first("started") is None))))
+    return rule if told or rule == 1 else 0
 
 
 def speeds(watch: Watch, run: Run, timed: Callable[[], float]) -> tuple[float, ...]:

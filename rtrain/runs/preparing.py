@@ -1,7 +1,7 @@
 """From a configuration to a run that may start: everything that can be refused is refused, and its rows are there."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ def prepare(
     if not created:
         _refuse_copied(config, run)
     chosen_device = device_of(config, run)
-    if problems := _of_devices(config.recipe, chosen_device, weights):
+    if problems := allowed.of_devices(config.recipe, chosen_device, weights):
         raise ConfigError(problems)
     with joined.explaining(), supply.data_tasks_on(config.deploy.cluster.data_labels):
         store, made = tokens.ensure(config.recipe, source, weights, root, taught)
@@ -243,18 +243,6 @@ def device_of(config: Config, run: Run) -> device.Choice:
     gpus = supply.most("gpu", config.deploy.cluster.labels)
     room = gpus and feasible.workers(supply.up(), supply.may_start(), supply.needs(config, "gpu"), train.workers)
     return device.choose(wanted, train.workers, train.min_workers, gpus, device.usable(), room)
-
-
-def _of_devices(recipe: Recipe, found: device.Choice, weights: Path) -> list[Problem]:
-    """What the devices that were found cannot do: layers that are cut for four workers, say, where there are three
-    GPUs."""
-    train = recipe.train.model_copy(update={"workers": found.workers})
-    if train.offload and found.device == "cpu":
-        train = train.model_copy(update={"device": "cpu"})
-    if train == recipe.train:
-        return []
-    problems = allowed.problems(recipe.model_copy(update={"train": train}), weights)
-    return [replace(one, reason=f"{one.reason} ({found.why})" if found.why else one.reason) for one in problems]
 
 
 def said_of_rows(run: Run) -> list[dict[str, Any]]:

@@ -203,7 +203,7 @@ class _Worker:
         recipe = self._start.config.recipe
         if recipe.train.balance == "off" or self._world == 1:
             return ()
-        tokens = pass_size.longest_rows(store, task, pass_size.ON_CPU, recipe.distill.teacher)
+        tokens = pass_size.longest_rows(store, task, pass_size.ON_CPU, recipe.answers)
         timed = partial(balance.seconds, self.network, loss, tokens, model.pad_id(self._source), precision)
         return decisions.speeds(self.watch, self._run, timed)
 

@@ -1,6 +1,7 @@
 """What no strategy can do, or not with a given model. Pure, but for the model's config.json."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from rtrain import documents
 from rtrain.config import Recipe, Train
 from rtrain.errors import Problem
 from rtrain.network import cuts, packed
+from rtrain.network.device import Choice
 from rtrain.strategies import schedules
 
 HEADS, INNER = ("num_attention_heads", "n_heads"), ("intermediate_size", "hidden_dim")
@@ -48,6 +50,18 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
     if train.tensor > 1:
         found += _of_tensor(train, config) + _of_several(train, config)
     return found + (schedules.problems(train, config) if train.pipeline > 1 else [])
+
+
+def of_devices(recipe: Recipe, found: Choice, model: Path) -> list[Problem]:
+    """What the devices that were found cannot do: layers that are cut for four workers, say, where there are three
+    GPUs."""
+    train = recipe.train.model_copy(update={"workers": found.workers})
+    if train.offload and found.device == "cpu":
+        train = train.model_copy(update={"device": "cpu"})
+    if train == recipe.train:
+        return []
+    wrong = problems(recipe.model_copy(update={"train": train}), model)
+    return [replace(one, reason=f"{one.reason} ({found.why})" if found.why else one.reason) for one in wrong]
 
 
 def _of_offload(train: Train) -> list[Problem]:

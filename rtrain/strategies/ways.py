@@ -88,7 +88,7 @@ def gives_back(train: Train) -> bool:
 def transport(train: Train, workers: int, device: str) -> str:
     """By which transport gradients go between so many workers of one host: `shared_memory` or `stock`; see
     `exchange.transport`."""
-    whole = train.tensor == train.pipeline == 1 and train.shard < 2 and workers > 1
+    whole = train.within == 1 and train.shard < 2 and workers > 1
     asked = train.transport == "shared_memory" or (train.transport == "auto" and workers == SAME_BITS)
     return "shared_memory" if whole and asked and device == "cpu" else "stock"
 

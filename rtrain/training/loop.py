@@ -65,8 +65,8 @@ class Job:
     rung: bool = False
     """Keep the answers to the validation rows at `until` (`training.rungs`): a search compares them."""
     replica: Replica | None = None
-    measures: bool = True
-    """Measure the noise of gradients (`exchange.noise`)."""
+    measures: int = noise.RULE
+    """Measure the noise of gradients by this rule (`exchange.noise`); 0: do not."""
     profile: Path | None = None
     """File that gets this worker's spans of each update (`training.watched`)."""
     chosen: Head | None = None
@@ -198,6 +198,7 @@ class _Loop(step.Observer):
             ledger=state.ledger,
             rows=sums.rows_seen,
             real_tokens=sums.real_tokens,
+            padded_tokens=sums.padded_tokens,
             train_s=self._clock.trained,
         )
 
@@ -392,7 +393,7 @@ def one_update(
             clip_norm=job.recipe.optim.clip_norm,
             rows=expected,
             observer=observer,
-            measures=job.measures and noise.due(update.number),
+            measures=job.measures > 0 and noise.due(update.number),
         )
     except (step.NonFinite, step.WrongRows) as error:
         raise type(error)(f"{_named(job, update.number)}: {error}") from None

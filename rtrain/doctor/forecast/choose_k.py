@@ -57,7 +57,7 @@ def of_run(log: Sequence[Mapping[str, Any]], k: float) -> Pilot:
     if scale is None:
         raise UserError(
             "--choose-k: this run has too few measurements of its gradients' noise (one in "
-            f"{noise.EVERY} updates, at least 3); train for more updates, with two workers or k of 2 and more"
+            f"{noise.EVERY} updates, at least 3); train for more updates, with the whole model on each worker"
         )
     last = events.trained(log)
     if last is None or last[1]["updates"] <= last[0]["update"]:

@@ -3,7 +3,7 @@ asked for; which one is taken, and why, is pure."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Final
@@ -85,17 +85,16 @@ def needs(
                 raise
             continue
         settings = way.of(recipe.train, workers)
-        yield (
-            way,
-            memory.needed(
-                *(found, replicas, way.strategy if replicas > 1 else "ddp"),
-                transport=transport(settings, workers, device),
-                saves=device == "cpu",
-                several=several,
-                buckets=way.tensor == 1,
-                kept=held(settings, device),
-            ),
+        need = memory.needed(
+            *(found, replicas, way.strategy if replicas > 1 else "ddp"),
+            transport=transport(settings, workers, device),
+            saves=device == "cpu",
+            several=several,
+            buckets=way.tensor == 1,
+            kept=held(settings, device),
         )
+        # Shares lie in the processor's memory, and only what is gathered of them is on the GPU.
+        yield way, replace(need, weights=0.0, gradients=0.0, optimizer=0.0) if settings.offload else need
 
 
 def held(train: Train, device: str) -> float:

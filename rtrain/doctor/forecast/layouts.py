@@ -81,20 +81,22 @@ class Layout:
     """What a run takes of a cluster."""
 
     needs: Needs
-    workers: int
-    """Workers that it asks for."""
+    choice: device.Choice
+    """Its devices, and the workers that it asks for."""
     room: int
     """Workers that it can have, where the nodes that there can be have no room for all of them."""
     least: int
     """Fewest workers that it starts with."""
     trials: int = 1
     """Such runs at a time."""
-    why: str | None = None
-    """What a user should be told of the device."""
 
     @property
     def device(self) -> str:
-        return self.needs.device
+        return self.choice.device
+
+    @property
+    def workers(self) -> int:
+        return self.choice.workers
 
     @property
     def spare(self) -> int:
@@ -129,7 +131,7 @@ def laid_out(config: Config, cluster: Cluster, *, searches: bool = False) -> Lay
             raise ConfigError([Problem("tune.concurrent", wanted, reason, f"write {fits}, or fewer train.workers")])
         trials = wanted or fits
     room = feasible.workers([], may, needs, chosen.workers)
-    return Layout(needs, chosen.workers, room, train.min_workers or chosen.workers, trials, chosen.why)
+    return Layout(needs, chosen, room, train.min_workers or chosen.workers, trials)
 
 
 # ------------------------------------------------------------------------------------------------- which nodes, and how

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from rtrain.cluster import supply
 from rtrain.cluster.prices import Price
-from rtrain.config import Config
+from rtrain.config import Config, Train
 from rtrain.doctor.forecast import fitting, layouts, money as pricing, pace as paces, parted, scaling
 from rtrain.doctor.forecast.facts import Rows, Shape
 from rtrain.doctor.forecast.layouts import Cluster, Kind, Layout
@@ -220,6 +220,17 @@ def money(
     )
 
 
+def untold(train: Train) -> list[str]:
+    """What is to be said of settings whose costs nobody foretells."""
+    found = []
+    if train.context > 1:
+        exchanged = f"what {train.context} workers of a replica exchange in each pass is not foretold"
+        found.append(f"train.context: {exchanged}, and memory is that of workers which have all tokens")
+    if train.offload:
+        found.append("train.offload: how long weights and gradients are on their way to GPUs and back is not foretold")
+    return found
+
+
 def replicas(config: Config, cluster: Cluster) -> str | None:
     """What is to be said of the endpoint's processors, if anything: replicas never wait for ever, but share."""
     serve = config.deploy.serve
@@ -302,11 +313,20 @@ def text(made: Mapping[str, Any]) -> list[str]:
     if cost is None:
         lines.append("money      unknown: a node's price is not known; write it into a file (--prices)")
     else:
-        lines.append(
-            f"money      {cost['dollars']:.2f} $ on demand; {cost['spot_dollars']:.2f} $ on spot nodes with "
-            f"{cost['interruptions']:.2g} interruptions expected, which add {cost['repeated_hours'] * 60:.1f} minutes"
-        )
+        lines.append(f"money      {cost['dollars']:.2f} $ on demand; {_of_spot(cost)}")
     return [*lines, *(f"note       {note}" for note in made["notes"])]
+
+
+def _of_spot(cost: Mapping[str, Any]) -> str:
+    if cost["spot_dollars"] is None:
+        return (
+            "spot nodes would be taken away faster than it gets on: write a smaller train.save_every, listen for spot "
+            "notices, or have fewer nodes"
+        )
+    return (
+        f"{cost['spot_dollars']:.2f} $ on spot nodes with {cost['interruptions']:.2g} interruptions expected, which "
+        f"add {cost['repeated_hours'] * 60:.1f} minutes"
+    )
 
 
 def read_cluster(file: Path) -> dict[str, Any]:

@@ -30,6 +30,8 @@ class Facts:
     """Updates of a whole run of the recipe."""
     processes: Mapping[str, float]
     """Cores in use by Ray's own processes."""
+    within: int = 1
+    """Workers of a replica, each of which tells the replica's rows."""
 
 
 def of_row(facts: Facts, workers: Sequence[Worker], length: Length) -> dict[str, Any]:
@@ -42,7 +44,7 @@ def of_row(facts: Facts, workers: Sequence[Worker], length: Length) -> dict[str,
     update = statistics.fmean(one["update"] for one in of_workers)
     updates = list(zip(*measured.values(), strict=True))
     counts = {
-        name: statistics.fmean(sum(getattr(one, name) for one in each) for each in updates)
+        name: statistics.fmean(sum(getattr(one, name) for one in each) for each in updates) / facts.within
         for name in ("rows", "real_tokens", "passes")
     }
     saves = [_saved(one) for worker in workers for one in worker.updates if _saved(one)]
@@ -55,7 +57,7 @@ def of_row(facts: Facts, workers: Sequence[Worker], length: Length) -> dict[str,
         "transport": facts.transport,
         "device": facts.device,
         "rows_per_update": facts.rows_per_update,
-        "passes_per_update": round(counts["passes"] / len(workers), 3),
+        "passes_per_update": round(counts["passes"] * facts.within / len(workers), 3),
         "update": update,
         "median": statistics.median(one.window.wall / 1e9 for each in measured.values() for one in each),
         "rows_per_second": counts["rows"] / update,

@@ -54,6 +54,7 @@ def row(found: Row, folder: Path, length: Length, epochs: int, on_event: Callabl
         save_every=recipe.train.save_every or order.updates_per_epoch,
         run_updates=epochs * order.updates_per_epoch,
         processes=processes.told(),
+        within=recipe.train.within,
     )
     measured = Measured(figures.of_row(facts, workers, length), tuple(workers))
     shutil.rmtree(folder)

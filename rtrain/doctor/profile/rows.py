@@ -77,11 +77,13 @@ def rows(config: Config, sweeps: Sequence[str], length: Length) -> list[Row]:
 
 
 def _fixed(config: Config, length: Length, swept: set[str]) -> dict[str, Any]:
-    """What all rows have in common: no row ends an epoch's evaluation inside of what is measured, or its training."""
+    """What all rows have in common: no row ends an epoch's evaluation inside of what is measured, or its training, or
+    leaves copies behind, under the name that the row of another profile has."""
     train = config.recipe.train
     fixed: dict[str, Any] = {
         "train.epochs": max(train.epochs, length.until + 1),  # an epoch has an update at least
         "train.evaluate_every": length.until + 1,
+        "cluster.storage": None,
     }
     if not swept & _SETS_ROWS:
         fixed |= {"train.rows_per_update": config.recipe.rows_per_update, "train.aggregation_frequency": None}
