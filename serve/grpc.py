@@ -202,9 +202,7 @@ def _asked(request: Any) -> tuple[protocol.InferRequest, bytes]:
             for tensor, part in zip(request.inputs, raw, strict=True)
         ],
         "outputs": [{"name": output.name} for output in request.outputs],
-        "parameters": {
-            name: getattr(one, one.WhichOneof("parameter_choice")) for name, one in request.parameters.items()
-        },
+        "parameters": {name: _value(one) for name, one in request.parameters.items()},
     }
     if request.id:
         document["id"] = request.id

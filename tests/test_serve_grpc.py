@@ -77,6 +77,24 @@ def test_texts_in_messages_are_answered_like_raw_ones(predictor: Predictor) -> N
     asyncio.run(main())
 
 
+def test_a_parameter_without_a_value_is_one_that_was_not_given_and_a_wrong_one_is_the_client_s_fault(
+    predictor: Predictor,
+) -> None:
+    async def main() -> None:
+        async with asking(Service(predictor, Serve())) as stub:
+            plain = await stub.ModelInfer(question(TEXT))
+            for name in ("a", "top_k"):
+                asked = question(TEXT)
+                asked.parameters[name].SetInParent()
+                assert await stub.ModelInfer(asked) == plain
+            for wrong in ({}, {"int64_param": 3}, {"double_param": float("nan")}, {"string_param": "true"}):
+                asked = question(TEXT)
+                asked.parameters["abstain"].CopyFrom(messages.InferParameter(**wrong))
+                assert (await refused(stub.ModelInfer(asked))).code() == grpc.StatusCode.INVALID_ARGUMENT
+
+    asyncio.run(main())
+
+
 def test_a_full_queue_is_unavailable_and_says_when_to_come_back(predictor: Predictor, gate: Gate) -> None:
     service = Service(predictor, Serve(max_queue_rows=1))
 
