@@ -20,7 +20,8 @@ from rtrain.errors import UserError
 from serve.change import judge, rollout
 from serve.change.application import Application
 from serve.change.rollout import Rollout
-from tests.tiny import make_artifact
+from tests.serving import HEADS
+from tests.tiny import make_artifact, make_task_artifact
 
 
 class Ray:
@@ -200,6 +201,17 @@ def test_a_trial_that_is_ended_during_a_long_look_is_over_with_it(
     assert (trial["stage"], trial["reason"].partition(";")[0]) == ("dropped", "dropped by hand")
     assert fake.asked[-1] == "drop"
     assert fake.told == str(folders[0])
+
+
+@pytest.mark.parametrize("aim", [None, AIM])
+def test_a_model_of_another_task_takes_nobody_s_place(
+    fake: Ray, folders: list[Path], tmp_path: Path, aim: judge.Aim | None
+) -> None:
+    served = begun(folders[0])
+    other = make_task_artifact(tmp_path, "regression", HEADS["regression"])
+    with pytest.raises(UserError, match=r"answers regression, and what answers as tiny answers classification; serve"):
+        served.update(other, aim)
+    assert (str(served.artifact), fake.asked) == (fake.told, [])
 
 
 def test_a_second_change_is_refused_while_one_is_made(fake: Ray, folders: list[Path]) -> None:

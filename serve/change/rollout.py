@@ -208,6 +208,11 @@ class Rollout:
                 f"{shown(artifact)} is called {made.name}, and what answers as {self.model} is called {old.name}; "
                 "serve it under another name, or at another port"
             )
+        if made.task != old.task:
+            raise UserError(
+                f"{shown(artifact)} answers {made.task}, and what answers as {self.model} answers {old.task}; serve it "
+                "under another name, or at another port"
+            )
         return made, old
 
     def _load(self, artifact: Path, old: Artifact) -> None:
