@@ -21,6 +21,8 @@ from rtrain.errors import UserError, meant
 
 NAME = "artifact.json"
 SCHEMA_VERSION = 1
+DESCRIBING = (NAME, "config.json", "tokenizer.json")
+"""The files that are read of every artefact, beside the model's."""
 REWRITTEN = (NAME, manifest.NAME)
 """The files that a gate's verdict changes."""
 COLUMNS = ("format", "text", "text_pair", "label", "separator", "slices", "split_by", "max_row_bytes", "max_bad_rows")
@@ -126,14 +128,14 @@ def refusal(gate: Mapping[str, Any] | None, version: str) -> str | None:
 
 
 def read(folder: Path, verify: bool = True) -> Artifact:
-    """The artefact of a folder; `verify` compares every file with the manifest."""
+    """The artefact of a folder; `verify` compares every file with the manifest, which has to record all that answer."""
     path = folder / NAME
     if not path.is_file():
         inner = folder / "artifact"
         named = f"did you mean {inner}?" if (inner / NAME).is_file() else meant(folder)
         hint = named or "name the artifact folder of a finished run"
         raise ArtifactError(f"{folder} is no artefact (no {NAME}); {hint}")
-    if verify and (problem := manifest.damage(folder)) is not None:
+    if verify and (problem := manifest.damage(folder, _answering(folder))) is not None:
         raise ArtifactError(f"artefact {folder} is damaged: {problem}; make it again or copy it whole")
     document = document_of(folder)
     if document.get("schema_version") != SCHEMA_VERSION:
@@ -142,6 +144,13 @@ def read(folder: Path, verify: bool = True) -> Artifact:
         )
     document["labels"], document["golden"] = tuple(document["labels"]), tuple(document["golden"])
     return Artifact(**document)
+
+
+def _answering(folder: Path) -> list[str]:
+    """Names of the files there that any engine would read: which one answers is known once they are verified."""
+    described = [path for path in (folder / name for name in DESCRIBING) if path.is_file()]
+    models = [path for engine in engines.ENGINES.values() for path in engine.present(folder)]
+    return [path.name for path in (*described, *models)]
 
 
 def document_of(folder: Path) -> dict[str, Any]:

@@ -7,13 +7,14 @@ histogram of each, as JSON, and the score below which its answers are no answers
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rtrain.batch import OUTSIDE, Encoded, Head, Int32s, Ints, Outputs, Ragged, Tokens, pack
+from rtrain.metrics.calibration import softmax
 from rtrain.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ NAMED = ("classes", "labels")
 """Kinds of output whose answers are labels of the whole row."""
 NONE = "none"
 """In place of a label where there is none."""
+VERSION = 2
+"""Of what the histograms mean (`comparable`)."""
 MOST_ROWS = 20_000
 """More validation rows would not make the histograms better."""
 ABSTAIN = "abstain"
@@ -51,7 +54,8 @@ class Features(NamedTuple):
     unknown: npt.NDArray[np.float64] | None
     """The share of unknown pieces; None where the vocabulary has a piece for every byte."""
     score: npt.NDArray[np.float64] | None
-    """How sure the model is of its answer, 0 to 1; NaN of a row without an answer."""
+    """How sure the model is of its answer, 0 to 1; NaN of a row without an answer. Of a class it is the best one's
+    chance, refused or not: unknown input is what no class is sure of."""
     labels: list[list[str]] | None
 
     def numbers(self) -> dict[str, npt.NDArray[np.float64]]:
@@ -75,7 +79,8 @@ def _features(task: Task, head: Head, outcomes: Ragged | None, tokens: Tokens, u
         # What is read of the description does not depend on the labels, which nobody knows of a request.
         known = task.targets([task.stand_in("", head)] * len(tokens), Ragged.of([], np.int32), head).values
         described = task.describe(outcomes, known, head)
-        score = described.score.astype(np.float64)
+        best = softmax(outcomes.matrix(len(head.labels))).max(axis=1) if task.output == "classes" else described.score
+        score = best.astype(np.float64)
         if task.output in NAMED:
             labels = [[one] if isinstance(one, str) else list(one) or [NONE] for one in described.prediction]
     return Features(lengths.astype(np.float64), _shares(tokens.ids, lengths, unknown_id), score, labels)
@@ -95,13 +100,21 @@ def measure(
     if task.packs or not len(rows):
         return {}
     found = _features(task, head, outcomes.take(rows), store.read(split, rows), unknown_id)
-    document: dict[str, Any] = {"rows": len(rows)}
+    document: dict[str, Any] = {"version": VERSION, "rows": len(rows)}
     for name, values in found.numbers().items():
         counts = np.bincount(place(values[~np.isnan(values)], EDGES[name]), minlength=len(EDGES[name]) + 1)
         document[name] = {"edges": list(EDGES[name]), "counts": counts.tolist()}
     if found.labels is not None:
         document["labels"] = dict(sorted(Counter(label for row in found.labels for label in row).items()))
     return document
+
+
+def comparable(document: Mapping[str, Any], head: Head) -> Mapping[str, Any]:
+    """What of an artefact's histograms can be compared with requests. Until `VERSION` 2 the score of a row that
+    `data.outside` refuses was not the best class's chance, but what that leaves over."""
+    if document.get("version", 1) >= 2 or "outside" not in head.facts:
+        return document
+    return {name: known for name, known in document.items() if name != "score"}
 
 
 def place(values: npt.NDArray[np.float64], edges: Sequence[float]) -> Ints:

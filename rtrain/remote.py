@@ -9,6 +9,7 @@ What is half fetched, or is not what the digest says, never has its name in the 
 """
 
 import hashlib
+import http.client
 import ipaddress
 import json
 import os
@@ -76,6 +77,8 @@ def _parts(address: str) -> tuple[str, str | None]:
     if fragment and found is None:
         raise UserError(f"{_shown(url)}: behind # stands {fragment!r}; write sha256= and 64 hexadecimal digits")
     _refuse_open(url)
+    if urlsplit(url).scheme in ("http", "https") and "@" in urlsplit(url).netloc:
+        raise UserError(f"{_shown(url)}: http(s) sends no user's name that stands in an address; leave it out")
     return url, found[1].lower() if found else None
 
 
@@ -136,7 +139,9 @@ def _download(url: str, file: Path) -> str:
         raise UserError(
             f"{_shown(url)} answers {error.code} {error.reason}; is the address right, and is it open?"
         ) from None
-    except (OSError, EOFError) as error:
+    except http.client.InvalidURL:  # its own words may hold the query
+        raise UserError(f"{_shown(url)} cannot be fetched: it is no URL; write e.g. a blank as %20") from None
+    except (OSError, EOFError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise UserError(f"{_shown(url)} cannot be fetched: {reason}") from None
     return total.hexdigest()

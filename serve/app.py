@@ -27,6 +27,7 @@ from serve.door import guard
 from serve.envelope import client_of
 
 PREDICT = "/predict"
+_Answer = Callable[[Scope, Callable[[], Awaitable[bytes]]], Awaitable[Response]]
 
 
 def build_app(
@@ -57,10 +58,10 @@ def build_app(
 
     write = writing.labelled if predictor.task.output in writing.LABELLED else writing.text
 
-    async def answer(scope: Scope, body: bytes) -> Response:
-        """To a question to /predict."""
+    async def answer(scope: Scope, read: Callable[[], Awaitable[bytes]]) -> Response:
+        """To a question to /predict, whose body `read` gives."""
         deadline = asyncio.get_running_loop().time() + settings.deadline_s
-        asked = schema.parse(schema.PredictRequest, body, settings.max_inputs)
+        asked = schema.parse(schema.PredictRequest, await read(), settings.max_inputs)
         several = isinstance(asked.inputs, list)
         texts = asked.texts()
         parameters = asked.parameters.model_dump() if asked.parameters else {}
@@ -86,7 +87,7 @@ def build_app(
     @app.post(PREDICT, **documented(schema.PredictReply | schema.ExplainedReply, schema.PredictRequest))
     async def predict(request: Request) -> Response:
         """Labels and scores of each text, in the Hugging Face inference form."""
-        return await answer(request.scope, await request.body())
+        return await answer(request.scope, request.body)
 
     @app.post("/v2/models/{name}/versions/{version}/infer", **documented(protocol.InferReply, protocol.InferRequest))
     @app.post("/v2/models/{name}/infer", **documented(protocol.InferReply, protocol.InferRequest))
@@ -126,16 +127,13 @@ class _Shortcut:
     """Hands a question to /predict to `answer`. The way of all other routes, by the router and what FastAPI puts before
     a function, takes as long as the tokens of a short text."""
 
-    def __init__(self, app: ASGIApp, routes: list[BaseRoute], answer: Callable[[Scope, bytes], Awaitable[Response]]):
+    def __init__(self, app: ASGIApp, routes: list[BaseRoute], answer: _Answer):
         self._app, self._routes, self._answer = app, routes, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and guard.route(scope) == PREDICT:
             scope["route"] = self._route
-            message = await receive()  # all of the body (`guard`)
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            answer = await self._answer(scope, message["body"])
+            answer = await self._answer(scope, functools.partial(_body, receive))
             await answer(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -143,6 +141,14 @@ class _Shortcut:
     @functools.cached_property
     def _route(self) -> APIRoute:
         return next(route for route in self._routes if isinstance(route, APIRoute) and route.path == PREDICT)
+
+
+async def _body(receive: Receive) -> bytes:
+    message = await receive()  # all of it (`guard`)
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    body: bytes = message["body"]
+    return body
 
 
 def _cut_header(cut: int) -> dict[str, str]:

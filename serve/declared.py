@@ -31,8 +31,9 @@ HEAD = """\
 # closed to others by `rtrain serve` alone. Start Ray on the head with what `rtrain serve` has its controller know:
 {}
 """
-ELSEWHERE = {"host", "port", "replicas", "max_replicas", "tls_cert", "tls_key", "ingress", "insecure", "ungated"}
-"""Settings that Ray has under names of its own, or that say how a command behaves."""
+ELSEWHERE = {"port", "replicas", "max_replicas", "ingress", "insecure", "ungated"}
+"""Settings that Ray has under names of its own, or that say how a command behaves. Address and certificate Ray has too;
+replicas listen with them for gRPC, and tell by them who can reach the endpoint."""
 
 
 def text(artifacts: Mapping[str, Path], settings: Serve) -> str:

@@ -15,6 +15,7 @@ from urllib.parse import quote
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rtrain.artifact import Artifact
 from rtrain.config import Serve
 from rtrain.predict import Predictor
 from serve.door import guard
@@ -67,7 +68,7 @@ class Envelope:
             artifact = predictor.artifact
             revisions = {f"x-{part}-version": digest for part, digest in predictor.revisions.items()}
             names = {"x-model-name": quote(artifact.name), **revisions}
-            self._model = {"model": artifact.name, "version": artifact.version}
+            self._model = model_of(artifact)
         self._headers = [(name.encode(), value.encode()) for name, value in names.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,28 +112,48 @@ class Envelope:
         self._answered(route, status, seconds, span.trace or record.id)
         if span.trace is None and not self._log.kept:
             return
-        made: Mapping[str, str | int] = {"texts": record.texts, "tokens": record.tokens, "cut": record.cut}
-        span.end(
-            f"{scope['method']} {route}",
-            {
-                "http.request.method": scope["method"],
-                "http.route": route,
-                "http.response.status_code": status,
-                "rtrain.request_id": record.id,
-                **{f"rtrain.{name}": value for name, value in made.items()},
-            },
-        )
-        self._log.write(
-            id=record.id,
-            client=client_of(scope),
-            method=scope["method"],
-            route=route,
-            status=status,
-            ms=round(1000 * seconds, 3),
-            **made,
-            **self._model,
-            **({"trace": span.trace} if span.trace else {}),
-        )
+        tell(record, client_of(scope), scope["method"], route, status, seconds, span, self._log, self._model)
+
+
+def tell(
+    record: Record,
+    client: str,
+    method: str,
+    route: str,
+    status: int,
+    seconds: float,
+    span: Span,
+    log: AccessLog,
+    model: Mapping[str, str],
+) -> None:
+    """The span, and the line of the log, of a request that has ended."""
+    made: Mapping[str, str | int] = {"texts": record.texts, "tokens": record.tokens, "cut": record.cut}
+    span.end(
+        f"{method} {route}",
+        {
+            "http.request.method": method,
+            "http.route": route,
+            "http.response.status_code": status,
+            "rtrain.request_id": record.id,
+            **{f"rtrain.{name}": value for name, value in made.items()},
+        },
+    )
+    log.write(
+        id=record.id,
+        client=client,
+        method=method,
+        route=route,
+        status=status,
+        ms=round(1000 * seconds, 3),
+        **made,
+        **model,
+        **({"trace": span.trace} if span.trace else {}),
+    )
+
+
+def model_of(made: Artifact) -> dict[str, str]:
+    """As the log names it."""
+    return {"model": made.name, "version": made.version}
 
 
 def client_of(scope: Scope) -> str:

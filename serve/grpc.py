@@ -5,8 +5,10 @@ of KServe's or Triton's has and this one lacks, e.g. loading models and shared m
 """
 
 import asyncio
+import contextlib
 import json
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
@@ -20,8 +22,9 @@ from tritonclient.grpc import service_pb2 as messages, service_pb2_grpc as inter
 import rtrain
 from rtrain.config import Serve
 from serve import protocol, schema
-from serve.envelope import Record
+from serve.envelope import CLIENT_GONE, REQUEST_ID, Record, model_of, tell
 from serve.schema import RequestError
+from serve.watching import tracing
 
 if TYPE_CHECKING:
     from serve.answering import Service
@@ -42,7 +45,8 @@ CODES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 """For the statuses of `RequestError`."""
-ROUTE = "/inference.GRPCInferenceService/ModelInfer"
+CALLS = "/inference.GRPCInferenceService/"
+ROUTE = f"{CALLS}ModelInfer"
 """Its name in the metrics."""
 OVERHEAD_BYTES = 100_000
 """What a message has beside its texts: names, shapes and lengths. `serve.max_body_bytes` bounds the texts."""
@@ -98,14 +102,18 @@ class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  #
     def __init__(self, desk: Desk, door: "keys.Door | None"):
         self._desk, self._door = desk, door
 
-    async def _admitted(self, context: Any, model: str | None = None) -> "keys.Key | None":
-        """The key of a call, to that model where it is for one; None where none is asked for."""
+    async def _admitted(self, context: Any, call: str, model: str | None = None) -> "keys.Key | None":
+        """The key of a call, to that model where it is for one; None where none is asked for. Who is refused is counted
+        and logged, but for who names none of several models."""
         if self._door is None:
             return None
+        began = time.monotonic()
         given = [value for name, value in context.invocation_metadata() if name == "authorization"]
         try:
             return self._door.admit("predict", [value.encode("latin-1", "replace") for value in given], model)
         except RequestError as error:
+            with contextlib.suppress(RequestError), self._desk.answering(model or "", None) as service:
+                _tell(service, f"{CALLS}{call}", _record(""), "", error.status, began, tracing.NoSpans())
             await _abort(context, error)
 
     @asynccontextmanager
@@ -124,51 +132,55 @@ class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  #
         return messages.ServerReadyResponse(ready=self._desk.ready)
 
     async def ModelReady(self, request: Any, context: Any) -> Any:
-        await self._admitted(context, request.name)
+        await self._admitted(context, "ModelReady", request.name)
         async with self._service(context, request.name, request.version or None) as service:
             await _named(service, request, context)
             return messages.ModelReadyResponse(ready=service.ready)
 
     async def ServerMetadata(self, request: Any, context: Any) -> Any:
-        await self._admitted(context)
+        await self._admitted(context, "ServerMetadata")
         return messages.ServerMetadataResponse(name="rtrain", version=rtrain.__version__)
 
     async def ModelMetadata(self, request: Any, context: Any) -> Any:
-        await self._admitted(context, request.name)
+        await self._admitted(context, "ModelMetadata", request.name)
         async with self._service(context, request.name, request.version or None) as service:
             await _named(service, request, context)
             return messages.ModelMetadataResponse(**service.metadata())
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
-        key = await self._admitted(context)
+        key = await self._admitted(context, "RepositoryIndex")
         found = self._desk.index(request.ready, key.models if key else None)
         return messages.RepositoryIndexResponse(models=found)
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:
         """The best label of each text. Tensors are answered in their raw form, which every client reads."""
-        key = await self._admitted(context, request.model_name)
+        key = await self._admitted(context, "ModelInfer", request.model_name)
+        client, record = key.name if key else "", _record(request.id)
+        sent = {name.encode(): value for name, value in context.invocation_metadata()}
+        traced = {name: sent[name].encode() for name in (b"traceparent", b"tracestate") if name in sent}
         async with self._service(context, request.model_name, request.model_version) as service:
-            began, status = time.monotonic(), 499  # where the client leaves
-            try:
-                reply = await _infer(service, request, context.time_remaining(), key.name if key else "")
-                status = 200
-                return reply
-            except RequestError as error:
-                status = error.status
-                await _abort(context, error)
-            except Exception:
-                status = 500
-                logger.exception("unexpected error in a request over gRPC")
-                await _abort(context, RequestError(500, "internal error; the server's log has the cause"))
-            finally:
-                service.answered(ROUTE, status, time.monotonic() - began, request.id)
+            with service.spans.request(traced) as span:
+                began, status = time.monotonic(), CLIENT_GONE
+                try:
+                    reply = await _infer(service, request, context.time_remaining(), client, record)
+                    status = 200
+                    return reply
+                except RequestError as error:
+                    status = error.status
+                    await _abort(context, error)
+                except Exception:
+                    status = 500
+                    logger.exception("unexpected error in a request over gRPC")
+                    await _abort(context, RequestError(500, "internal error; the server's log has the cause"))
+                finally:
+                    _tell(service, ROUTE, record, client, status, began, span)
 
 
-async def _infer(service: "Service", request: Any, remaining_s: float | None, client: str) -> Any:
+async def _infer(service: "Service", request: Any, remaining_s: float | None, client: str, record: Record) -> Any:
     deadline_s = service.settings.deadline_s
     deadline = asyncio.get_running_loop().time() + min(deadline_s, remaining_s or deadline_s)
     service.named(request.model_name, request.model_version)
-    reply, cut = await service.infer(*_asked(request), deadline, Record(request.id), client)
+    reply, cut = await service.infer(*_asked(request), deadline, record, client)
     outputs = reply.pop("outputs")
     return messages.ModelInferResponse(
         **reply,
@@ -176,6 +188,21 @@ async def _infer(service: "Service", request: Any, remaining_s: float | None, cl
         raw_output_contents=[_raw(tensor) for tensor in outputs],
         parameters={"truncated_inputs": messages.InferParameter(int64_param=cut)} if cut else {},
     )
+
+
+def _record(name: str) -> Record:
+    """`name`: the client's for its request; in place of what is none, and may be anything, it gets one of ours."""
+    return Record(name if REQUEST_ID.fullmatch(name.encode()) else secrets.token_hex(16))
+
+
+def _tell(
+    service: "Service", route: str, record: Record, client: str, status: int, began: float, span: tracing.Span
+) -> None:
+    """Count, trace and log a request that has ended."""
+    seconds = time.monotonic() - began
+    service.answered(route, status, seconds, span.trace or record.id)
+    made = service.predictor.artifact
+    tell(record, client, "POST", route, status, seconds, span, service.access_log, model_of(made))
 
 
 async def _named(service: "Service", request: Any, context: Any) -> None:
@@ -202,9 +229,7 @@ def _asked(request: Any) -> tuple[protocol.InferRequest, bytes]:
             for tensor, part in zip(request.inputs, raw, strict=True)
         ],
         "outputs": [{"name": output.name} for output in request.outputs],
-        "parameters": {
-            name: getattr(one, one.WhichOneof("parameter_choice")) for name, one in request.parameters.items()
-        },
+        "parameters": {name: _value(one) for name, one in request.parameters.items()},
     }
     if request.id:
         document["id"] = request.id

@@ -139,6 +139,27 @@ def test_a_tampered_artefact_is_refused_by_the_file_s_name(
         artifact.read(folder)
 
 
+@pytest.mark.parametrize("name", ["model.int8.bin", "model.int8.onnx.gz", "model.int8.xml"])
+def test_a_model_file_that_its_maker_did_not_record_is_damage_and_any_other_file_is_not(
+    folder: Path, name: str
+) -> None:
+    """An engine would take it in place of a recorded one that is compressed."""
+    (folder / "notes.txt").touch()
+    assert artifact.read(folder).name == NAME
+    (folder / name).touch()
+    with pytest.raises(ArtifactError, match=f"is damaged: MANIFEST.json does not record {name}; make it again"):
+        artifact.read(folder)
+
+
+@pytest.mark.parametrize("name", ["artifact.json", "config.json", "tokenizer.json", "model.safetensors"])
+def test_a_manifest_that_leaves_out_what_answers_is_damage(folder: Path, name: str) -> None:
+    document = json.loads((folder / manifest.NAME).read_text())
+    del document["files"][name]
+    (folder / manifest.NAME).write_text(json.dumps(document))
+    with pytest.raises(ArtifactError, match=f"is damaged: MANIFEST.json does not record {name}"):
+        artifact.read(folder)
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-5] ^= 1

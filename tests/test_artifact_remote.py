@@ -53,6 +53,12 @@ def web() -> Iterator[Web]:
                 self.send_header("Location", "http://example.com/artifact.tar.gz")
                 self.end_headers()
                 return
+            if self.path.startswith("/parts"):
+                self.send_response(200)
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                self.wfile.write(b"9\r\nhalf")
+                return
             data = here.files.get(self.path)
             self.send_response(404 if data is None else 200)
             self.send_header("Content-Length", str(len(data or b"")))
@@ -107,8 +113,7 @@ def test_a_signed_address_is_fetched_and_its_secrets_are_not_said(web: Web, made
     remote.fetch(address, tmp_path, said.append)
     assert said == [f"fetching {web.url}/a.tar.gz"]
     with pytest.raises(UserError, match="cannot be fetched") as refused:
-        remote.fetch(f"http://me:word@127.0.0.1:9/a.tar.gz?signature=abc#sha256={'0' * 64}", tmp_path)
-    assert "word" not in str(refused.value)
+        remote.fetch(f"http://127.0.0.1:9/a.tar.gz?signature=abc#sha256={'0' * 64}", tmp_path)
     assert "signature" not in str(refused.value)
 
 
@@ -173,11 +178,18 @@ def test_what_is_not_what_its_digest_says_is_not_kept(web: Web, made: Path, tmp_
         ("http://example.com/a.tar.gz#sha256={zeros}", "http is for this machine alone"),
         ("{url}/away.tar.gz#sha256={zeros}", "http is for this machine alone"),
         ("http://127.0.0.1:9/a.tar.gz#sha256={zeros}", "cannot be fetched"),
+        ("{url}/parts.tar.gz#sha256={zeros}", "parts.tar.gz cannot be fetched: IncompleteRead"),
+        ("{url}/my file.tar.gz?signature=abc#sha256={zeros}", "my file.tar.gz cannot be fetched: .*blank as %20$"),
+        (
+            "https://me:word@localhost/a.tar.gz#sha256={zeros}",
+            "https://localhost/a.tar.gz: .* no user's name .* leave it out",
+        ),
         ("nothing://bucket/artifact", "cannot be fetched"),
     ],
 )
 def test_an_address_that_gives_nothing_says_why(web: Web, tmp_path: Path, address: str, told: str) -> None:
-    with pytest.raises(UserError, match=told):
+    """And nothing that may be secret."""
+    with pytest.raises(UserError, match=rf"^(?!.*\b(?:word|abc)\b).*{told}"):
         remote.fetch(address.format(url=web.url, zeros="0" * 64), tmp_path)
     assert left(tmp_path) == []
 

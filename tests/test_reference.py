@@ -37,7 +37,7 @@ def test_requests_give_what_the_validation_rows_gave(task: str, tmp_path: Path) 
     if predictor.task.packs:
         assert made == {}
         return
-    assert made["rows"] == len(rows)
+    assert (made["version"], made["rows"]) == (reference.VERSION, len(rows))
     assert sum(made["tokens"]["counts"]) == len(rows)
     assert ("score" in made, "labels" in made) == (
         predictor.task.output in reference.SCORED,
@@ -75,6 +75,26 @@ def test_unknown_pieces_are_counted_row_by_row() -> None:
     assert found.labels == [["b"]] * 3
     assert found.score == pytest.approx(np.full(3, 1 / (1 + np.exp(-2))))
     assert reference.of_answers(TASK, HEAD, outputs, encoded, None).unknown is None
+
+
+def test_a_text_that_no_class_is_sure_of_has_a_low_score_where_it_is_refused_too() -> None:
+    from rtrain.batch import Encoded, Window
+
+    sure = [0.35, 0.49, 0.9]
+    encoded = [Encoded([5], [Window(1, 1)], False, [])] * 3
+    outputs = [np.log([one, *[(1 - one) / 3] * 3]).astype(np.float32) for one in sure]
+    head = Head(("a", "b", "c", "d"), {"outside": "other", "threshold": 0.5})
+    found = reference.of_answers(TASK, head, outputs, encoded, None)
+    assert found.score == pytest.approx(sure)
+    assert found.labels == [["other"], ["other"], ["a"]]
+
+
+def test_older_scores_are_not_compared_where_texts_are_refused() -> None:
+    old, outside = {"rows": 1, "tokens": {}, "score": {}}, Head(("a", "b"), {"outside": "other", "threshold": 0.5})
+    assert reference.comparable(old, HEAD) == old
+    assert reference.comparable(old, outside) == {"rows": 1, "tokens": {}}
+    new = {**old, "version": reference.VERSION}
+    assert reference.comparable(new, outside) == new
 
 
 def test_rows_outside_of_all_classes_are_no_reference(tmp_path: Path) -> None:

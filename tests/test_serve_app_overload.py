@@ -1,7 +1,11 @@
 """The application under load: a full queue, a deadline that passed, a client that left, an engine that stalls."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
 
 from rtrain.config import Serve
 from rtrain.predict import Predictor
@@ -61,14 +65,35 @@ def test_a_request_past_its_deadline_is_answered_504_whatever_the_client_asks_fo
     assert gate.rows == 1
 
 
-def test_a_body_that_does_not_arrive_is_answered_504(predictor: Predictor) -> None:
+def test_a_body_that_does_not_arrive_is_answered_408(predictor: Predictor) -> None:
     async def stuck() -> AsyncIterator[bytes]:
         yield b"{"
         await asyncio.sleep(60)
 
     response = call(build_app(predictor, Serve(deadline_s=0.05)), "POST", "/predict", content=stuck())
-    assert response.status_code == 504
-    assert response.json() == error("expired", "the deadline passed before the body had arrived")
+    assert response.status_code == 408
+    assert response.json() == error("too_slow", "the deadline passed before the body had arrived")
+
+
+def test_the_deadline_counts_from_before_the_body(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Serve()
+    app = build_app(predictor, settings)
+    service, deadlines, read = app.state.service, list[float](), list[float]()
+    answers = service.answers
+
+    async def noted(texts: Any, deadline: float, *given: Any) -> Any:
+        deadlines.append(deadline)
+        return await answers(texts, deadline, *given)
+
+    async def body(document: object) -> AsyncIterator[bytes]:
+        read.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(0.01)
+        yield json.dumps(document).encode()
+
+    monkeypatch.setattr(service, "answers", noted)
+    for path, document in (("/predict", {"inputs": TEXT}), (INFER, {"inputs": [tensor([TEXT], [1])]})):
+        assert call(app, "POST", path, content=body(document)).status_code == 200
+    assert [end - settings.deadline_s <= began for end, began in zip(deadlines, read, strict=True)] == [True, True]
 
 
 def test_the_texts_of_a_client_that_left_never_reach_the_engine(predictor: Predictor, gate: Gate) -> None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +14,7 @@ import rtrain.artifact
 from rtrain import engines
 from rtrain.config import Serve
 from rtrain.errors import UserError
-from serve import declared, named
+from serve import declared, named, service
 from serve.change import nodes
 from serve.door import keys
 from tests.test_cli import Cli, run
@@ -49,7 +50,8 @@ def test_ray_s_schema_takes_it_and_only_what_differs_is_written(artifact: Path) 
     assert (found.http_options.ssl_certfile, found.http_options.ssl_keyfile) == ("/c.pem", "/k.pem")
     [application] = found.applications
     assert application.name == "tiny-other"
-    assert application.args == {"models": named, "threads": 3, "deadline_s": 5.0, "ungated": True}
+    tls = {"tls_cert": "/c.pem", "tls_key": "/k.pem"}
+    assert application.args == {"models": named, **tls, "threads": 3, "deadline_s": 5.0, "ungated": True}
     [deployment] = application.deployments
     assert deployment.user_config == {"models": named}
     assert deployment.ray_actor_options.num_cpus == 6
@@ -59,6 +61,16 @@ def test_ray_s_schema_takes_it_and_only_what_differs_is_written(artifact: Path) 
     scaled = deployment.autoscaling_config
     assert isinstance(scaled, dict)
     assert (scaled["min_replicas"], scaled["max_replicas"]) == (2, 4)
+
+
+def test_what_a_replica_itself_opens_to_whom_is_as_it_was_asked_for(artifact: Path, tmp_path: Path) -> None:
+    """gRPC listens at the address, with the certificate, and /docs is for loopback alone."""
+    path = tmp_path / "keys.json"
+    keys.add(path, "shop")
+    settings = Serve(host="0.0.0.0", keys=str(path), tls_cert="/c.pem", tls_key="/k.pem", grpc_port=9000)
+    args = declared.document({"tiny": artifact}, settings)["applications"][0]["args"]
+    given: Any = service.application(args)._bound_deployment.init_args
+    assert given[0] == settings
 
 
 def test_a_replica_has_gpus_where_its_engine_knows_them(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

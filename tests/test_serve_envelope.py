@@ -14,6 +14,7 @@ from rtrain.predict import Predictor
 from serve.app import build_app
 from serve.door import keys
 from serve.front import haproxy
+from serve.watching.sums import with_haproxy
 from tests import serving
 from tests.serving import INFER, TEXT, Gate, call, client, tensor
 
@@ -137,3 +138,8 @@ def test_errors_of_haproxy_s_own_stand_beside_those_of_the_replica(predictor: Pr
     assert 'rtrain_haproxy_errors_total{status="503"} 12.0' in both.splitlines()
     assert 'rtrain_requests_total{model="tiny",route="/metrics",status="200"} 1.0' in both.splitlines()
     assert (both.count("# EOF\n"), both.endswith("# EOF\n")) == (exemplars, exemplars)
+
+
+@pytest.mark.parametrize("said", ["503=" + "9" * digits for digits in (16, 400, 5000)] + ["9" * 400 + "=1"])
+def test_numbers_that_haproxy_never_tells_are_none(said: str) -> None:
+    assert with_haproxy("as it was", said) == "as it was"

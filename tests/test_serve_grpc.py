@@ -1,6 +1,7 @@
 """The endpoint over gRPC under pressure: deadlines, a full queue, clients that leave, errors, the end."""
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -73,6 +74,24 @@ def test_texts_in_messages_are_answered_like_raw_ones(predictor: Predictor) -> N
                 grpc.StatusCode.INVALID_ARGUMENT,
                 "inputs: List should have at least 1 item after validation, not 0",
             )
+
+    asyncio.run(main())
+
+
+def test_a_parameter_without_a_value_is_one_that_was_not_given_and_a_wrong_one_is_the_client_s_fault(
+    predictor: Predictor,
+) -> None:
+    async def main() -> None:
+        async with asking(Service(predictor, Serve())) as stub:
+            plain = await stub.ModelInfer(question(TEXT))
+            for name in ("a", "top_k"):
+                asked = question(TEXT)
+                asked.parameters[name].SetInParent()
+                assert await stub.ModelInfer(asked) == plain
+            for wrong in ({}, {"int64_param": 3}, {"double_param": float("nan")}, {"string_param": "true"}):
+                asked = question(TEXT)
+                asked.parameters["abstain"].CopyFrom(messages.InferParameter(**wrong))
+                assert (await refused(stub.ModelInfer(asked))).code() == grpc.StatusCode.INVALID_ARGUMENT
 
     asyncio.run(main())
 
@@ -205,6 +224,43 @@ def test_grpc_asks_for_the_keys_that_http_asks_for(predictor: Predictor, tmp_pat
             assert int(dict(error.trailing_metadata() or ())["retry-after"]) > 0
 
     asyncio.run(main())
+
+
+def test_questions_and_whoever_is_refused_are_counted_and_logged_as_over_http(
+    predictor: Predictor, tmp_path: Path
+) -> None:
+    path, log = tmp_path / "keys.json", tmp_path / "asked.log"
+    key = (("authorization", f"Bearer {keys.add(path, 'shop')}"),)
+    service = Service(predictor, Serve(keys=str(path), access_log=str(log)))
+
+    async def main() -> None:
+        async with asking(service) as stub:
+            await refused(stub.ModelInfer(question(TEXT)))
+            await refused(stub.RepositoryIndex(messages.RepositoryIndexRequest()))
+            for name in ("mine", "a word of the client's"):
+                asked = question(TEXT)
+                asked.id = name
+                assert (await stub.ModelInfer(asked, metadata=key)).id == name
+            await refused(stub.ModelInfer(messages.ModelInferRequest(model_name="tiny"), metadata=key))
+
+    asyncio.run(main())
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    index = ROUTE.replace("ModelInfer", "RepositoryIndex")
+    told = [(one["client"], one["method"], one["route"], one["status"], one["texts"]) for one in lines]
+    assert told == [
+        ("", "POST", ROUTE, 401, 0),
+        ("", "POST", index, 401, 0),
+        ("shop", "POST", ROUTE, 200, 1),
+        ("shop", "POST", ROUTE, 200, 1),
+        ("shop", "POST", ROUTE, 422, 0),
+    ]
+    assert {(one["model"], one["version"]) for one in lines} == {("tiny", predictor.artifact.version)}
+    assert [one["id"] == "mine" for one in lines] == [False, False, True, False, False]
+    assert len({one["id"] for one in lines}) == 5
+    assert "word" not in log.read_text()
+    for route, status, count in ((ROUTE, 401, 1), (index, 401, 1), (ROUTE, 200, 2), (ROUTE, 422, 1)):
+        line = f'rtrain_requests_total{{model="tiny",route="{route}",status="{status}"}} {count}.0'
+        assert line in service.exposition().splitlines()
 
 
 def test_with_a_certificate_it_encrypts_and_answers_nobody_who_does_not(predictor: Predictor, tmp_path: Path) -> None:

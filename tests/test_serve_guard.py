@@ -108,7 +108,15 @@ def test_a_slow_body_is_cut_off_by_its_rate_and_a_fast_one_after_a_pause_is_not(
 
 def test_the_deadline_ends_a_body_that_is_fast_enough() -> None:
     status, body, _ = drive(Serve(deadline_s=0.05, min_body_rate=1), head(), [b"a", 60.0])
-    assert (status, b"the deadline passed before the body had arrived" in body) == (504, True)
+    assert (status, b'"too_slow","message":"the deadline passed before the body had arrived"' in body) == (408, True)
+
+
+def test_a_body_that_stops_is_the_client_s_fault_however_much_of_it_has_arrived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guard, "GRACE_S", 0.01)
+    settings = Serve(deadline_s=0.05, min_body_rate=1000)
+    assert [drive(settings, head(), [b"a" * size, 60.0])[0] for size in (1, 20_000)] == [408, 408]
 
 
 def test_a_client_that_leaves_in_mid_body_is_gone_for_the_application_too() -> None:

@@ -106,7 +106,8 @@ def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
         "http-request set-var(txn.most)",
         *("acl full", "acl up", "acl v2", "acl health"),
         *("http-response set-var(proc.", "http-request set-var(txn.later)"),
-        *("stick-table type integer size 1", "http-request track-sc0", "http-request set-header x-haproxy-errors"),
+        *("stick-table type integer size 1", "http-request track-sc0"),
+        *("http-request del-header x-haproxy-errors", "http-request set-header x-haproxy-errors"),
         *("http-response set-var(txn.theirs)", "http-after-response sc-inc-gpc"),
     )
     assert [line for line in after if line not in before and not line.startswith(added)] == []
@@ -431,10 +432,10 @@ class Refusing(Replica):
 
 
 def told(port: int, path: str = "/metrics") -> str:
-    """What a replica hears of HAProxy's own errors."""
+    """What a replica hears of HAProxy's own errors; the client says something else of them."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     with contextlib.closing(connection):
-        connection.request("GET", path, headers={haproxy.ERRORS: "503=7 504=7"} if path == "/metrics" else {})
+        connection.request("GET", path, headers={haproxy.ERRORS: "503=7 504=7"})
         return connection.getresponse().read().decode()
 
 
@@ -452,7 +453,7 @@ def test_what_it_answers_itself_is_told_to_who_is_asked_for_metrics() -> None:
         while not said[-1].startswith("503=") and len(said) < 100:  # the one that was answered may still count
             said.append(told(port))
         assert said[-1] == f"503={2 + len(said)} 504=0"
-        assert told(port, "/v2/health/ready") == "success"
+        assert [told(port, path) for path in ("/models/tiny/metrics", "/%6detrics")] == ["success"] * 2
     with serving(Refusing) as server, proxy([server]) as (port, _, _):
         assert [ask(port)[0] for _ in range(3)] == [503] * 3
         assert told(port) == "503=0 504=0"

@@ -51,8 +51,8 @@ def test_where_few_requests_come_a_step_ends_by_the_clock() -> None:
         (GOOD._replace(slower=300), "more than 1.25 times as long as the other version for 300 of 500 texts"),
         (Tally(rows=20, agreed=20), "20 of 500 texts came while the engines had nothing else to do, in 600 s"),
         (
-            GOOD._replace(requests=10, errors=1, old_requests=90),
-            "it failed on 1 of 10 requests, the other version on 0",
+            GOOD._replace(requests=10, errors=2, old_requests=90),
+            "it failed on 2 of 10 requests, the other version on 0",
         ),
     ],
 )
@@ -67,6 +67,9 @@ def test_just_enough_is_enough() -> None:
     # As many errors as the other version has are no reason: it is the requests that are at fault.
     same = GOOD._replace(requests=100, errors=1, old_requests=100, old_errors=1)
     assert follow(State(began=0.0), same, AIM, 1.0).stage == "weighted"
+    # One is none either: with 30 of 930 requests the candidate gets one of a single error in 3 % of all cases.
+    one = GOOD._replace(requests=30, errors=1, old_requests=900)
+    assert follow(State(began=0.0), one, AIM, 1.0).stage == "weighted"
     more = GOOD._replace(requests=40, errors=1, old_requests=5000, old_errors=120)
     assert follow(State(began=0.0), more, AIM, 1.0).stage == "weighted"
 

@@ -2,9 +2,11 @@
 
 import functools
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from rtrain.errors import UserError
 from serve.change import judge, rollout
 from serve.change.application import Application
 from serve.change.rollout import Rollout
-from tests.tiny import make_artifact
+from tests.serving import HEADS
+from tests.tiny import make_artifact, make_task_artifact
 
 
 class Ray:
@@ -200,6 +203,32 @@ def test_a_trial_that_is_ended_during_a_long_look_is_over_with_it(
     assert (trial["stage"], trial["reason"].partition(";")[0]) == ("dropped", "dropped by hand")
     assert fake.asked[-1] == "drop"
     assert fake.told == str(folders[0])
+
+
+@pytest.mark.parametrize("aim", [None, AIM])
+def test_a_model_of_another_task_takes_nobody_s_place(
+    fake: Ray, folders: list[Path], tmp_path: Path, aim: judge.Aim | None
+) -> None:
+    served = begun(folders[0])
+    other = make_task_artifact(tmp_path, "regression", HEADS["regression"])
+    with pytest.raises(UserError, match=r"answers regression, and what answers as tiny answers classification; serve"):
+        served.update(other, aim)
+    assert (str(served.artifact), fake.asked) == (fake.told, [])
+
+
+def test_an_update_says_what_the_gate_could_not_tell(fake: Ray, folders: list[Path], tmp_path: Path) -> None:
+    served = begun(folders[0])
+    held = Path(shutil.copytree(folders[1], tmp_path / "held"))
+    made = rtrain.artifact.read(held)
+    gate = {"version": made.version, "verdict": "hold", "reasons": ["few rows"]}
+    facts = replace(made, gate=gate, lineage={"teacher": "t"})
+    rtrain.artifact.write(held, facts, lambda *_: [row["logits"] for row in made.golden])
+    old = rtrain.artifact.read(folders[0]).version
+    line = f"the gate could not tell whether artefact {held} is good enough: few rows\n"
+    assert served.update(held) == f"{line}{made.version} answers in place of {old}"
+    assert served.back() == f"{old} answers in place of {made.version}"
+    assert served.update(held, AIM).startswith(f"{line}{made.version} is on trial")
+    assert served.back().startswith(f"{made.version}: dropped by hand")
 
 
 def test_a_second_change_is_refused_while_one_is_made(fake: Ray, folders: list[Path]) -> None:

@@ -18,11 +18,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from rtrain.config import Serve
 from rtrain.errors import ConfigError
 from rtrain.predict import Predictor
+from serve.answering import Service
 from serve.app import build_app
 from serve.change.versions import Versions
+from serve.grpc import ROUTE
 from serve.watching import tracing
 from tests import serving
 from tests.serving import TEXT, client
+from tests.test_serve_grpc import asking, question
 
 predictor = serving.predictor  # fixture
 
@@ -112,6 +115,20 @@ def test_a_request_is_a_span_of_its_client_s_trace_with_its_parts(predictor: Pre
     assert TEXT.encode() not in b"".join(one.SerializeToString() for one in collector.received)
     [resource] = {one.resource.SerializeToString() for sent in collector.received for one in sent.resource_spans}
     assert predictor.artifact.version.encode() in resource
+
+
+def test_a_request_over_grpc_is_a_span_of_its_client_s_trace_too(predictor: Predictor, collector: Collector) -> None:
+    async def main() -> None:
+        async with asking(Service(predictor, Serve(traces=collector.address))) as stub:
+            await stub.ModelInfer(question(TEXT), metadata=(("traceparent", f"00-{TRACE}-{PARENT}-01"),))
+
+    asyncio.run(main())
+    spans = collector.spans
+    request = spans.pop(f"POST {ROUTE}")
+    assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE, PARENT)
+    assert {name: span.parent_span_id for name, span in spans.items()} == dict.fromkeys(
+        ("tokens", "engine", "answers"), request.span_id
+    )
 
 
 def test_requests_beside_each_other_have_traces_of_their_own(predictor: Predictor, collector: Collector) -> None:

@@ -165,6 +165,25 @@ def test_a_candidate_that_fails_unseen_is_counted_and_hurts_nobody(
     run(check)
 
 
+def test_answers_that_cannot_be_compared_are_the_candidate_s_failure(
+    folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = folders
+    monkeypatch.setattr(agreement, "same", lambda *given: 1 / 0)
+
+    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
+        await versions.become(first)
+        await versions.follow(Plan(second, 1.0, 1.25, 0.0))
+        assert versions.trial is not None
+        versions.trial.offer([CORPUS[0]] * 3)
+        async with asyncio.timeout(30):
+            while versions.trial.tally().failed < 3:
+                await asyncio.sleep(0.01)
+        assert versions.trial.tally().rows == 0
+
+    run(check)
+
+
 def test_a_dropped_candidate_answers_what_it_has_accepted(folders: tuple[str, str]) -> None:
     first, second = folders
     old, new = versions_of(folders)
@@ -255,6 +274,16 @@ def test_of_several_labels_each_version_gives_those_from_its_own_threshold_on(
         for one, other in ((0.8, 0.35), (spam, rude))
     )
     assert agreement.same(task, old, first, new, second) is agreed
+
+
+def test_a_word_is_the_same_whatever_its_number_in_a_trimmed_vocabulary() -> None:
+    task, head = base.get("masked_lm"), HEADS["masked_lm"]
+
+    def answer(token: int, word: str) -> list[list[dict[str, object]]]:
+        return [[{"token": token, "token_str": word, "score": 0.5, "sequence": f"a {word}"}]]
+
+    same = [agreement.same(task, head, answer(70, "cat"), head, answer(*other)) for other in ((7, "cat"), (70, "dog"))]
+    assert same == [True, False]
 
 
 CLOSE = {"multi_head", "regression", "span_qa", "classification", "multi_label"}

@@ -98,6 +98,16 @@ def test_an_artefact_without_a_reference_is_served_and_not_watched(tmp_path: Pat
     assert "rtrain_drift" not in call(app, "GET", "/metrics").text
 
 
+def test_scores_that_older_artefacts_counted_otherwise_are_not_watched(watched: Predictor, tmp_path: Path) -> None:
+    head = Head(LABELS, {"outside": "other", "threshold": 0.5})
+    predictor = served(tmp_path, head=head, reference=watched.artifact.reference)
+    app = build_app(predictor, Serve())
+    ask(app, TEXT, 50)
+    assert set(metrics(call(app, "GET", "/metrics").text, "rtrain_drift_distance")) == {
+        f'feature="{name}"' for name in ("tokens", "unknown", "labels")
+    }
+
+
 # ---------------------------------------------------------------------------------------------------------- abstention
 
 

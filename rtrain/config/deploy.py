@@ -193,7 +193,7 @@ class Serve(Section):
     max_header_bytes: Positive = 16_384
     """Most bytes of a request's address and headers; more is answered 431."""
     deadline_s: Annotated[float, Field(gt=0)] = 10.0
-    """Seconds after which a request without an answer is answered 504."""
+    """Seconds after which a request without an answer is answered 504, and one whose body has not arrived 408."""
     shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the live texts that a candidate answers too, unseen by clients and while the engine has nothing else to
     do, before it answers requests itself (`rtrain serve --update`). 0: it takes the other version's place at once."""

@@ -10,8 +10,8 @@ NEAR = 0.1
 
 
 def same(task: Task, head: Head, first: Any, other: Head, second: Any) -> bool:
-    """`first`, `second`: answers to one text, by `Task.decode`; `head`, `other`: those of the versions that gave them.
-    Of several labels each version has given those from its own threshold on."""
+    """`first`, `second`: answers to one text, by `Predictor.decode`; `head`, `other`: those of the versions that gave
+    them. Of several labels each version has given those from its own threshold on."""
     if task.output == "number":
         return bool(abs(first - second) <= NEAR * head.facts.get("std", 1.0))
     return bool(_essence(task, head, first) == _essence(task, other, second))
@@ -32,4 +32,5 @@ def _essence(task: Task, head: Head, answer: Any) -> Any:
         return (answer["start"], answer["end"])
     if output == "summary":
         return [(sentence["start"], sentence["end"]) for sentence in answer["sentences"]]
-    return [mask[0]["token"] for mask in answer]
+    # Not its number: in a trimmed vocabulary the same word has another.
+    return [mask[0]["token_str"] for mask in answer]

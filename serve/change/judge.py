@@ -125,7 +125,7 @@ def _lacks(seen: Tally) -> str:
     """What rules a candidate out at once."""
     if seen.failed:
         return f"it failed on {seen.failed} of {seen.rows + seen.failed} texts"
-    if seen.errors and (not seen.old_errors or _more_often(seen) < DOUBT):
+    if seen.errors and _more_often(seen) < DOUBT:
         other = f"the other version on {seen.old_errors} of {seen.old_requests}"
         return f"it failed on {seen.errors} of {seen.requests} requests, {other}"
     return ""

@@ -14,7 +14,7 @@ import logging
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -120,20 +120,22 @@ class Rollout:
         `UserError`, and nothing changes, where it may not be served, is another model, or is refused by a replica."""
         with self._alone():
             self._refuse_during_trial()
-            made, old = self._admitted(artifact)
+            said = list[str]()
+            made, old = self._admitted(artifact, said.append)
             if aim is None:
                 self._load(artifact, old)
-                return self._switch([*self._served, artifact], made, old)
+                return "\n".join([*said, self._switch([*self._served, artifact], made, old)])
             self._trial = Standing(made.version, aim, judge.State(time.monotonic()))
             self._end_trial.clear()
             self._thread = threading.Thread(
                 target=self._watch, args=(artifact, made, old, self._trial), name="trial", daemon=True
             )
             self._thread.start()
-        return (
+        said.append(
             f"{made.version} is on trial: it answers {100 * aim.share:g} % of the texts beside {old.version}, then "
             "takes its place or is dropped; `rtrain serve status` tells how it stands"
         )
+        return "\n".join(said)
 
     def back(self) -> str:
         """End the trial, if there is one that has not just been promoted. Else answer with what was served before; it
@@ -197,16 +199,22 @@ class Rollout:
         if self.on_trial and self._trial is not None:
             raise UserError(f"{self._trial.version} is on trial; wait for its end, or end it by --rollback")
 
-    def _admitted(self, artifact: Path) -> tuple[Artifact, Artifact]:
-        """The artefact, and the one that answers. Raises `UserError` where it may not take the other's place."""
+    def _admitted(self, artifact: Path, say: Callable[[str], None] = lambda line: None) -> tuple[Artifact, Artifact]:
+        """The artefact, and the one that answers; `say` is told what speaks against it. Raises `UserError` where it may
+        not take the other's place."""
         if artifact == self.artifact:
             raise UserError(f"{shown(artifact)} is what answers already; an update is another folder")
         made, old = rtrain.artifact.read(artifact), rtrain.artifact.read(self.artifact)
-        access.admit(made, artifact, self._settings)
+        access.admit(made, artifact, self._settings, say)
         if made.name != old.name:
             raise UserError(
                 f"{shown(artifact)} is called {made.name}, and what answers as {self.model} is called {old.name}; "
                 "serve it under another name, or at another port"
+            )
+        if made.task != old.task:
+            raise UserError(
+                f"{shown(artifact)} answers {made.task}, and what answers as {self.model} answers {old.task}; serve it "
+                "under another name, or at another port"
             )
         return made, old
 

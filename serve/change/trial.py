@@ -85,16 +85,16 @@ class Trial:
         # Each goes first in turn: what the first one of two leaves in the caches helps the second.
         sides = [self._current, self._candidate]
         found: dict[Service, tuple[float, Any]] = {}
-        for side in sides if (self._seen.rows % 2) else reversed(sides):
-            try:
+        try:
+            for side in sides if (self._seen.rows % 2) else reversed(sides):
                 found[side] = await self._asked(side, text)
-            except Exception:
-                if side is self._candidate:
-                    logger.exception("the candidate failed on a text")
-                    self._seen = self._seen._replace(failed=self._seen.failed + 1)
-                    self._current.telemetry.shadow.labels("failed").inc()
-                return
-        self._count(found[self._current], found[self._candidate])
+            side = self._candidate  # it fails, too, where its answer cannot be compared
+            self._count(found[self._current], found[self._candidate])
+        except Exception:
+            if side is self._candidate:
+                logger.exception("the candidate failed on a text")
+                self._seen = self._seen._replace(failed=self._seen.failed + 1)
+                self._current.telemetry.shadow.labels("failed").inc()
 
     async def _asked(self, side: "Service", text: Input) -> tuple[float, Any]:
         """On the side's own thread, which answers its requests too: an engine is not for two threads at a time. While

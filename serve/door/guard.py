@@ -146,10 +146,11 @@ class _Body:
             async with asyncio.timeout_at(min(deadline, due)):
                 return await self._receive()
         except TimeoutError:
+            reason = "the deadline passed before the body had arrived"
             if due < deadline:
-                slow = f"the body arrives at less than {self._settings.min_body_rate} bytes a second"
-                raise _last(RequestError(408, slow)) from None
-            raise _last(RequestError(504, "the deadline passed before the body had arrived")) from None
+                reason = f"the body arrives at less than {self._settings.min_body_rate} bytes a second"
+            # Never 5xx, by which a version on trial is judged: it has not been asked yet.
+            raise _last(RequestError(408, reason)) from None
 
 
 def _too_large(settings: Serve) -> RequestError:

@@ -116,6 +116,7 @@ def _counted() -> list[str]:
     return [
         f"stick-table type integer size 1 store gpc({len(COUNTED)})",
         "http-request track-sc0 int(1)",
+        f"http-request del-header {ERRORS}",  # a client's
         f'http-request set-header {ERRORS} "{told}" if {{ path /metrics }}',
         "http-response set-var(txn.theirs) bool(true)",
         *(

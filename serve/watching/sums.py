@@ -70,8 +70,9 @@ def sum_expositions(texts: Iterable[str]) -> str:
 
 def with_haproxy(text: str, told: str) -> str:
     """An exposition in either form, and the errors that HAProxy has answered itself; `told`: by itself, in the header
-    `haproxy.ERRORS`. Where it has told nothing the exposition is as it was."""
-    found = re.findall(r"(\d+)=(\d+)", told)
+    `haproxy.ERRORS`, or by a client where no HAProxy has replaced it. Where it has told nothing that it could the
+    exposition is as it was."""
+    found = re.findall(r"\b(\d{3})=(\d{1,15})\b", told)
     if not found:
         return text
     family = CounterMetricFamily(

@@ -31,7 +31,8 @@ class Watch:
     def __init__(self, predictor: Predictor):
         self._task, self._head = predictor.task, predictor.head
         self._unknown_id = reference.unknown_id(predictor.tokenizer)
-        self._drift = Drift(predictor.artifact.reference) if predictor.artifact.reference else None
+        known = reference.comparable(predictor.artifact.reference, predictor.head)
+        self._drift = Drift(known) if known else None
         self._outputs: list[Floats] = []
         self._encoded: list[Encoded] = []
         # Distances have no sum: with a name for each replica they stay apart where expositions are added.
