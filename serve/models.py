@@ -10,6 +10,7 @@ import functools
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI
@@ -55,10 +56,13 @@ class Models:
     def names(self) -> list[str]:
         return list(self.versions)
 
-    async def become(self, wish: Mapping[str, str]) -> None:
-        """Have each model answer with its artefact. Raises what loading one of them raises, and what `check` raises."""
+    async def become(self, wish: Mapping[str, str], decided: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Have each model answer with its artefact; `decided`: the version that it has to be, of those of which that is
+        known. Raises what loading one of them raises, and what `check` raises."""
         self.check(wish)
-        await asyncio.gather(*(self.versions[name].become(folder) for name, folder in wish.items()))
+        await asyncio.gather(
+            *(self.versions[name].become(folder, decided.get(name, "")) for name, folder in wish.items())
+        )
 
     def check(self, wish: Mapping[str, str]) -> None:
         """Raise `UserError` where these are not the models that there are."""

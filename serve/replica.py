@@ -23,7 +23,7 @@ from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from serve.answering import Lasting
 from serve.app import build_app
-from serve.change.application import PROVEN
+from serve.change.application import PROVEN, VERSIONS
 from serve.change.versions import Plan
 from serve.declared import most_replicas, most_requests
 from serve.desk import build_desk
@@ -39,7 +39,7 @@ COUNT_S = 5.0
 ALL_S, AGAIN_S = 120.0, 0.1
 """Seconds in which all replicas have loaded what is wished, and between two questions where not all have answered."""
 Wish = dict[str, Any]
-"""What Ray hands to replicas as `user_config`: `{"models": {NAME: FOLDER}}`, and `PROVEN`."""
+"""What Ray hands to replicas as `user_config`: `{"models": {NAME: FOLDER}}`, `VERSIONS` and `PROVEN`."""
 
 
 @ray.serve.ingress()
@@ -91,7 +91,7 @@ class Replica:
         runs, and ends one in which it raises."""
         began = time.monotonic()
         if not self._models.loaded:
-            await self._models.become(wish["models"])
+            await self._models.become(wish["models"], wish.get(VERSIONS, {}))
             if self._door is not None:
                 self._counting = asyncio.create_task(self._count_replicas())
         else:
@@ -109,7 +109,7 @@ class Replica:
             if not wish.get(PROVEN):
                 await self._prove(wish)
             if self._wish is wish:
-                await self._models.become(models)
+                await self._models.become(models, wish.get(VERSIONS, {}))
         except Exception:  # whatever it is, what answers goes on
             logger.exception("the artefacts %s cannot be served", models)
 
@@ -135,10 +135,10 @@ class Replica:
             self._refused[asked] = reason
         return self._refused.get(asked, "")
 
-    async def load(self, model: str, artifact: str) -> str:
+    async def load(self, model: str, artifact: str, version: str = "") -> str:
         """Load and prove a candidate; why that fails, or nothing."""
         try:
-            await self._models.versions[model].load(artifact)
+            await self._models.versions[model].load(artifact, version)
         except UserError as error:
             return str(error)
         except Exception as error:  # of an engine, say: no candidate may end what answers
@@ -164,10 +164,10 @@ class Replica:
         models = {name: versions.status() for name, versions in self._models.versions.items()}
         return {"process": os.getpid(), "reconfigured_s": self._reconfigured_s, "models": models}
 
-    async def serves(self) -> dict[str, str]:
-        """The folder of what answers, by the model's name."""
+    async def serves(self) -> dict[str, tuple[str, str]]:
+        """Folder and version of what answers, by the model's name."""
         current = {name: versions.current for name, versions in self._models.versions.items()}
-        return {name: version.folder for name, version in current.items() if version is not None}
+        return {name: (version.folder, version.name) for name, version in current.items() if version is not None}
 
     def check_health(self) -> None:
         if self._models.loaded and not self._models.ready:

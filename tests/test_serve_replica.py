@@ -10,9 +10,12 @@ import pytest
 import ray.exceptions
 import ray.serve
 
+import rtrain.artifact
 from rtrain.artifact import ArtifactError
 from rtrain.config import Serve
+from rtrain.errors import UserError
 from serve import replica
+from serve.change.application import PROVEN, VERSIONS
 from serve.front import direct
 from serve.watching.sums import exposition, sum_expositions
 from serve.watching.telemetry import Telemetry
@@ -45,10 +48,27 @@ def test_what_the_gate_has_refused_answers_nothing_whoever_names_it(
         await one.reconfigure(first)
         await one.reconfigure(worse)
         await asyncio.gather(*one._changes)
-        found: dict[str, str] = await one.serves()
-        return found
+        return {name: folder for name, (folder, _) in (await one.serves()).items()}
 
     assert asyncio.run(main()) == (worse if ungated else first)["models"]
+
+
+def test_a_replica_that_starts_refuses_another_version_than_the_one_that_was_decided(
+    monkeypatch: pytest.MonkeyPatch, folders: list[Path]
+) -> None:
+    """Whoever has replaced the folder meanwhile has proven nothing to anybody."""
+    old, new = (rtrain.artifact.read(folder).version for folder in folders[:2])
+    wish = {"models": {"tiny": str(folders[0])}, PROVEN: True}
+
+    async def main() -> Any:
+        [one] = Fleet(monkeypatch, Serve(), 1).every
+        with pytest.raises(UserError, match=f"holds the version {old} now, and not {new}, which is to answer"):
+            await one.reconfigure({**wish, VERSIONS: {"tiny": new}})
+        assert await one.serves() == {}
+        await one.reconfigure({**wish, VERSIONS: {"tiny": old}})
+        return await one.serves()
+
+    assert asyncio.run(main()) == {"tiny": (str(folders[0]), old)}
 
 
 class Fleet:
@@ -86,7 +106,7 @@ class Fleet:
         for one in self.every:
             await one.reconfigure({"models": {"tiny": str(folder)}, **wish})
         await asyncio.gather(*(change for one in self.every for change in one._changes))
-        return [(await one.serves())["tiny"] for one in self.every]
+        return [(await one.serves())["tiny"][0] for one in self.every]
 
 
 def test_without_a_command_replicas_switch_when_all_have_proven_it(
@@ -102,7 +122,7 @@ def test_without_a_command_replicas_switch_when_all_have_proven_it(
 
         async def slowly(*given: str) -> str:
             await asyncio.sleep(0.2)
-            served.extend([[*(await one.serves()).values()] for one in fleet.every[:-1]])
+            served.extend([[folder for folder, _ in (await one.serves()).values()] for one in fleet.every[:-1]])
             loads.set()
             return str(await OWN.load(last, *given))
 

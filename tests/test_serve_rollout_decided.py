@@ -20,7 +20,7 @@ import rtrain.artifact
 from rtrain.config import Serve
 from rtrain.errors import UserError
 from serve.change import judge, rollout
-from serve.change.application import Application
+from serve.change.application import Application, Served
 from serve.change.rollout import Rollout
 from tests.serving import HEADS
 from tests.tiny import make_artifact, make_task_artifact
@@ -30,7 +30,8 @@ class Ray:
     """In place of Ray: one replica, which answers with what Ray was last told, unless it is late."""
 
     def __init__(self) -> None:
-        self.told, self.answers, self.late = "", "", False
+        self.told, self.answers, self.late = "", ("", ""), False
+        self.version = ""
         self.asked: list[str] = []
         self.fails: Callable[[str], None] = lambda method: None
         self.seen = judge.Tally(rows=3)
@@ -38,9 +39,10 @@ class Ray:
         """What the replicas say to `load`."""
 
     def run(self, application: Any, **given: Any) -> None:
-        self.told = application._bound_deployment._deployment_config.user_config["models"]["tiny"]
+        wish = application._bound_deployment._deployment_config.user_config
+        self.told, self.version = wish["models"]["tiny"], wish["versions"]["tiny"]
         if not self.late:
-            self.answers = self.told
+            self.answers = (self.told, self.version)
 
     def broadcast(self, method: str, *given: Any) -> "Ray":
         self.asked.append(method)
@@ -106,7 +108,7 @@ def test_a_switch_that_takes_too_long_is_decided_and_can_be_taken_back(
     fake.late = False
     new, old = (rtrain.artifact.read(folders[place]).version for place in (before, before - 1))
     assert served.back() == f"{old} answers in place of {new}"
-    assert str(served.artifact) == fake.told == fake.answers == str(folders[before - 1])
+    assert str(served.artifact) == fake.told == fake.answers[0] == str(folders[before - 1])
 
 
 def test_a_trial_ends_whatever_its_replicas_raise(fake: Ray, folders: list[Path]) -> None:
@@ -128,7 +130,7 @@ def test_a_promoted_candidate_whose_switch_is_late_is_what_is_served(fake: Ray, 
     fake.late = True
     trial = rollout.Standing("new", judge.Aim(0.2, 3, 0.9, 1.5, 600.0), judge.State(0.0, stage="promoted"))
     made, old = (rtrain.artifact.read(folder) for folder in folders[1::-1])
-    served._watch(folders[1], made, old, trial)
+    served._watch(Served(folders[1], made), old, trial)
     assert trial.state.stage == "promoted"
     assert trial.state.reason.startswith("UserError: not every replica answers with")
     assert str(served.artifact) == fake.told == str(folders[1])
@@ -177,7 +179,7 @@ def test_going_back_while_a_candidate_is_promoted_goes_back(fake: Ray, folders: 
     threading.Timer(0.1, told.set).start()
     new, old = (rtrain.artifact.read(folders[place]).version for place in (1, 0))
     assert served.back() == f"{old} answers in place of {new}"
-    assert str(served.artifact) == fake.told == fake.answers == str(folders[0])
+    assert str(served.artifact) == fake.told == fake.answers[0] == str(folders[0])
 
 
 @pytest.mark.parametrize(("seen", "looks"), [(judge.Tally(rows=3), 1), (PROVEN, 3)])
@@ -229,6 +231,26 @@ def test_an_update_says_what_the_gate_could_not_tell(fake: Ray, folders: list[Pa
     assert served.back() == f"{old} answers in place of {made.version}"
     assert served.update(held, AIM).startswith(f"{line}{made.version} is on trial")
     assert served.back().startswith(f"{made.version}: dropped by hand")
+
+
+def test_a_folder_that_was_replaced_is_another_version_and_the_way_back_is_not_to_it(
+    fake: Ray, folders: list[Path], tmp_path: Path
+) -> None:
+    place = Path(shutil.copytree(folders[0], tmp_path / "served"))
+    served = begun(place)
+    old, new = (rtrain.artifact.read(folder).version for folder in folders[:2])
+    with pytest.raises(UserError, match="is what answers already; an update is another version"):
+        served.update(place)
+    shutil.rmtree(place)
+    shutil.copytree(folders[1], place)
+    assert (fake.version, served.update(place)) == (old, f"{new} answers in place of {old}")
+    assert fake.answers == (str(place), new)
+    last = rtrain.artifact.read(folders[2]).version
+    served.update(folders[2])
+    assert served.back() == f"{new} answers in place of {last}"
+    with pytest.raises(UserError, match=rf"holds {new} now, and not {old}, which was served before; serve it by"):
+        served.back()
+    assert fake.answers == (str(place), new)
 
 
 def test_a_second_change_is_refused_while_one_is_made(fake: Ray, folders: list[Path]) -> None:

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 import rtrain.artifact
 from rtrain.artifact import ArtifactError
 from rtrain.config import Serve
+from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from serve.app import build_app
 from serve.batching.batcher import EngineError
@@ -138,6 +139,27 @@ def test_files_that_its_maker_did_not_record_are_never_read(folders: tuple[str, 
     assert not place.exists()
     pickle.loads((added / "model.pkl").read_bytes())
     assert place.exists(), "the test's own pickle does nothing"
+
+
+def test_what_was_decided_is_a_version_and_not_a_folder(folders: tuple[str, str], tmp_path: Path) -> None:
+    old, new = (rtrain.artifact.read(Path(folder)).version for folder in folders)
+    place = shutil.copytree(folders[0], tmp_path / "served")
+
+    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
+        for change in (versions.load, versions.become):  # of a replica that starts when it has been replaced
+            with pytest.raises(UserError, match=rf"served holds the version {old} now, and not {new}, which is to"):
+                await change(str(place), new)
+            assert (versions.current, versions.candidate) == (None, None)
+        await versions.become(str(place), old)
+        shutil.rmtree(place)
+        shutil.copytree(folders[1], place)
+        assert await versions.load(str(place), old) == await version(client) == old
+        assert await versions.load(str(place), new) == new
+        assert await version(client) == old
+        await versions.become(str(place), new)
+        assert await version(client) == new
+
+    run(check)
 
 
 def test_a_wish_that_was_taken_back_while_it_was_loaded_is_not_carried_out(folders: tuple[str, str]) -> None:

@@ -4,12 +4,14 @@ replicas are asked at once."""
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray.serve
 from ray.serve.schema import LoggingConfig
 
+import rtrain.artifact
 from rtrain import ray_internals
+from rtrain.artifact import Artifact
 from rtrain.config import Serve
 
 ASK_S = 30.0
@@ -17,6 +19,17 @@ ASK_S = 30.0
 
 PROVEN = "proven"
 """The name in a deployment's `user_config` that says that all replicas have loaded and proven what it names."""
+
+
+VERSIONS = "versions"
+"""The name there of the version of each model: what a folder holds may have been replaced since."""
+
+
+class Served(NamedTuple):
+    """An artefact as it was when it was decided on."""
+
+    folder: Path
+    made: Artifact
 
 
 class Application:
@@ -34,7 +47,9 @@ class Application:
         # Ray draws a new code version at each `run`, and starts all replicas anew for it.
         self._deployment = ray_internals.with_version(deployment, "1")
         self.name, self._settings, self._logging = name, settings, logging_config
-        self.decided = dict(artifacts)
+        self.decided = {
+            model: Served(folder, rtrain.artifact.read(folder, verify=False)) for model, folder in artifacts.items()
+        }
         """The artefact of each model."""
         self._one_at_a_time = threading.Lock()
 
@@ -42,7 +57,7 @@ class Application:
         """Returns when the replicas are up. Raises what Ray raises where one fails."""
         self._run(self.decided)
 
-    def decide(self, model: str, artifact: Path) -> None:
+    def decide(self, model: str, artifact: Served) -> None:
         """The replicas that there are, and each that is started later, are to answer with that artefact."""
         with self._one_at_a_time:
             # First: whatever becomes of it, Ray may have been told, and the next decision is about another model.
@@ -61,7 +76,11 @@ class Application:
         found: list[Any] = handle.broadcast(method, *given).results(timeout_s=timeout_s)
         return found
 
-    def _run(self, artifacts: Mapping[str, Path]) -> None:
-        wish = {"models": {name: str(folder) for name, folder in artifacts.items()}, PROVEN: True}
+    def _run(self, artifacts: Mapping[str, Served]) -> None:
+        wish = {
+            "models": {name: str(one.folder) for name, one in artifacts.items()},
+            VERSIONS: {name: one.made.version for name, one in artifacts.items()},
+            PROVEN: True,
+        }
         decided = self._deployment.options(user_config=wish).bind(self._settings, list(artifacts))
         ray.serve.run(decided, name=self.name, route_prefix="/", logging_config=self._logging)

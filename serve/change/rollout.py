@@ -28,7 +28,7 @@ from rtrain.config import Serve
 from rtrain.errors import UserError
 from rtrain.run import shown
 from serve.change import judge
-from serve.change.application import Application
+from serve.change.application import Application, Served
 from serve.change.versions import Plan
 from serve.door import access
 
@@ -113,7 +113,7 @@ class Rollout:
     @property
     def artifact(self) -> Path:
         """What answers."""
-        return self._served[-1]
+        return self._served[-1].folder
 
     def update(self, artifact: Path, aim: judge.Aim | None = None) -> str:
         """Answer with the artefact from now on, or, with an aim, as soon as it has proven itself; says so. Raises
@@ -121,15 +121,16 @@ class Rollout:
         with self._alone():
             self._refuse_during_trial()
             said = list[str]()
-            made, old = self._admitted(artifact, said.append)
+            new, old = self._admitted(artifact, said.append), self._served[-1].made
+            made = new.made
+            if (artifact, made.version) == (self.artifact, old.version):
+                raise UserError(f"{shown(artifact)} is what answers already; an update is another version")
             if aim is None:
-                self._load(artifact, old)
-                return "\n".join([*said, self._switch([*self._served, artifact], made, old)])
+                self._load(new, old)
+                return "\n".join([*said, self._switch([*self._served, new], old)])
             self._trial = Standing(made.version, aim, judge.State(time.monotonic()))
             self._end_trial.clear()
-            self._thread = threading.Thread(
-                target=self._watch, args=(artifact, made, old, self._trial), name="trial", daemon=True
-            )
+            self._thread = threading.Thread(target=self._watch, args=(new, old, self._trial), name="trial", daemon=True)
             self._thread.start()
         said.append(
             f"{made.version} is on trial: it answers {100 * aim.share:g} % of the texts beside {old.version}, then "
@@ -145,9 +146,15 @@ class Rollout:
                 return ended
             if len(self._served) < 2:
                 raise UserError("nothing was served before: there is nothing to go back to")
-            made, old = self._admitted(self._served[-2])
-            self._load(self._served[-2], old)
-            return self._switch(self._served[:-1], made, old)
+            before, old = self._served[-2], self._served[-1].made
+            found = self._admitted(before.folder)
+            if found.made.version != before.made.version:
+                raise UserError(
+                    f"{shown(before.folder)} holds {found.made.version} now, and not {before.made.version}, which was "
+                    "served before; serve it by --update, if it is meant"
+                )
+            self._load(before, old)
+            return self._switch(self._served[:-1], old)
 
     def document(self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What is served and tried, from what the replicas have told of themselves, twice."""
@@ -199,12 +206,10 @@ class Rollout:
         if self.on_trial and self._trial is not None:
             raise UserError(f"{self._trial.version} is on trial; wait for its end, or end it by --rollback")
 
-    def _admitted(self, artifact: Path, say: Callable[[str], None] = lambda line: None) -> tuple[Artifact, Artifact]:
-        """The artefact, and the one that answers; `say` is told what speaks against it. Raises `UserError` where it may
-        not take the other's place."""
-        if artifact == self.artifact:
-            raise UserError(f"{shown(artifact)} is what answers already; an update is another folder")
-        made, old = rtrain.artifact.read(artifact), rtrain.artifact.read(self.artifact)
+    def _admitted(self, artifact: Path, say: Callable[[str], None] = lambda line: None) -> Served:
+        """The artefact as it is now; `say` is told what speaks against it. Raises `UserError` where it may not take the
+        place of what answers."""
+        made, old = rtrain.artifact.read(artifact), self._served[-1].made
         access.admit(made, artifact, self._settings, say)
         if made.name != old.name:
             raise UserError(
@@ -216,21 +221,22 @@ class Rollout:
                 f"{shown(artifact)} answers {made.task}, and what answers as {self.model} answers {old.task}; serve it "
                 "under another name, or at another port"
             )
-        return made, old
+        return Served(artifact, made)
 
-    def _load(self, artifact: Path, old: Artifact) -> None:
-        if refusals := self._refusals(artifact):
+    def _load(self, new: Served, old: Artifact) -> None:
+        if refusals := self._refusals(new):
             self._drop()
-            raise UserError(f"{shown(artifact)} is not served, {old.version} goes on: {refusals[0]}")
+            raise UserError(f"{shown(new.folder)} is not served, {old.version} goes on: {refusals[0]}")
 
     def _drop(self) -> None:
         """The candidate. Where a replica does not answer, the next one takes its place."""
         with contextlib.suppress(*SILENCE):
             self._application.told("drop", self.model)
 
-    def _switch(self, served: list[Path], made: Artifact, old: Artifact) -> str:
+    def _switch(self, served: list[Served], old: Artifact) -> str:
         """To the last of `served`. Raises `UserError` where replicas are late; it is decided all the same."""
         self._served = served  # first: whatever becomes of it, Ray may have been told, and one has to get back
+        made = served[-1].made
         self._application.decide(self.model, served[-1])
         give_up = time.monotonic() + SWITCH_S
         while not self._all_serve(served[-1]):
@@ -240,18 +246,18 @@ class Rollout:
             time.sleep(POLL_S)
         return f"{made.version} answers in place of {old.version}"
 
-    def _all_serve(self, artifact: Path) -> bool:
+    def _all_serve(self, new: Served) -> bool:
         try:
             found = self._application.asked("serves")
         except SILENCE:  # one has ended; what comes in its place serves what is decided
             return False
-        return {one.get(self.model) for one in found} == {str(artifact)}
+        return {one.get(self.model) for one in found} == {(str(new.folder), new.made.version)}
 
-    def _watch(self, artifact: Path, made: Artifact, old: Artifact, trial: Standing) -> None:
+    def _watch(self, new: Served, old: Artifact, trial: Standing) -> None:
         """Carry the trial out, to its end."""
         began = False
         while not trial.state.over:
-            plan = Plan(str(artifact), trial.aim.share, trial.aim.slower, trial.state.weight)
+            plan = Plan(str(new.folder), trial.aim.share, trial.aim.slower, trial.state.weight, new.made.version)
             try:
                 told = self._application.told("follow", self.model, plan._asdict(), timeout_s=LOAD_S)
                 now = time.monotonic()
@@ -266,28 +272,28 @@ class Rollout:
                 reason = f"dropped by hand; {old.version} goes on"
                 trial.state = replace(trial.state, stage="dropped", reason=reason)
         try:
-            self._settle(artifact, made, old, trial)
+            self._settle(new, old, trial)
         except Exception as error:  # whatever Ray raises: the trial's end says so
-            logger.exception("the end of the trial of %s", made.version)
+            logger.exception("the end of the trial of %s", new.made.version)
             trial.state = replace(trial.state, reason=f"{type(error).__name__}: {error}")
 
-    def _settle(self, artifact: Path, made: Artifact, old: Artifact, trial: Standing) -> None:
+    def _settle(self, new: Served, old: Artifact, trial: Standing) -> None:
         """What follows from a trial's end. Replicas that have come since the last look have not loaded the candidate,
         and may refuse it: all are asked before one switches."""
-        if trial.state.stage == "promoted" and (refusals := self._refusals(artifact)):
+        if trial.state.stage == "promoted" and (refusals := self._refusals(new)):
             trial.state = replace(trial.state, stage="dropped", reason=refusals[0])
         if trial.state.stage == "promoted":
-            self._switch([*self._served, artifact], made, old)
+            self._switch([*self._served, new], old)
         else:
             self._drop()
 
-    def _refusals(self, artifact: Path) -> list[str]:
+    def _refusals(self, new: Served) -> list[str]:
         """Why replicas refuse the artefact; empty where all have loaded and proven it. Where one ends meanwhile, all
         are asked once more: what comes in its place may be there by then."""
         give_up = time.monotonic() + LOAD_S
         while True:
             try:
-                found = self._application.told("load", self.model, str(artifact), timeout_s=LOAD_S)
+                found = self._application.told("load", self.model, str(new.folder), new.made.version, timeout_s=LOAD_S)
             except SILENCE as error:
                 return [f"a replica did not answer ({type(error).__name__})"]
             ended = [one for one in found if isinstance(one, BaseException)]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
+from rtrain.errors import UserError
 from serve.answering import ASKING, Service
 from serve.change.trial import Trial
 from serve.door import guard
@@ -39,6 +40,10 @@ class Version:
     def name(self) -> str:
         return self.service.predictor.artifact.version
 
+    def is_of(self, folder: str, name: str) -> bool:
+        """Whether it was made from what that folder has; an empty `name` is any version's."""
+        return self.folder == folder and name in ("", self.name)
+
 
 class Plan(NamedTuple):
     """What is tried beside the version that answers."""
@@ -51,6 +56,8 @@ class Plan(NamedTuple):
     """As `judge.Aim` has it."""
     weight: float
     """Share of the requests that the candidate answers itself."""
+    version: str = ""
+    """The one that the folder has to hold; empty for whichever it holds."""
 
 
 class Versions:
@@ -59,26 +66,34 @@ class Versions:
     def __init__(self, make: Make):
         self._make = make
         self._one_at_a_time = asyncio.Lock()
-        self._wish = ""
-        """The folder that `become` was last asked for."""
+        self._wish = ("", "")
+        """The folder and the version that `become` was last asked for."""
         self.current: Version | None = None
         self.candidate: Version | None = None
         self.trial: Trial | None = None
         self.weight = 0.0
         """Share of the requests that the candidate answers."""
 
-    async def load(self, folder: str) -> str:
+    async def load(self, folder: str, name: str = "") -> str:
         """Make the artefact the candidate, unless it answers already, and give its version's name. Raises what loading
-        it raises; whatever answers goes on."""
+        it raises, and `UserError` where it is another version than the one of that `name`, if it has one; whatever
+        answers goes on."""
         async with self._one_at_a_time:
-            if self.current is not None and self.current.folder == folder:
+            if self.current is not None and self.current.is_of(folder, name):
                 return self.current.name
-            return (await self._loaded(folder)).name
+            return (await self._loaded(folder, name)).name
 
-    async def _loaded(self, folder: str) -> Version:
-        if self.candidate is None or self.candidate.folder != folder:
+    async def _loaded(self, folder: str, name: str) -> Version:
+        if self.candidate is None or not self.candidate.is_of(folder, name):
             self.drop()
-            self.candidate = Version(folder, await self._make(Path(folder)))
+            found = Version(folder, await self._make(Path(folder)))
+            if not found.is_of(folder, name):
+                found.service.close(wait=False)
+                fix = "serve it by --update, if it is meant, or put the other one back"
+                raise UserError(
+                    f"{folder} holds the version {found.name} now, and not {name}, which is to answer; {fix}"
+                )
+            self.candidate = found
         return self.candidate
 
     def drop(self) -> None:
@@ -94,20 +109,20 @@ class Versions:
         if plan is None:
             self.drop()
             return
-        await self.load(plan.candidate)
+        await self.load(plan.candidate, plan.version)
         if self.trial is None and self.current is not None and self.candidate is not None:
             self.trial = Trial(self.current.service, self.candidate.service, plan.share, plan.slower)
         self.weight = plan.weight
 
-    async def become(self, folder: str) -> None:
+    async def become(self, folder: str, name: str = "") -> None:
         """Answer with that artefact: at once where it is the candidate, else as soon as it is loaded, unless another
-        one is wished by then."""
-        self._wish = folder
+        one is wished by then. `name`: as `load` has it."""
+        wish = self._wish = (folder, name)
         async with self._one_at_a_time:
-            if self._wish != folder or (self.current is not None and self.current.folder == folder):
+            if self._wish != wish or (self.current is not None and self.current.is_of(folder, name)):
                 return
-            loaded = await self._loaded(folder)
-            if self._wish != folder:
+            loaded = await self._loaded(folder, name)
+            if self._wish != wish:
                 self.drop()
                 return
             self._end_trial()
