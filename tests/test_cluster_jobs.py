@@ -288,7 +288,7 @@ def test_a_storage_that_is_away_starts_nothing_anew(tmp_path: Path) -> None:
 
     away = asked("away://bucket")
     assert away.returncode == 75, away.stderr
-    assert "cluster.storage: away://bucket/x/config.yaml does not answer (no answer); the same job" in away.stderr
+    assert "cluster.storage: away://bucket/x/config.yaml does not answer (no answer); the same job" in away.stdout
     assert "Traceback" not in away.stderr
     assert "does not answer (no answer); the same job" in (tmp_path / "runs" / ".jobs" / "x.log").read_text()
     assert not run.exists()

@@ -262,6 +262,7 @@ def test_a_failed_record_leaves_the_artefact_as_it_was(gated: Gated, tmp_path: P
 # ----------------------------------------------------------------------------------------------------------- the verb
 
 
+@pytest.mark.slow
 def test_the_verb_measures_all_and_its_exit_code_is_the_verdict(gated: Gated, tmp_path: Path) -> None:
     code, found, _ = ask("gate", gated.int8, *QUICK, "--json")
     document = json.loads(found)

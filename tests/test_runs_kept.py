@@ -86,6 +86,7 @@ def test_a_run_in_float64_has_a_wide_checkpoint_and_an_artefact_as_every_run_s(
     assert [answer[0]["label"] for answer in answers] == predictions["prediction"].to_pylist()
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_its_start_alone(trained: Trained, workers: kept.Kept) -> None:
     folder, last = trained.run.parent, trained.summary["updates"]
     killed: list[dict[str, object]] = []
@@ -102,6 +103,7 @@ def test_a_killed_worker_costs_its_start_alone(trained: Trained, workers: kept.K
     assert weights(folder / "hurt", last) == weights(trained.run, last)
 
 
+@pytest.mark.slow
 def test_another_layout_gets_other_processes_and_a_notice_of_divergence_ends_the_order(
     trained: Trained, workers: kept.Kept
 ) -> None:

@@ -247,6 +247,7 @@ def test_a_trimmed_training_is_resumed_by_its_own_command(trained: Trained) -> N
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_an_int8_model_is_trimmed_where_its_parent_was_not(trained: Trained, tmp_path: Path) -> None:
     store = Store(quantize.store_of(trained.run))
     chosen = with_overrides(opening.stored(trained.run), TRIM)

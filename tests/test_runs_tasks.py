@@ -30,9 +30,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 TASKS = ("regression", "multi_label", "multi_head", "token_tags", "span_qa", "extractive_summary")
 DISTILLED = ("token_tags",)
-"""The others' students are slow tests."""
-LONG = ("regression", "multi_label", "multi_head", "extractive_summary")
-"""Their int8 answers are slow tests: each takes half a minute, for an answer for each row, as a class is."""
+"""The others' students are slow tests, and so are the others without one: each takes half a minute."""
 ASKED: dict[str, Any] = {"span_qa": {"question": "when was it due?", "context": test_tasks_span_qa.CONTEXT}}
 
 
@@ -74,10 +72,8 @@ def settings(task: str, folder: Path) -> Config:
     return config.load(recipes.get(task, "intent"), overrides)
 
 
-@pytest.mark.parametrize(
-    "task",
-    [pytest.param(task, marks=pytest.mark.slow if task in LONG else ()) for task in TASKS if task not in DISTILLED],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("task", [task for task in TASKS if task not in DISTILLED])
 def test_from_rows_to_an_int8_answer(task: str, ray_session: Path, kept_workers: Kept) -> None:
     chosen, run, _ = trained(task, ray_session / f"tasks-{task}", kept_workers)
     answers_in_int8(task, chosen, run)

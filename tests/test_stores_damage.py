@@ -270,6 +270,7 @@ def test_a_teacher_is_not_asked_about_a_changed_store(recipe: Recipe, tmp_path: 
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_the_user_of_a_run_reads_which_file_was_changed_and_no_traceback(
     ray_session: Path, recipe: Recipe, tmp_path: Path
 ) -> None:

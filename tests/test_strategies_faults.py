@@ -97,6 +97,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_others_end_and_the_run_goes_on_in_another_layout(ground: Path) -> None:
     """A neighbour by layers is killed; in another layout, a neighbour among the replicas hangs; in a third it ends."""
     alone = test_training_loop.start(ground, ground / "alone", save_every=1, keep=9)

@@ -47,6 +47,7 @@ def found(trained: Trained, ray_session: Path) -> search.Found:
     return search.run(chosen, root / "search", teacher=trained.run / "artifact")
 
 
+@pytest.mark.slow
 def test_its_trials_are_students_of_that_teacher_with_the_settings_asked_for(
     found: search.Found, trained: Trained
 ) -> None:
@@ -78,12 +79,14 @@ def test_the_winner_is_the_student_that_distill_makes_by_its_settings(
     assert (made / weights).read_bytes() == (found.winner.folder / weights).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_winner_is_gated_against_its_teacher(found: search.Found, trained: Trained) -> None:
     assert found.gate is not None
     assert found.gate["against"]["version"] == taught(trained).made.version
     assert artifact.read(found.winner.artifact).lineage["teacher"] == taught(trained).made.version
 
 
+@pytest.mark.slow
 def test_the_verb_does_nothing_again_and_tells_both_verdicts(
     found: search.Found, trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
