@@ -330,7 +330,10 @@ def test_a_run_that_came_back_in_part_is_brought_back_again(
     run.mkdir(parents=True)
     for one in (*replica.FILES, replica.LOG):
         (run / one).write_text(f"{one}\n")
+    (run / "artifact").mkdir()
+    (run / "artifact" / "MANIFEST.json").write_text("{}")
     copy.push(run, [])
+    copy.push_artifact(run)
     back = tmp_path / "back" / "run"
 
     def failing(files: LocalFileSystem, path: str, *rest: Any, **options: Any) -> Any:
@@ -346,9 +349,11 @@ def test_a_run_that_came_back_in_part_is_brought_back_again(
     monkeypatch.undo()
     assert not Run(back).exists
     assert list(back.parent.iterdir()) == []
-    copy.restore(back)
-    assert sorted(path.name for path in back.iterdir()) == sorted((*replica.FILES, replica.LOG))
-    assert (back / replica.LOG).read_text() == f"{replica.LOG}\n"
+    for _ in range(2):  # the second time as after a kill between the artefact and the configuration
+        copy.restore(back)
+        assert sorted(path.name for path in back.iterdir()) == sorted((*replica.FILES, replica.LOG, "artifact"))
+        assert (back / replica.LOG).read_text() == f"{replica.LOG}\n"
+        (back / "config.yaml").unlink()
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ class Replica:
                         path.parent.mkdir(parents=True, exist_ok=True)
                         files.get_file(place, str(path))
                 run.mkdir(parents=True, exist_ok=True)
+                if (draft / "artifact").exists():  # one that is here is of a restore that was interrupted
+                    shutil.rmtree(run / "artifact", ignore_errors=True)
                 for name in ("artifact", LOG, *reversed(FILES)):
                     if (draft / name).exists():
                         (draft / name).rename(run / name)
