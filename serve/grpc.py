@@ -112,7 +112,7 @@ class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  #
         try:
             return self._door.admit("predict", [value.encode("latin-1", "replace") for value in given], model)
         except RequestError as error:
-            with contextlib.suppress(RequestError), self._desk.answering(model or "", None) as service:
+            with contextlib.suppress(RequestError, RuntimeError), self._desk.answering(model or "", None) as service:
                 _tell(service, f"{CALLS}{call}", _record(""), "", error.status, began, tracing.NoSpans())
             await _abort(context, error)
 

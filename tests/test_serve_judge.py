@@ -43,6 +43,17 @@ def test_where_few_requests_come_a_step_ends_by_the_clock() -> None:
     assert follow(state, GOOD, AIM, 10.0 + WEIGHTED_S).step == 1
 
 
+@pytest.mark.parametrize(("requests", "errors", "old"), [(1, 1, 7), (2, 2, 10), (3, 2, 9)])
+def test_the_clock_promotes_nothing_that_failed_more_often(requests: int, errors: int, old: int) -> None:
+    """So few may fail by chance; that they did is no reason to go on either."""
+    seen = GOOD._replace(requests=requests, errors=errors, old_requests=old)
+    state = follow(State(began=0.0), GOOD, AIM, 10.0)
+    assert follow(state, seen, AIM, 10.0 + WEIGHTED_S) == state
+    found = follow(state, seen, AIM, 10.0 + AIM.seconds)
+    told = f"it failed on {errors} of {requests} requests, the other version on 0 of {old}, and no more came in 600 s"
+    assert (found.stage, found.reason) == ("dropped", told)
+
+
 @pytest.mark.parametrize(
     ("seen", "reason"),
     [

@@ -19,8 +19,6 @@ ASK_S = 30.0
 
 PROVEN = "proven"
 """The name in a deployment's `user_config` that says that all replicas have loaded and proven what it names."""
-
-
 VERSIONS = "versions"
 """The name there of the version of each model: what a folder holds may have been replaced since."""
 

@@ -109,8 +109,13 @@ def follow(state: State, seen: Tally, aim: Aim, now: float) -> State:
         return replace(state, stage="dropped", reason=lacks)
     if state.stage == "shadow":
         return _shadowed(state, seen, aim, now)
-    enough = seen.requests >= WEIGHTED_REQUESTS * (state.step + 1)
-    if not enough and now - state.step_began < WEIGHTED_S:
+    enough, waited = seen.requests >= WEIGHTED_REQUESTS * (state.step + 1), now - state.step_began
+    if not enough and seen.errors * seen.old_requests > seen.old_errors * seen.requests:
+        # Neither chance nor fault by so few: the clock promotes nothing that fails more often.
+        if waited < aim.seconds:
+            return state
+        return replace(state, stage="dropped", reason=f"{_errors(seen)}, and no more came in {aim.seconds:g} s")
+    if not enough and waited < WEIGHTED_S:
         return state
     if state.step + 1 < len(WEIGHTS):
         return replace(state, step=state.step + 1, step_began=now)
@@ -125,10 +130,12 @@ def _lacks(seen: Tally) -> str:
     """What rules a candidate out at once."""
     if seen.failed:
         return f"it failed on {seen.failed} of {seen.rows + seen.failed} texts"
-    if seen.errors and _more_often(seen) < DOUBT:
-        other = f"the other version on {seen.old_errors} of {seen.old_requests}"
-        return f"it failed on {seen.errors} of {seen.requests} requests, {other}"
-    return ""
+    return _errors(seen) if seen.errors and _more_often(seen) < DOUBT else ""
+
+
+def _errors(seen: Tally) -> str:
+    other = f"the other version on {seen.old_errors} of {seen.old_requests}"
+    return f"it failed on {seen.errors} of {seen.requests} requests, {other}"
 
 
 def _shadowed(state: State, seen: Tally, aim: Aim, now: float) -> State:
