@@ -268,13 +268,14 @@ from rtrain.cluster.jobs import entry
 class Away(MemoryFileSystem):
     protocol = ("away",)
     def exists(self, path, **options):
-        raise PermissionError("not yours") if "closed" in path else OSError("no answer")
+        if "bucket" in path:
+            raise OSError("no answer")
+        raise PermissionError("not yours") if "closed" in path else ValueError("no credentials")
 
 fsspec.register_implementation("away", Away)
-if "closed" in sys.argv[-1]:
-    print(entry.resumed(sys.argv[1:], entry.Path(sys.argv[4]), "away://closed"))
-else:
+if sys.argv[-1].endswith("bucket"):
     sys.exit(entry.main(sys.argv[1:]))
+print(entry.resumed(sys.argv[1:], entry.Path(sys.argv[4]), sys.argv[-1].partition("=")[2]))
 """
 
 
@@ -288,11 +289,15 @@ def test_a_storage_that_is_away_starts_nothing_anew(tmp_path: Path) -> None:
 
     away = asked("away://bucket")
     assert away.returncode == 75, away.stderr
-    assert "cluster.storage: away://bucket/x/config.yaml does not answer (no answer); the same job" in away.stdout
+    assert (
+        "cluster.storage: away://bucket/x/config.yaml does not answer (OSError: no answer); the same job" in away.stdout
+    )
     assert "Traceback" not in away.stderr
-    assert "does not answer (no answer); the same job" in (tmp_path / "runs" / ".jobs" / "x.log").read_text()
+    assert "does not answer (OSError: no answer); the same job" in (tmp_path / "runs" / ".jobs" / "x.log").read_text()
     assert not run.exists()
-    assert "--resume" not in asked("away://closed").stdout.split()[-1]
+    for closed in ("away://closed", "away://keyless"):
+        begun = asked(closed)
+        assert (begun.returncode, "'cluster.storage=" in begun.stdout, "--resume" in begun.stdout) == (0, True, False)
     assert entry.resumed(words, run, "nonesuch://bucket") == words
 
 

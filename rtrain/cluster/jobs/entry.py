@@ -6,6 +6,7 @@ copied there. It imports neither Ray nor torch.
 """
 
 import os
+import re
 import shlex
 import sys
 import threading
@@ -93,13 +94,17 @@ def _is_there(url: str) -> bool:
         return False
     try:
         return bool(files.exists(path))
-    except PermissionError:  # of which the verb says what to look at
-        return False
     except Exception as error:  # each kind of storage has its own
-        told = str(error).strip().splitlines() or [type(error).__name__]
+        told = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        if _REFUSED.search(told):  # which time does not mend: the verb asks again, and says what to look at
+            return False
         raise TryAgain(
-            f"cluster.storage: {url} does not answer ({told[0]}); the same job, submitted again, goes on"
+            f"cluster.storage: {url} does not answer ({told}); the same job, submitted again, goes on"
         ) from error
+
+
+_REFUSED = re.compile(r"credential|permission|forbidden|denied|unauthori[sz]ed|\b40[13]\b", re.IGNORECASE)
+"""In what storages say to those who may not ask; the classes of their errors have nothing in common."""
 
 
 @contextmanager
