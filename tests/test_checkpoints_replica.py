@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import urllib.request
@@ -253,7 +254,7 @@ def test_storage_that_fails_for_a_while_costs_no_training(
     assert copy.checkpoints() == [*map(update_name, kept)]  # the later saves made up for it
 
 
-def test_a_finished_run_says_where_it_could_not_be_copied(
+def test_a_run_ends_where_it_could_not_be_copied_and_says_so(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = claimed((tmp_path / "mounted").as_uri())
@@ -262,8 +263,11 @@ def test_a_finished_run_says_where_it_could_not_be_copied(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(LocalFileSystem, "put_file", failing)
-    with pytest.raises(Unreachable, match=r"cluster\.storage: .*Permission denied.*credentials"):
-        start(ground, tmp_path / "run", replica=copy, **EVERY)
+    ended = start(ground, tmp_path / "run", replica=copy, **EVERY)
+    assert ended.outcome is not None
+    assert ended.outcome.finished
+    told = [event["error"] for event in ended.recorder.of("uncopied")]
+    assert re.match(r"cluster\.storage: .*Permission denied.*credentials", told[-1])
     monkeypatch.undo()
     again = start(ground, tmp_path / "run", replica=copy, **EVERY)
     assert again.recorder.of("started")[0]["update"] == test_training_loop.UPDATES  # nothing was trained twice

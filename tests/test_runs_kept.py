@@ -34,7 +34,7 @@ def workers(trained: Trained) -> Iterator[kept.Kept]:
     yield made
     made.end()
     ray.kill(office)
-    within(lambda: workers_left() == [])
+    within(lambda: workers_left() == [], 120)  # on a machine that is busy otherwise half a minute is not enough
 
 
 def weights(run: Path, update: int) -> bytes:

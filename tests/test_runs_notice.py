@@ -173,6 +173,26 @@ def test_a_trial_s_thread_hears_of_no_signal(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
+def test_a_trial_that_waits_for_nodes_waits_no_more_where_its_search_is_asked_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hears no signal itself; without nodes it would wait for ever."""
+    monkeypatch.setattr(notice, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(supply, "free", lambda own, needs: [])
+    run, looks = Run(tmp_path), list[int]()
+    waiting: Any = SimpleNamespace(needs=None, look=lambda *given: None)
+    asking: Any = list
+
+    def none(hosts: object) -> int:
+        looks.append(0)
+        if len(looks) == 3:
+            notice.give(run, notice.ASKED)
+        return 0
+
+    assert driver._workers(run, none, waiting, asking, notice.Asked()) == 0
+    assert len(looks) == 3
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_run_that_was_asked_to_end_goes_on_and_ends_with_the_same_weights(

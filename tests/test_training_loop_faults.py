@@ -85,7 +85,10 @@ def damaging(run: Path, *accuracies: float, after: int) -> Any:
             return {"accuracy": 0.25}
         given.append(accuracies[len(given)])
         if len(given) == after and exchange.rank == 0:
-            flip(run / "checkpoints" / update_name(2) / "model.safetensors")
+            weights = run / "checkpoints" / update_name(2) / "model.safetensors"
+            while not weights.is_file():  # it is written in the background
+                time.sleep(0.01)
+            flip(weights)
         return {"accuracy": given[-1]}
 
     return evaluate

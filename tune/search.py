@@ -361,6 +361,7 @@ class _Search:
         if not winner.report.is_file():
             driver.report(winner, lambda event: say({**event, "trial": best}))
         driver.add(self._search, "page", page.write, say)
+        driver.copy_out(winner, config.deploy.cluster)  # the storage may have been away when it was finished
 
     def _export(self) -> None:
         """Write down what Optuna's own tools read, where it is installed."""

@@ -182,7 +182,8 @@ def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
     except notice.AskedToEnd:
         return []
     except Exception as error:
-        # One that is ended though the storage does not answer goes on: its copy alone is not whole.
+        # One that is finished though the storage does not answer counts: its copy alone is not whole, and the winner's
+        # is made at the search's end.
         if prepared is None or not (run.finished and isinstance(error, TryAgain)):
             return [_broken(run, error)]
     if watch.why and not run.finished:

@@ -67,7 +67,7 @@ def fit(
     run = prepared.run
     if run.finished:
         made = summary.write(run)
-        _copy_out(prepared)
+        copy_out(run, prepared.config.deploy.cluster)
         return made
     say = on_event or (lambda event: None)
     for event in said_of_rows(run):
@@ -102,7 +102,7 @@ def fit(
         report(run, say)
     made = summary.write(run)
     if last["finished"]:
-        _copy_out(prepared)
+        copy_out(run, prepared.config.deploy.cluster)
     return made
 
 
@@ -127,10 +127,10 @@ def add(run: Run, name: str, make: Callable[[Run], Any], say: OnEvent) -> None:
         say({"kind": "stage", "text": f"no {name}: {failures.first_line([error])} (traceback in {kept})"})
 
 
-def _copy_out(prepared: Prepared) -> None:
-    """Copy what the storage lacks of a finished run."""
-    run, owners = prepared.run, _tokens(prepared.run)
-    copy = replica.of(prepared.config.deploy.cluster, run.folder, owners)
+def copy_out(run: Run, cluster: Cluster) -> None:
+    """Copy what the storage lacks of a finished run. Raises `TryAgain` where it does not answer."""
+    owners = _tokens(run)
+    copy = replica.of(cluster, run.folder, owners)
     if copy is None:
         return
     here = [checkpoint.path_of(run.checkpoints, update) for update in checkpoint.updates(run.checkpoints)]
@@ -141,6 +141,7 @@ def _copy_out(prepared: Prepared) -> None:
         if run.artifact.is_dir():  # else what is there is all there is
             copy.push_artifact(run.folder)
     except replica.Unreachable as error:
+        run.append("uncopied", error=str(error))
         way_on = "the same command with --resume copies the rest"
         raise TryAgain(f"{run} is finished, and its copy is not whole ({error}); {way_on}") from error
 
@@ -170,12 +171,10 @@ def _attempts(
     recovery, owners = Recovery(cluster.max_crashes), _owners(run, cluster)
     while True:
         notice.take(run)  # one that was left by a driver that died is of no concern to the workers of this one
-        if asked.given:
-            raise _asked_to_end(prepared)
         asking()
-        workers = min(ceiling, _workers(run, wanted, waiting, asking, asked))
-        if not workers:  # it was asked to end while it waited
-            continue
+        workers = 0 if asked.given else min(ceiling, _workers(run, wanted, waiting, asking, asked))
+        if not workers:  # a search gives its trials notice
+            raise _asked_to_end(prepared)
         start = Start(
             config=prepared.config,
             run=run.folder,
@@ -311,7 +310,7 @@ def _workers(run: Run, wanted: notice.Wanted, waiting: notice.Waiting, asking: _
     moments later: fewer workers than the nodes would allow are started only after those.
     """
     patient = time.monotonic() + SETTLE_S
-    while not asked.given:
+    while not (asked.given or notice.given(run)):
         free = supply.free(placement.workers_by_node(run), waiting.needs)
         workers, is_settled = wanted(free), time.monotonic() > patient
         if workers and (is_settled or workers >= wanted(supply.up())):
