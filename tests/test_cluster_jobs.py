@@ -665,6 +665,7 @@ def own_lines(done: "subprocess.CompletedProcess[str]") -> str:
 
 @pytest.mark.ray
 @pytest.mark.timeout(3600)
+@pytest.mark.slow
 def test_a_job_is_watched_asked_for_again_and_read_when_the_cluster_is_gone(head: Head, command: list[str]) -> None:
     submit = ("submit", "--folder", str(ROOT), "--most-mb", "20")
     refused = ask(head, *submit, "--", *command, token="0" * 64)
