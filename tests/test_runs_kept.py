@@ -51,7 +51,7 @@ def test_a_run_frozen_at_rungs_and_thawed_in_used_workers_ends_like_one_that_nev
     for stop in (5, last // 2 + 1, None):
         prepared = preparing.prepare(trained.config, mine, "resume" if stop != 5 else "refuse")
         summary = driver.fit(prepared, until=stop, rung=stop is not None, workers=workers, reports=False)
-        processes.append(workers_left())
+        processes.append([one.split()[1] for one in workers_left()])  # by id: their titles say what they do just now
         if stop == 5:
             driver.fit(other, until=3, workers=workers)
             assert rungs.read(Run(mine), 5) is not None

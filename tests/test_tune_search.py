@@ -63,7 +63,7 @@ def found(ray_session: Path) -> search.Found:
             in_use(root)
 
     ended = search.run(chosen, root, on_event=block)
-    within(lambda: workers_left() == [])
+    within(lambda: workers_left() == [], 120)
     return ended
 
 
@@ -229,7 +229,7 @@ def test_no_process_group_or_cpu_is_left(found: search.Found) -> None:
     import ray
     import ray.util
 
-    within(lambda: workers_left() == [])
+    within(lambda: workers_left() == [], 120)
     assert {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"}
     within(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"])
 
