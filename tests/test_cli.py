@@ -4,6 +4,7 @@ import ast
 import errno
 import json
 import os
+import shlex
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -408,6 +409,32 @@ def test_the_home_folder_is_known_behind_an_equals_sign_too(
     (student / "thesis.txt").touch()
     code, _, err = run("distill", "teacher", "--out=~/student")
     assert (code, f"--out: {student} is not empty and holds no run" in err) == (1, True), err
+
+
+@pytest.mark.parametrize("reuse", [[], ["--resume"]], ids=["anew", "resume"])
+@pytest.mark.parametrize("verb", ["tune", "distill"])
+def test_a_search_of_which_the_storage_alone_is_left_is_refused_with_a_way_on(
+    verb: str, reuse: list[str], run: Cli, tmp_path: Path
+) -> None:
+    """Its trials are copied, and its journal is not. Each of --resume and a new search named the other as the fix."""
+    gone = {"data.path": str(tmp_path / "gone.csv")}
+    opening.freeze(Run(tmp_path / "mounted" / "search" / "trial-000"), config.load("intent", gone))
+    opening.freeze(Run(teacher := tmp_path / "teacher"), config.load("intent", gone))
+    make_artifact(teacher / "artifact")
+    words = ["tune", "intent", "--data", csv_of(tmp_path, labelled_rows(40))]
+    words = words if verb == "tune" else ["distill", teacher, "--search"]
+    storage = (tmp_path / "mounted").as_uri()
+    code, _, err = run(*words, *reuse, "--out", "search", "--set", f"cluster.storage={storage}")
+    assert code == 1, err
+    assert f"cluster.storage: {storage}/search holds the trials of a search whose folder is gone" in err
+    assert "name another --out, without --resume" in err
+    assert not (tmp_path / "search").exists()
+    way_on = shlex.split(err.split("goes on by itself: rtrain ")[1])
+    assert way_on[:2] == (["train", "intent"] if verb == "tune" else ["distill", str(teacher)])
+    if verb == "tune":  # a student's rows are read by Ray
+        code, _, err = run(*(word.replace("NEW", "new") for word in way_on))
+        assert (code, "no such file" in err) == (2, True), err  # of the trial's own rows, which have gone
+        assert Run(tmp_path / "new" / "trial-000").exists
 
 
 def test_resume_and_new_exclude_each_other(run: Cli, tmp_path: Path, encoder: Path) -> None:

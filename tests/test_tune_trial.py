@@ -99,7 +99,7 @@ def test_a_search_of_which_the_storage_alone_is_left_is_refused_with_the_reason(
     copy.mkdir(parents=True)
     (copy / "config.yaml").touch()
     chosen = configured(tmp_path, **{"cluster.storage": (tmp_path / "mounted").as_uri()})
-    refused = r"mounted/search holds the trials of a search whose folder is gone, and it cannot .*; name another --out"
+    refused = r"mounted/search holds the trials of a search whose folder is gone, and .* another --out, without"
     with pytest.raises(UserError, match=refused), trial.held(chosen, tmp_path / "search", reuse, None):
         pass
     with trial.held(chosen, tmp_path / "another", "refuse", None):

@@ -11,7 +11,7 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.batch import Ragged
-from rtrain.checkpoints.replica import Replica, Unreachable
+from rtrain.checkpoints.replica import Unreachable
 from rtrain.cluster import preflight
 from rtrain.comparison.training import trained
 from rtrain.compress import distill
@@ -108,7 +108,8 @@ def held(
     The trials share the token store under `tokens_root`, by default the folder that holds the search. Raises
     `ConfigError` if a resumed one would be another, before anything is written.
     """
-    _refuse_copied(config, folder)
+    words = ("train", config.recipe.name) if teacher is None else ("distill", teacher.parent)
+    preparing.refuse_lost(config, folder, *words)
     folder, config = opening.choose(folder, config, reuse)
     # All trials use the same commits of hub names.
     config = opening.absolute(config, folder if reuse == "resume" else None)
@@ -129,18 +130,6 @@ def _refuse_another(old: Config, new: Config) -> None:
     if changed := [name for name in fixed if before[name] != after[name]]:
         started = f"the {what} was started with "
         raise ConfigError([Problem(name, after[name], f"{started}{before[name]!r}", fix) for name in changed])
-
-
-def _refuse_copied(config: Config, folder: Path) -> None:
-    """Refuse a search of which the storage alone is left: it holds the trials, and not what is known of them."""
-    run, storage = Run(folder), f"{config.deploy.cluster.storage}/{folder.name}"
-    if config.deploy.cluster.storage is None or run.exists or not Replica(storage, run.trial(0).name).exists():
-        return
-    one = f"rtrain train --resume --out NEW/{run.trial(0).name} --set cluster.storage={storage}"
-    raise UserError(
-        f"cluster.storage: {storage} holds the trials of a search whose folder is gone, and it cannot be gone on with "
-        f"without; name another --out. One of its trials goes on by itself: {one}"
-    )
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,10 @@ def _search(context: typer.Context, config: Any, run: Path, folder: Path, reuse:
     from rtrain.cli.search import searched
     from rtrain.compress import distill as distillation
     from rtrain.report.live.progress import then
-    from rtrain.runs import opening
+    from rtrain.runs import opening, preparing
     from tune import students
 
+    preparing.refuse_lost(config, folder, "distill", run)
     teacher = distillation.Teacher.read(run / "artifact")
     if reuse != "resume":
         folder = opening.choose(folder, config, reuse)[0]

@@ -99,11 +99,12 @@ def opened(
     out: str | None,
     resume: bool,
     new: bool,
-    suffix: str = "",
     /,
+    search: bool = False,
     **short: Any,
 ) -> tuple[Any, Path, "Reuse"]:
-    """Configuration, folder and its reuse of a verb that trains; in a job it goes on as the child of a supervisor.
+    """Configuration, folder and its reuse of a verb that trains, or that makes a `search` of trainings; in a job it
+    goes on as the child of a supervisor.
 
     A resumed run's configuration is its own, with what is named here. The folder is the one that will be written.
     """
@@ -117,11 +118,13 @@ def opened(
         # The settings are the run's own: beside what it has decided, leaving it open would contradict it.
         overrides = opening.asked_of(Run(opening.folder_for("", out)), overrides)
     config = configuration.load(own, overrides)
-    folder = opening.folder_for(f"{config.recipe.name}{suffix}", out)
+    folder = opening.folder_for(f"{config.recipe.name}{'-search' if search else ''}", out)
     config = opening.absolute(config, folder if reuse == "resume" else None)
     leave_to_supervisor(config, folder, reuse)
     from rtrain.runs import preparing  # a supervisor that imports torch could die with its child, of memory
 
+    if search:  # the storage has no copy of it to be brought back, and its trials are in the way of a new one
+        preparing.refuse_lost(config, folder, "train", recipe or config.recipe.name)
     folder, config = preparing.chosen(config, folder, reuse)
     return config, folder, reuse
 

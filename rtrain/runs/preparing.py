@@ -1,5 +1,6 @@
 """From a configuration to a run that may start: everything that can be refused is refused, and its rows are there."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 
 from rtrain import config as configuration, documents
 from rtrain.checkpoints import replica
+from rtrain.checkpoints.replica import Replica
 from rtrain.cluster import feasible, preflight, supply
 from rtrain.config import Config, Recipe
 from rtrain.data import quarantine, records, refusals, separators, tokens, unlabelled
@@ -207,6 +209,20 @@ def _refuse_copied(config: Config, run: Run) -> None:
         raise UserError(
             f"cluster.storage: {copy.url} holds a run already; write --resume to continue it, or another --out"
         )
+
+
+def refuse_lost(config: Config, folder: Path, *words: object) -> None:
+    """Refuse a search, new or resumed, of which the storage alone is left: it holds the trials, and not what is known
+    of them. `words` of a command line begin a run like its trials."""
+    run, storage = Run(folder), f"{config.deploy.cluster.storage}/{folder.name}"
+    if config.deploy.cluster.storage is None or run.exists or not Replica(storage, run.trial(0).name).exists():
+        return
+    options = ("--resume", "--out", f"NEW/{run.trial(0).name}", "--set", f"cluster.storage={storage}")
+    one = shlex.join(["rtrain", *map(str, words), *options])
+    raise UserError(
+        f"cluster.storage: {storage} holds the trials of a search whose folder is gone, and it cannot be gone on with "
+        f"without; to start another, name another --out, without --resume. One of its trials goes on by itself: {one}"
+    )
 
 
 def separated(config: Config, source: records.Source, begun: bool = False) -> tuple[Config, dict[str, Any] | None]:
