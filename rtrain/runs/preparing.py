@@ -10,7 +10,6 @@ import numpy as np
 
 from rtrain import config as configuration, documents
 from rtrain.checkpoints import replica
-from rtrain.checkpoints.replica import Replica
 from rtrain.cluster import feasible, preflight, supply
 from rtrain.config import Config, Recipe
 from rtrain.data import quarantine, records, refusals, separators, tokens, unlabelled
@@ -215,7 +214,7 @@ def refuse_lost(config: Config, folder: Path, *words: object) -> None:
     """Refuse a search, new or resumed, of which the storage alone is left: it holds the trials, and not what is known
     of them. `words` of a command line begin a run like its trials."""
     run, storage = Run(folder), f"{config.deploy.cluster.storage}/{folder.name}"
-    if config.deploy.cluster.storage is None or run.exists or not Replica(storage, run.trial(0).name).exists():
+    if config.deploy.cluster.storage is None or run.exists or not replica.Replica(storage, run.trial(0).name).exists():
         return
     options = ("--resume", "--out", f"NEW/{run.trial(0).name}", "--set", f"cluster.storage={storage}")
     one = shlex.join(["rtrain", *map(str, words), *options])
