@@ -1,5 +1,7 @@
 """Time and money of a search: what counts, and what a resume with more of them does. Without Ray."""
 
+import errno
+import os
 import threading
 import time
 from pathlib import Path
@@ -9,12 +11,15 @@ import pytest
 
 from rtrain import config
 from rtrain.config import Config
+from rtrain.errors import TryAgain
 from rtrain.run import Run
-from rtrain.runs import driver
+from rtrain.runs import driver, failures
 from tests.searches import make_search, settings
 from tune import search
+from tune.asking import ask_tell
 from tune.known.history import replay
 from tune.known.journal import Journal
+from tune.results import dashboard
 from tune.slots import Slots
 from tune.trial import Task
 
@@ -75,6 +80,31 @@ def test_the_minutes_of_a_search_that_is_killed_count(tmp_path: Path, monkeypatc
     assert again._over() is None
     clock[0] += 301
     assert again._over() == "30 minutes are over"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [TryAgain("trial 1 could not go on"), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))],
+    ids=["a trial's", "the journal's"],
+)
+def test_a_disk_that_is_full_ends_a_search_with_the_reason_and_75_though_nothing_more_can_be_written(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trials lie in the search's folder: the disk that is full is the journal's, too, and that of all it leaves."""
+
+    def full(*given: Any, **named: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def decide() -> None:
+        raise error
+
+    one = started(make_search(tmp_path, [0.5, 0.6], ended=False), settings(tmp_path, 9))
+    monkeypatch.setattr(one, "_decide", decide)
+    monkeypatch.setattr(ask_tell, "installed", lambda: True)
+    for module, name in ((Journal, "append"), (dashboard, "export"), (failures, "keep_traceback")):
+        monkeypatch.setattr(module, name, full)
+    with pytest.raises(TryAgain, match="could not go on" if isinstance(error, TryAgain) else "No space .* --resume"):
+        one.run()
 
 
 def test_what_stopped_for_another_reason_stays_so(tmp_path: Path) -> None:
