@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from rtrain.config import Config
 from rtrain.errors import TryAgain
 from rtrain.run import Run
 from rtrain.runs import driver, failures
-from tests.searches import make_search, settings
+from tests.searches import ROWS_PER_UPDATE, UPDATES, make_search, settings
 from tune import search
 from tune.asking import ask_tell
-from tune.known.history import replay
+from tune.known.history import Finished, replay
 from tune.known.journal import Journal
 from tune.results import dashboard
 from tune.slots import Slots
@@ -130,6 +131,24 @@ def test_an_end_that_has_begun_is_gone_on_with_whatever_time_there_is(
         assert one._history.stopped == "30 minutes are over"
     assert worked == ["_halving", "_ending", "_ending"]
     assert Journal(found.trials).history.ending
+
+
+@pytest.mark.parametrize(
+    ("rows", "ending"),
+    [(ROWS_PER_UPDATE * UPDATES, True), (ROWS_PER_UPDATE * UPDATES // 4, False)],
+    ids=["past the rungs", "a rung of all rows"],
+)
+def test_an_end_that_an_earlier_version_has_begun_is_gone_on_with_too(rows: int, ending: bool, tmp_path: Path) -> None:
+    """Its journal does not say so: trials that are there already were ordered back to a rung, and failed. Where the
+    first rung has all rows, trials come to their ends there, and the halving goes on."""
+    found = make_search(tmp_path, [0.5, 0.6, 0.7], ended=False)
+    journal = Journal(found.trials)
+    journal.append("stopped", why="30 minutes are over", budget=MINUTES)
+    end = Finished(UPDATES, rows, score=0.7, held=0.7, held_rows=30)
+    journal.append("finished", trial=2, **asdict(end))
+    one = started(found, settings(tmp_path, 9, **{"tune.minutes": 600}))
+    one._reopen()
+    assert (one._history.ending, one._history.stopped is None) == (ending, not ending)
 
 
 def test_money_is_what_the_slots_are_billed_for_whatever_they_did(tmp_path: Path) -> None:
