@@ -1,7 +1,10 @@
 """Time and money of a search: what counts, and what a resume with more of them does. Without Ray."""
 
+import errno
+import os
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,15 @@ import pytest
 
 from rtrain import config
 from rtrain.config import Config
+from rtrain.errors import TryAgain
 from rtrain.run import Run
-from rtrain.runs import driver
-from tests.searches import make_search, settings
+from rtrain.runs import driver, failures
+from tests.searches import ROWS_PER_UPDATE, UPDATES, make_search, settings
 from tune import search
-from tune.known.history import replay
+from tune.asking import ask_tell
+from tune.known.history import Finished, replay
 from tune.known.journal import Journal
+from tune.results import dashboard
 from tune.slots import Slots
 from tune.trial import Task
 
@@ -77,6 +83,31 @@ def test_the_minutes_of_a_search_that_is_killed_count(tmp_path: Path, monkeypatc
     assert again._over() == "30 minutes are over"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [TryAgain("trial 1 could not go on"), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))],
+    ids=["a trial's", "the journal's"],
+)
+def test_a_disk_that_is_full_ends_a_search_with_the_reason_and_75_though_nothing_more_can_be_written(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trials lie in the search's folder: the disk that is full is the journal's, too, and that of all it leaves."""
+
+    def full(*given: Any, **named: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def decide() -> None:
+        raise error
+
+    one = started(make_search(tmp_path, [0.5, 0.6], ended=False), settings(tmp_path, 9))
+    monkeypatch.setattr(one, "_decide", decide)
+    monkeypatch.setattr(ask_tell, "installed", lambda: True)
+    for module, name in ((Journal, "append"), (dashboard, "export"), (failures, "keep_traceback")):
+        monkeypatch.setattr(module, name, full)
+    with pytest.raises(TryAgain, match="could not go on" if isinstance(error, TryAgain) else "No space .* --resume"):
+        one.run()
+
+
 def test_what_stopped_for_another_reason_stays_so(tmp_path: Path) -> None:
     found = make_search(tmp_path, [0.5, 0.6, 0.7], ended=False)
     Journal(found.trials).append("stopped", why="every point of the space was tried")
@@ -100,6 +131,24 @@ def test_an_end_that_has_begun_is_gone_on_with_whatever_time_there_is(
         assert one._history.stopped == "30 minutes are over"
     assert worked == ["_halving", "_ending", "_ending"]
     assert Journal(found.trials).history.ending
+
+
+@pytest.mark.parametrize(
+    ("rows", "ending"),
+    [(ROWS_PER_UPDATE * UPDATES, True), (ROWS_PER_UPDATE * UPDATES // 4, False)],
+    ids=["past the rungs", "a rung of all rows"],
+)
+def test_an_end_that_an_earlier_version_has_begun_is_gone_on_with_too(rows: int, ending: bool, tmp_path: Path) -> None:
+    """Its journal does not say so: trials that are there already were ordered back to a rung, and failed. Where the
+    first rung has all rows, trials come to their ends there, and the halving goes on."""
+    found = make_search(tmp_path, [0.5, 0.6, 0.7], ended=False)
+    journal = Journal(found.trials)
+    journal.append("stopped", why="30 minutes are over", budget=MINUTES)
+    end = Finished(UPDATES, rows, score=0.7, held=0.7, held_rows=30)
+    journal.append("finished", trial=2, **asdict(end))
+    one = started(found, settings(tmp_path, 9, **{"tune.minutes": 600}))
+    one._reopen()
+    assert (one._history.ending, one._history.stopped is None) == (ending, not ending)
 
 
 def test_money_is_what_the_slots_are_billed_for_whatever_they_did(tmp_path: Path) -> None:

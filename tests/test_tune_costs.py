@@ -44,11 +44,12 @@ def test_a_shape_is_measured_once_and_known_after_a_resume(tmp_path: Path, monke
     assert sorted(json.loads((tmp_path / costs.NAME).read_text()).values()) == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("layers", [[1, 2, 3], {"low": 1, "high": 3}], ids=["listed", "a range"])
 def test_the_shapes_of_a_space_are_measured_before_the_slots_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is first asked for later would be measured beside trainings, and look slower than trial 0's."""
-    measured, space = list[str](), {"distill.layers": [1, 2], "distill.temperature": [1.0, 2.0]}
+    measured, space = list[str](), {"distill.layers": layers, "distill.temperature": [1.0, 2.0]}
     asked: dict[str, Any] = {"tune.objective": "front", "tune.cost": "latency", "tune.space": space}
 
     def of(task: trial.Task, point: Mapping[str, Any]) -> Any:
@@ -65,9 +66,9 @@ def test_the_shapes_of_a_space_are_measured_before_the_slots_start(
     chosen = settings(tmp_path, 9, **{"distill.teacher": "a version", **asked})
     one = started(make_search(tmp_path, [0.5], ended=False), chosen)
     one._measure()
-    assert measured == ["1 layers", "2 layers"]
+    assert measured == ["1 layers", "2 layers", "3 layers"]
     one._ask({"distill.layers": 2, "distill.temperature": 2.0}, "spread")
-    assert (one._history.trials[-1].cost, len(measured)) == (2.0, 2)
+    assert (one._history.trials[-1].cost, len(measured)) == (2.0, 3)
 
 
 def test_costs_of_use_are_refused_where_all_trials_have_one_model_or_nobody_looks_at_them(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ flight, and asks what it would have asked.
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rtrain.cluster import preflight
 from rtrain.config import Config
 from rtrain.data import records
 from rtrain.doctor.forecast import choose_k
-from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.errors import ConfigError, Problem, TryAgain, UserError
 from rtrain.network import model
 from rtrain.run import Run
 from rtrain.runs import driver, opening, preparing
@@ -29,7 +30,7 @@ from tune.known.halving import Go, Ladder
 from tune.known.history import SEED, History, Trial, numbered
 from tune.record import Record
 from tune.results import dashboard, page
-from tune.trial import LOG_EVERY, Order, Task, held, refused
+from tune.trial import FULL, LOG_EVERY, Order, Task, held, refused
 
 FINAL_RUNS = 4
 """Full runs whose rows the end may take, where `tune.final_rows` does not say."""
@@ -146,10 +147,16 @@ class _Search:
                 try:
                     self._decide()
                 finally:
-                    self._spend()
+                    with suppress(OSError):  # of a full disk, which has been told: the seconds are an estimate
+                        self._spend()
             self._leave()
+        except OSError as error:
+            if error.strerror not in FULL:
+                raise
+            raise TryAgain(f"{error.strerror}; make room, and the same command with --resume goes on") from error
         finally:  # of a search that is interrupted too
-            self._export()
+            with suppress(OSError):
+                self._export()
         return Found(self._search, self._history)
 
     def _decide(self) -> None:

@@ -152,7 +152,7 @@ which is none."""
 AGAIN = "again"
 """The order is for another start of the search: something is wrong with the machine, and not with the trial."""
 FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
-"""What a worker's error of a full disk says; it comes as text."""
+"""What an error of a full disk says; that of a worker comes as text."""
 
 
 def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:

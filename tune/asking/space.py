@@ -189,9 +189,15 @@ def _apart(config: Config, dimensions: Sequence[Dimension]) -> list[Problem]:
 
 
 def sizes(config: Config) -> list[dict[str, Any]]:
-    """The sizes of students that `tune.space` may have, of a range its ends."""
+    """The sizes of students that `tune.space` may have; of a range of widths, which may be hundreds, its ends."""
     searched = [one for one in dimensions(config) if one.name in SIZES]
-    every = itertools.product(*(one.choices or (one.low, one.high) for one in searched))
+
+    def values_of(one: Dimension) -> Sequence[Any]:
+        if one.name == LAYERS and not one.choices:
+            return range(int(one.low or 0), int(one.high or 0) + 1)
+        return one.choices or (one.low, one.high)
+
+    every = itertools.product(*map(values_of, searched))
     return [{one.name: value for one, value in zip(searched, values, strict=True)} for values in every]
 
 

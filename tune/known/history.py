@@ -156,7 +156,7 @@ class History:
             case "reached":
                 return self._with(event["trial"], lambda trial: _reached(trial, Reached(**fields)))
             case "finished":
-                return self._with(event["trial"], lambda trial: replace(trial, finished=Finished(**fields), error=None))
+                return self._finished(event["trial"], Finished(**fields))
             case "failed":
                 return self._with(event["trial"], lambda trial: replace(trial, **_ended(event, error="error")))
             case "diverged":
@@ -176,6 +176,14 @@ class History:
             case "chosen":
                 return replace(self, chosen=event["best"], verdict=event["verdict"])
         return self
+
+    def _finished(self, number: int, end: Finished) -> "History":
+        """With a trial's end. Where that lies past its rungs the end of the search has begun, which a journal of an
+        earlier version does not tell; a first rung of all rows is a trial's end too."""
+        there = self._with(number, lambda trial: replace(trial, finished=end, error=None))
+        trials = (trial for trial in there.trials if trial.number == number)
+        past = any(all(one.rows < end.rows for one in trial.reached) for trial in trials)
+        return replace(there, ending=there.ending or past)
 
     def _with(self, number: int, change: Any) -> "History":
         return replace(self, trials=tuple(change(one) if one.number == number else one for one in self.trials))

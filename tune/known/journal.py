@@ -7,6 +7,7 @@ failed    trial, error, seconds                                diverged  trial, 
 noise     rows, chosen                                         by trial 0: most rows of an update, and the best number
 stopped   why, budget                                          no further trial is asked for
 reopened  budget                                               more may be: by a larger budget, on a resume
+ending                                                         the halving is over
 spent     seconds, slot_seconds                                how long the search took since the last such line, and
                                                                how long its slots were there, added up
 chosen    best, verdict                                        the search has ended
