@@ -9,6 +9,7 @@ import pytest
 from rtrain import config
 from rtrain.compress import student
 from tune import students
+from tune.asking.space import LAYERS
 
 FRONT = {"tune.objective": "front", "tune.cost": "latency"}
 
@@ -16,8 +17,8 @@ FRONT = {"tune.objective": "front", "tune.cost": "latency"}
 def depths(depth: int | None, **overrides: Any) -> list[int] | None:
     chosen = config.load("intent", {"data.path": "rows.csv", **FRONT, **overrides})
     found = students.searched(chosen, depth)
-    assert found.keys() - {students.LAYERS} == students.STUDENTS.keys()
-    return found.get(students.LAYERS)
+    assert found.keys() - {LAYERS} == students.STUDENTS.keys()
+    return found.get(LAYERS)
 
 
 @pytest.mark.parametrize(

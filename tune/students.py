@@ -12,7 +12,7 @@ from rtrain.config.deploy import SPACE
 from rtrain.errors import ConfigError
 from tune import search
 from tune.asking import space
-from tune.asking.space import LAYERS as LAYERS
+from tune.asking.space import LAYERS
 
 STUDENTS: Mapping[str, Any] = {
     "distill.lr": {"low": 1.0e-4, "high": 2.0e-3, "log": True},

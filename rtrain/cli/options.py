@@ -99,8 +99,8 @@ def opened(
     out: str | None,
     resume: bool,
     new: bool,
-    /,
     search: bool = False,
+    /,
     **short: Any,
 ) -> tuple[Any, Path, "Reuse"]:
     """Configuration, folder and its reuse of a verb that trains, or that makes a `search` of trainings; in a job it

@@ -100,7 +100,7 @@ def tune(
 ) -> None:
     """Search learning rate and aggregation frequency, train the best to their ends, and say which has won."""
     short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
-    config, folder, reuse = opened(recipe, assignments, out, resume, new, search=True, **short)
+    config, folder, reuse = opened(recipe, assignments, out, resume, new, True, **short)
     if config.deploy.tune.study is not None:
         _study(context, config, folder, reuse, as_json)
         return
