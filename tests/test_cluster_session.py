@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -163,6 +164,22 @@ def test_a_command_whose_own_ray_has_lost_its_store_ends_after_a_while(monkeypat
         session.until_interrupted()
     assert len(looks) == 2
     assert time.monotonic() - looks[1] >= 0.5
+
+
+@pytest.mark.ray
+def test_nothing_is_left_of_a_private_ray_not_even_what_its_raylet_has_lost(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.lost_worker", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{STARTUP}"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lost, known = done.stdout.split()
+    assert known == "True"
+    assert not psutil.pid_exists(int(lost)) or psutil.Process(int(lost)).status() == psutil.STATUS_ZOMBIE
 
 
 # ----------------------------------------------------------------------------------------------------------- the start

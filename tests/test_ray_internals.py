@@ -45,6 +45,7 @@ def test_without_a_connection_there_is_no_session() -> None:
     import ray
 
     assert ray.is_initialized() or ray_internals.session_folder() is None
+    assert ray.is_initialized() or ray_internals.processes() == []
     assert not ray_internals.store_has_ended()
 
 

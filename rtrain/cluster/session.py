@@ -170,21 +170,21 @@ def session(
         yield
     finally:
         say(events.doing("ending Ray" if named is None else "leaving Ray", "Ray"))
-        if ray_internals.store_has_ended():
-            _end_without_store()
+        if named is None:
+            _end_local()
         else:
             ray.shutdown()
 
 
-def _end_without_store() -> None:
-    """End a private cluster that has lost its store, with what its own processes have started: Ray's agents would wait
-    for ever to tell the store that they end."""
+def _end_local() -> None:
+    """End a private cluster, and kill what Ray leaves of it: its agents where the store is lost, which would wait for
+    ever to tell the store that they end, and workers that a raylet under load has forgotten."""
     import psutil
     import ray
 
-    left = [one for child in psutil.Process().children() for one in child.children(recursive=True)]
+    known = ray_internals.processes()
     ray.shutdown()
-    for process in left:
+    for process in known:
         with suppress(psutil.NoSuchProcess):
             process.kill()
 

@@ -38,6 +38,7 @@ from rtrain.ray_internals.private import (
 )
 from rtrain.ray_internals.process import (
     drop_forwarded_output as drop_forwarded_output,
+    processes as processes,
     session_folder as session_folder,
     store_has_ended as store_has_ended,
 )

@@ -1,7 +1,12 @@
 """This process's own connection to Ray."""
 
+import os
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import psutil
 
 
 def session_folder() -> Path | None:
@@ -18,6 +23,31 @@ def store_has_ended() -> bool:
 
     node: Any = ray._private.worker._global_node
     return node is not None and any(one.process.poll() is not None for one in node.all_processes.get("gcs_server", ()))
+
+
+def processes() -> "list[psutil.Process]":
+    """What runs of the Ray that this process has started: what it started, the descendants of that, and on Linux what
+    prints into its log files. Empty without such a Ray.
+
+    Of a worker that its raylet has forgotten, these files are all that tells whose it is: its parent is another, and
+    its title has taken the place of its command and its environment.
+    """
+    import psutil
+    import ray._private.worker
+
+    node: Any = ray._private.worker._global_node
+    if node is None:
+        return []
+    logs = str(Path(node.get_logs_dir_path()).resolve()) + os.sep
+    found: dict[psutil.Process, None] = {}
+    for started in [one.process.pid for kind in node.all_processes.values() for one in kind]:
+        with suppress(psutil.NoSuchProcess):
+            found.update(dict.fromkeys([psutil.Process(started), *psutil.Process(started).children(recursive=True)]))
+    for other in psutil.process_iter():
+        with suppress(OSError):  # it has ended, or is another user's, or this system has no such folder
+            if os.readlink(f"/proc/{other.pid}/fd/1").startswith(logs):
+                found[other] = None
+    return list(found)
 
 
 def drop_forwarded_output() -> None:
