@@ -16,7 +16,7 @@ from rtrain.cluster import preflight
 from rtrain.config import Config
 from rtrain.data import records
 from rtrain.doctor.forecast import choose_k
-from rtrain.errors import ConfigError, Problem, TryAgain, UserError
+from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import model
 from rtrain.run import Run
 from rtrain.runs import driver, opening, preparing
@@ -30,7 +30,7 @@ from tune.known.halving import Go, Ladder
 from tune.known.history import SEED, History, Trial, numbered
 from tune.record import Record
 from tune.results import dashboard, page
-from tune.trial import FULL, LOG_EVERY, Order, Task, held, refused
+from tune.trial import LOG_EVERY, Order, Task, held, refused
 
 FINAL_RUNS = 4
 """Full runs whose rows the end may take, where `tune.final_rows` does not say."""
@@ -150,10 +150,6 @@ class _Search:
                     with suppress(OSError):  # of a full disk, which has been told: the seconds are an estimate
                         self._spend()
             self._leave()
-        except OSError as error:
-            if error.strerror not in FULL:
-                raise
-            raise TryAgain(f"{error.strerror}; make room, and the same command with --resume goes on") from error
         finally:  # of a search that is interrupted too
             with suppress(OSError):
                 self._export()

@@ -106,7 +106,8 @@ def held(
     """Open the folder of a search or a study, for this process alone: what it is to do, and what its trials share.
 
     The trials share the token store under `tokens_root`, by default the folder that holds the search. Raises
-    `ConfigError` if a resumed one would be another, before anything is written.
+    `ConfigError` if a resumed one would be another, before anything is written, and `TryAgain` where the disk became
+    full within the block.
     """
     words = ("train", config.recipe.name) if teacher is None else ("distill", teacher.parent)
     preparing.refuse_lost(config, folder, *words)
@@ -118,7 +119,12 @@ def held(
     with opening.claimed(Run(folder), reuse) as search:
         opening.freeze(search, config)
         document = configuration.to_document(config)
-        yield config, Task(document, config.named, search.folder, tokens_root or folder.parent, teacher)
+        try:
+            yield config, Task(document, config.named, search.folder, tokens_root or folder.parent, teacher)
+        except OSError as error:
+            if error.strerror not in FULL:
+                raise
+            raise TryAgain(f"{error.strerror}; make room, and the same command with --resume goes on") from error
 
 
 def _refuse_another(old: Config, new: Config) -> None:
