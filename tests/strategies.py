@@ -1,10 +1,12 @@
 """What the tests of strategies train on workers, and how they look at it."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from rtrain.batch import Head, Tokens
 from rtrain.checkpoints import checkpoint
@@ -14,6 +16,7 @@ from rtrain.exchange.exchange import Exchange
 from rtrain.training import losses, optim, step
 from tests import test_training_loop
 from tests.test_training_step import TASK, make_rows, pick
+from tests.workers import run
 
 UPDATES = (13, 2, 1, 12)
 """Rows of the updates, in passes of three; the third leaves one replica idle."""
@@ -105,6 +108,23 @@ class Dying(losses.RunLoss):
 
     def __call__(self, logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         os._exit(0)
+
+
+DYING = "dying"
+
+
+def told_alone(work: Callable[[int, Path], None], folder: Path) -> str:
+    """What the first of two workers has written into the file `told` of the folder `DYING`, where the other one has
+    died. Its own processes: the thread of torch's Gloo that reads from the peer may crash as that goes, which is an end
+    too, and was one of all tests of the group."""
+    (folder / DYING).mkdir()
+    try:
+        run(work, (folder,), 2)
+    except ProcessExitedException as error:
+        if (error.error_index, error.signal_name) != (0, "SIGSEGV"):
+            raise
+        return "it crashed"
+    return (folder / DYING / "told").read_text()
 
 
 def told(ran: test_training_loop.Ran) -> dict[str, Any]:

@@ -20,7 +20,20 @@ from rtrain.network import model
 from rtrain.strategies import choose
 from rtrain.training import evaluate, losses, step
 from tests import test_tasks_masked_lm, test_training_loop
-from tests.strategies import UPDATES, Dying, Failing, Kept, kept, recipe, share_of, told, trained, weights_of
+from tests.strategies import (
+    DYING,
+    UPDATES,
+    Dying,
+    Failing,
+    Kept,
+    kept,
+    recipe,
+    share_of,
+    told,
+    told_alone,
+    trained,
+    weights_of,
+)
 from tests.test_training_step import LOSS, TASK, distance, make_network, make_still_encoder, norm
 from tests.tiny import make_masked
 from tests.workers import joined, run
@@ -120,7 +133,6 @@ def _worker(rank: int, folder: Path) -> None:
     trained(offloaded, folder / "offload", shard=3)
     found["failed"] = {name: _failing(folder, LAYOUTS[name], rank) for name in SHARES}
     (folder / f"{rank}.json").write_text(json.dumps(found))
-    (folder / f"died-{rank}").write_text(_left_alone(rank, folder))
 
 
 def _failing(folder: Path, train: dict[str, Any], rank: int) -> str:
@@ -136,16 +148,16 @@ def _failing(folder: Path, train: dict[str, Any], rank: int) -> str:
     return ""
 
 
-def _left_alone(rank: int, folder: Path) -> str:
-    """What a worker in the middle of a pass is told when the other one dies."""
+def _left_alone(rank: int, folder: Path) -> None:
+    """Keep what a worker in the middle of a pass is told when the other one dies."""
+    joined(rank, 2, folder / DYING)
     network = make_network(folder / "encoder")
     exchange, optimizer = choose.build(network, recipe(shard=3).train), torch.optim.SGD(network.parameters(), lr=0.0)
     try:
         loss = LOSS if rank == 0 else Dying(TASK, Distill(), Head())
         step.run_update(exchange, optimizer, loss, share_of(0, 2, rank), pad_id=0)
     except RuntimeError as error:
-        return str(error)
-    return ""
+        (folder / DYING / "told").write_text(str(error))
 
 
 def _run(folder: Path, name: str, rank: int) -> dict[str, Any]:
@@ -288,8 +300,7 @@ def test_a_worker_that_fails_in_an_evaluation_leaves_no_other_waiting(name: str)
 
 def test_a_worker_whose_neighbour_dies_within_a_pass_ends_with_an_error() -> None:
     _, folder = on_workers()
-    assert (folder / "died-0").read_text()
-    assert not (folder / "died-1").exists()
+    assert told_alone(_left_alone, folder)
 
 
 @pytest.mark.parametrize("name", ["3", "tensor", "context"])

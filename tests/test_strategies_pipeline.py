@@ -21,7 +21,19 @@ from rtrain.network import model
 from rtrain.strategies import choose
 from rtrain.training import layerwise, losses, step
 from tests import test_tasks_masked_lm, test_training_loop
-from tests.strategies import UPDATES, Dying, Kept, kept, recipe, share_of, told, trained, weights_of
+from tests.strategies import (
+    DYING,
+    UPDATES,
+    Dying,
+    Kept,
+    kept,
+    recipe,
+    share_of,
+    told,
+    told_alone,
+    trained,
+    weights_of,
+)
 from tests.test_training_step import LOSS, TASK, distance, make_network, make_still_encoder, norm
 from tests.tiny import make_masked
 from tests.workers import joined, run
@@ -135,7 +147,6 @@ def _worker(rank: int, folder: Path) -> None:
             for name in runs(slow=False):
                 found["runs"][name] = _run(folder, name, rank)
             (folder / f"{rank}.json").write_text(json.dumps(found))
-            (folder / f"died-{rank}").write_text(_left_alone(rank, folder))
         else:
             dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(found))
@@ -171,15 +182,15 @@ def _notices(folder: Path, rank: int) -> list[bool]:
     return found
 
 
-def _left_alone(rank: int, folder: Path) -> str:
-    """What the first stage is told when the last one dies in a pass."""
+def _left_alone(rank: int, folder: Path) -> None:
+    """Keep what the first stage is told when the last one dies in a pass."""
+    joined(rank, 2, folder / DYING)
     network = make_network(folder / "encoder")
     exchange, optimizer = choose.build(network, recipe(pipeline=2).train), torch.optim.SGD(network.parameters(), lr=0.0)
     try:
         step.run_update(exchange, optimizer, Dying(TASK, Distill(), Head()), share_of(0, 1, 0), pad_id=0)
     except RuntimeError as error:
-        return str(error)
-    return ""
+        (folder / DYING / "told").write_text(str(error))
 
 
 def _start(folder: Path, name: str, layout: str, rank: int, kill: int | None = None) -> test_training_loop.Ran:
@@ -322,8 +333,7 @@ def test_a_notice_that_one_worker_was_given_is_known_to_its_whole_replica() -> N
 
 def test_a_stage_whose_neighbour_dies_within_a_pass_ends_with_an_error() -> None:
     _, folder = on_workers()
-    assert (folder / "died-0").read_text()
-    assert not (folder / "died-1").exists()
+    assert told_alone(_left_alone, folder)
 
 
 def files_of(folder: Path, name: str) -> list[dict[str, str]]:
