@@ -325,14 +325,17 @@ def test_a_name_that_leads_out_of_the_run_is_not_written(tmp_path: Path, name: s
     assert not files_of(tmp_path)
 
 
+RUNG = f"{replica.RUNGS}/update-00000004.safetensors"
+
+
 @pytest.mark.parametrize("error", [OSError("connection reset"), KeyboardInterrupt()])
-@pytest.mark.parametrize("name", [*replica.FILES, replica.LOG])
+@pytest.mark.parametrize("name", [*replica.FILES, *replica.LOGS, *replica.ANSWERS, RUNG])
 def test_a_run_that_came_back_in_part_is_brought_back_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException
 ) -> None:
     run, copy = tmp_path / "there" / "run", claimed((tmp_path / "mounted").as_uri())
-    run.mkdir(parents=True)
-    for one in (*replica.FILES, replica.LOG):
+    (run / replica.RUNGS).mkdir(parents=True)
+    for one in (*replica.FILES, *replica.LOGS, *replica.ANSWERS, RUNG):
         (run / one).write_text(f"{one}\n")
     (run / "artifact").mkdir()
     (run / "artifact" / "MANIFEST.json").write_text("{}")
@@ -345,7 +348,7 @@ def test_a_run_that_came_back_in_part_is_brought_back_again(
             raise error
         return whole(files, path, *rest, **options)
 
-    call = "cat_file" if name == replica.LOG else "get_file"  # the log is read in pieces
+    call = "cat_file" if name in replica.LOGS else "get_file"  # logs are read in pieces
     whole = getattr(LocalFileSystem, call)
     monkeypatch.setattr(LocalFileSystem, call, failing)
     with pytest.raises((Unreachable, KeyboardInterrupt)):
@@ -355,8 +358,7 @@ def test_a_run_that_came_back_in_part_is_brought_back_again(
     assert list(back.parent.iterdir()) == []
     for _ in range(2):  # the second time as after a kill between the artefact and the configuration
         copy.restore(back)
-        assert sorted(path.name for path in back.iterdir()) == sorted((*replica.FILES, replica.LOG, "artifact"))
-        assert (back / replica.LOG).read_text() == f"{replica.LOG}\n"
+        assert files_of(back) == files_of(run)
         (back / "config.yaml").unlink()
 
 

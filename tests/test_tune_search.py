@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -183,11 +184,14 @@ def test_a_search_that_has_ended_is_left_as_it_is(found: search.Found) -> None:
 
 
 @pytest.mark.slow
-def test_a_search_that_is_interrupted_and_loses_a_slot_ends_like_one_that_was_not_disturbed(
+def test_a_search_that_loses_its_folder_and_then_a_slot_ends_like_one_that_was_not_disturbed(
     found: search.Found, ray_session: Path
 ) -> None:
-    """Interrupted in the second rung; then the process of its slot is killed in the middle of an order."""
+    """Interrupted in the second rung, its folder lost but for the copy; then the process of its slot is killed in the
+    middle of an order."""
     root = ray_session / "search" / "disturbed"
+    mounted = (ray_session / "search" / "mounted").as_uri()
+    chosen = with_overrides(searched(ray_session / "search"), {"cluster.storage": mounted})
     seen: list[str] = []
 
     def interrupt(event: dict[str, Any]) -> None:
@@ -200,9 +204,10 @@ def test_a_search_that_is_interrupted_and_loses_a_slot_ends_like_one_that_was_no
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        search.run(searched(ray_session / "search"), root, on_event=interrupt)
+        search.run(chosen, root, on_event=interrupt)
     assert journal.read(root / "trials.jsonl")[-1]["kind"] == "spent"
     within(lambda: slot_processes() == [])
+    shutil.rmtree(root)
     killed: list[int] = []
 
     def kill(event: dict[str, Any]) -> None:
@@ -210,7 +215,7 @@ def test_a_search_that_is_interrupted_and_loses_a_slot_ends_like_one_that_was_no
             killed.extend(slot_processes())
             os.kill(killed[0], signal.SIGKILL)
 
-    ended = search.run(config.load("intent"), root, "resume", on_event=kill)
+    ended = search.run(chosen, root, "resume", on_event=kill)
     assert killed
     assert [event["rung"] for event in ended.search.events("lost")] != []
 

@@ -91,10 +91,10 @@ def test_a_point_or_a_range_of_rows_may_have_the_largest_updates(tmp_path: Path)
 
 
 @pytest.mark.parametrize("reuse", ["refuse", "resume"])
-def test_a_search_of_which_the_storage_alone_is_left_is_refused_with_the_reason(
+def test_a_search_of_whose_trials_alone_there_are_copies_is_refused_with_the_reason(
     reuse: opening.Reuse, tmp_path: Path
 ) -> None:
-    """Its trials are copied, and its journal is not."""
+    """As an earlier version left it: its trials are copied, and its journal is not."""
     copy = tmp_path / "mounted" / "search" / "trial-000"
     copy.mkdir(parents=True)
     (copy / "config.yaml").touch()

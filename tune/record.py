@@ -6,9 +6,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from rtrain import events
+from rtrain.checkpoints.replica import Unreachable
+from rtrain.config import Cluster
 from rtrain.errors import TryAgain
 from rtrain.run import Run
 from rtrain.runs import driver
+from tune.copy import Copy
 from tune.known.history import History
 from tune.known.journal import Journal
 from tune.slots import LOSSES, Slots
@@ -18,8 +21,12 @@ from tune.trial import AGAIN, Order, Outcome, seconds_of
 class Record:
     """The journal and the log of a search, and its user."""
 
-    def __init__(self, search: Run, on_event: driver.OnEvent | None):
+    def __init__(self, search: Run, on_event: driver.OnEvent | None, cluster: Cluster | None = None):
+        """With a `cluster` that has a storage, what is written down is copied there."""
         self._search, self._journal, self._on_event = search, Journal(search.trials), on_event
+        self._copy = Copy(search, cluster.storage) if cluster and cluster.storage else None
+        self._is_away = False
+        """Whether the storage did not answer the last time."""
         self._follow: events.Follow | None = None
         self._lost: Counter[int] = Counter()
 
@@ -33,11 +40,36 @@ class Record:
             self._on_event(event)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Add an event to the journal, and tell the user."""
+        """Add an event to the journal, and tell the user. A trial is asked for in the copy before it begins: its own
+        copy would be in the way of another trial of its number."""
         self._journal.append(kind, **fields)
+        if kind != "spent":
+            self._copy_out()
         if kind == "asked" and self._follow is not None:
             self._follow.add(self._search.trial(fields["trial"]).folder, {"trial": fields["trial"]})
         self.say({"kind": "search", "what": kind, **fields})
+
+    def _copy_out(self) -> None:
+        """Copy what is new. A storage that does not answer is told of once; what it lacks goes with the next event."""
+        if self._copy is None:
+            return
+        try:
+            self._copy.write()
+            self._is_away = False
+        except Unreachable as error:
+            if not self._is_away:
+                self._search.append("uncopied", error=str(error))
+                self.say({"kind": "uncopied", "error": str(error)})
+            self._is_away = True
+
+    def finish_copy(self) -> None:
+        """Make the copy of a search that has ended whole. Raises `TryAgain` where the storage does not answer."""
+        try:
+            if self._copy is not None:
+                self._copy.write()
+        except Unreachable as error:
+            way_on = "the same command with --resume copies the rest"
+            raise TryAgain(f"{self._search} has ended, and its copy is not whole ({error}); {way_on}") from error
 
     @contextmanager
     def following(self) -> Iterator[None]:

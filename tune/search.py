@@ -129,7 +129,7 @@ class _Search:
         """`count`: how many slots there will be."""
         self._config, self._task, self._count, self._tune = config, task, count, config.deploy.tune
         self._search = Run(task.search)
-        self._record = Record(self._search, on_event)
+        self._record = Record(self._search, on_event, config.deploy.cluster)
         self._aim, self._seed = Aim.of(self._tune), config.recipe.train.seed
         self._costs = None if self._tune.cost == "training" else costs.Costs(task.search, self._tune.cost)
         self._counted, self._slots = time.monotonic(), 0
@@ -365,6 +365,7 @@ class _Search:
             driver.report(winner, lambda event: say({**event, "trial": best}))
         driver.add(self._search, "page", page.write, say)
         driver.copy_out(winner, config.deploy.cluster)  # the storage may have been away when it was finished
+        self._record.finish_copy()
 
     def _export(self) -> None:
         """Write down what Optuna's own tools read, where it is installed."""

@@ -180,7 +180,7 @@ class _Study:
 
     def __init__(self, config: Config, task: Task, on_event: driver.OnEvent | None):
         self._config, self._task, self._study = config, task, Run(task.search)
-        self._record = Record(self._study, on_event)
+        self._record = Record(self._study, on_event, config.deploy.cluster)
 
     def run(self) -> Plan:
         prepared = self._task.prepared(0, {})  # the recipe as it stands: its rows are those of all
@@ -193,6 +193,7 @@ class _Study:
                     if open_slots.idle:
                         self._record.give(open_slots, open_slots.idle[0], waiting[0])
                     self._record.hear(open_slots)
+        self._record.finish_copy()
         return planned
 
     def _ask(self, planned: Plan) -> None:

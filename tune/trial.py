@@ -11,7 +11,7 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.batch import Ragged
-from rtrain.checkpoints.replica import Unreachable
+from rtrain.checkpoints.replica import Replica, Unreachable
 from rtrain.cluster import preflight
 from rtrain.comparison.training import trained
 from rtrain.compress import distill
@@ -26,6 +26,7 @@ from rtrain.training import best, rungs
 from rtrain.training.step import NonFinite
 from tune.asking import space
 from tune.ending import chance, held_back, judged
+from tune.known.journal import Journal
 
 LOG_EVERY = "train.log_every"
 LOGGED = Train.model_fields["log_every"].default
@@ -69,8 +70,8 @@ class Task:
         if config.recipe.train.log_every == LOGGED:  # a trial that diverges is frozen by what its log says
             config = configuration.with_overrides(config, {LOG_EVERY: 1})
         config = replace(config, named=config.named | self.named)
-        if storage := config.deploy.cluster.storage:  # trials of several searches have the same names
-            config = configuration.with_overrides(config, {"cluster.storage": f"{storage}/{self.search.name}"})
+        if storage := _storage(config, self.search):
+            config = configuration.with_overrides(config, {"cluster.storage": storage})
         if self.teacher is not None:
             config = distill.started(config, distill.Teacher.read(self.teacher), self.tokens_root)
         return config
@@ -110,8 +111,8 @@ def held(
     full within the block.
     """
     words = ("train", config.recipe.name) if teacher is None else ("distill", teacher.parent)
-    preparing.refuse_lost(config, folder, *words)
-    folder, config = opening.choose(folder, config, reuse)
+    preparing.refuse_lost(config, folder, reuse, *words)
+    folder, config = preparing.chosen(config, folder, reuse)
     # All trials use the same commits of hub names.
     config = opening.absolute(config, folder if reuse == "resume" else None)
     if reuse == "resume":
@@ -119,12 +120,28 @@ def held(
     with opening.claimed(Run(folder), reuse) as search:
         opening.freeze(search, config)
         document = configuration.to_document(config)
+        _bring_back(config, search)
         try:
             yield config, Task(document, config.named, search.folder, tokens_root or folder.parent, teacher)
         except OSError as error:
             if error.strerror not in FULL:
                 raise
             raise TryAgain(f"{error.strerror}; make room, and the same command with --resume goes on") from error
+
+
+def _bring_back(config: Config, search: Run) -> None:
+    """Bring the trials back of which the storage has copies and the search's folder nothing: it was lost."""
+    if storage := _storage(config, search.folder):
+        for run in (search.trial(trial.number) for trial in Journal(search.trials).history.trials):
+            copy = Replica(storage, run.name)
+            if not run.exists and copy.exists():
+                copy.restore(run.folder)
+
+
+def _storage(config: Config, search: Path) -> str | None:
+    """Where the copies of a search's trials lie: trials of several searches have the same names."""
+    storage = config.deploy.cluster.storage
+    return f"{storage}/{search.name}" if storage else None
 
 
 def _refuse_another(old: Config, new: Config) -> None:

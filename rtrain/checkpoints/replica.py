@@ -6,7 +6,9 @@
     events.jsonl                the log as of this start's first copy
     events/000000012345         what came to it later, from that byte on
     checkpoints/update-00000120/...              a checkpoint's files, and its MANIFEST.json last
-    artifact/...                                 of a finished run
+    artifact/... predictions-*.parquet           of a finished run
+    rungs/update-00000040.safetensors            of a trial: its answers at the rungs of its search
+    trials.jsonl trials/...                      of a search: its journal, as a log is; its trials lie below it as runs
 
 Object stores have no rename, so a manifest makes the checkpoint: what an interrupted copy leaves has none, and what an
 interrupted deletion leaves has lost it first. Whatever comes back is verified like any other checkpoint.
@@ -26,9 +28,12 @@ from rtrain.errors import UserError
 OWNER = "owner"
 FILES = ("config.yaml", "decisions.json", "quantizers.safetensors")
 """The files of the run folder that a resume reads, beside the log and the checkpoints; the first is always there."""
-LOG, PARTS = "events.jsonl", "events"
-HELD = (*FILES, "checkpoints", "artifact")
-"""What of a run is here, beside its log."""
+LOGS = ("events.jsonl", "trials.jsonl")
+"""Files that are only added to. What is new lies in a folder of the name without its ending."""
+ANSWERS = ("predictions-valid.parquet", "predictions-test.parquet")
+RUNGS = "rungs"
+HELD = (*FILES, *ANSWERS, RUNGS, "checkpoints", "artifact")
+"""What of a run is here, beside its logs."""
 Found = TypeVar("Found")
 
 
@@ -48,7 +53,7 @@ class Replica:
         this one may write to."""
         self.url = f"{storage.rstrip('/')}/{name}"
         self._owners = tuple(owners)
-        self._logged: int | None = None
+        self._logged: dict[str, int] = {}
         self._opened: tuple[Any, str] | None = None
         self._distrusted: set[str] = set()
 
@@ -61,28 +66,29 @@ class Replica:
         self._try(self._own)
 
     def restore(self, run: Path) -> None:
-        """Bring back what `--resume` reads of a run whose folder is lost, and the artefact of one that is finished; the
-        checkpoints come when they are wanted.
+        """Bring back what `--resume` reads of a run whose folder is lost, what a search reads of a trial, and the
+        artefact of one that is finished; the checkpoints come when they are wanted, and a search's trials by
+        themselves.
 
         The configuration comes last, since by it a run is known: what is interrupted before is begun again.
         """
 
         def read(files: Any, root: str) -> None:
             with _draft(run) as draft:
-                for name in FILES:
+                for name in (*FILES, *ANSWERS):
                     if files.exists(f"{root}/{name}"):
                         files.get_file(f"{root}/{name}", str(draft / name))
-                if files.exists(f"{root}/{LOG}"):
-                    (draft / LOG).write_bytes(_joined(files, root))
-                if files.exists(f"{root}/artifact/{manifest.NAME}"):
-                    for place in sorted(files.find(f"{root}/artifact")):
+                _get_logs(files, root, draft)
+                whole = files.exists(f"{root}/artifact/{manifest.NAME}")
+                for folder in (RUNGS, "artifact") if whole else (RUNGS,):
+                    for place in sorted(files.find(f"{root}/{folder}")):
                         path = draft / _inner(place, root)
                         path.parent.mkdir(parents=True, exist_ok=True)
                         files.get_file(place, str(path))
                 run.mkdir(parents=True, exist_ok=True)
-                if (draft / "artifact").exists():  # one that is here is of a restore that was interrupted
-                    shutil.rmtree(run / "artifact", ignore_errors=True)
-                for name in ("artifact", LOG, *reversed(FILES)):
+                for name in ("artifact", RUNGS, *ANSWERS, *LOGS, *reversed(FILES)):
+                    if (draft / name).is_dir():  # one that is here is of a restore that was interrupted
+                        shutil.rmtree(run / name, ignore_errors=True)
                     if (draft / name).exists():
                         (draft / name).rename(run / name)
 
@@ -108,8 +114,7 @@ class Replica:
                     if path.parts[0] in HELD and not cut_short:
                         (draft / path).parent.mkdir(parents=True, exist_ok=True)
                         files.get_file(place, str(draft / path))
-                if files.exists(f"{root}/{LOG}"):
-                    (draft / LOG).write_bytes(_joined(files, root))
+                _get_logs(files, root, draft)
                 draft.rename(to)
             return sum(path.stat().st_size for path in to.rglob("*") if path.is_file())
 
@@ -135,9 +140,17 @@ class Replica:
         self._try(write)
 
     def push_artifact(self, run: Path) -> None:
-        """Copy a finished run's artefact, and its log to the end."""
-        self._try(lambda files, root: _put(files, run / "artifact", f"{root}/artifact"))
-        self._try(lambda files, root: self._put_files(files, root, run))
+        """Copy a finished run's artefact and answers, and its log to the end: where that tells of the end, they are
+        there."""
+
+        def write(files: Any, root: str) -> None:
+            _put(files, run / "artifact", f"{root}/artifact")
+            for name in ANSWERS:
+                if (run / name).is_file():
+                    files.put_file(str(run / name), f"{root}/{name}")
+            self._put_files(files, root, run)
+
+        self._try(write)
 
     def checkpoints(self) -> list[str]:
         """Names of the complete checkpoints here, the newest last."""
@@ -186,20 +199,26 @@ class Replica:
         for name in FILES:
             if (run / name).is_file():
                 files.put_file(str(run / name), f"{root}/{name}")
-        if (run / LOG).is_file():
-            self._put_log(files, root, (run / LOG).read_bytes())
+        for path in sorted((run / RUNGS).glob("*.safetensors")):
+            if not files.exists(f"{root}/{RUNGS}/{path.name}"):
+                files.makedirs(f"{root}/{RUNGS}", exist_ok=True)
+                files.put_file(str(path), f"{root}/{RUNGS}/{path.name}")
+        for name in LOGS:
+            if (run / name).is_file():
+                self._put_log(files, f"{root}/{name}", (run / name).read_bytes())
 
-    def _put_log(self, files: Any, root: str, log: bytes) -> None:
+    def _put_log(self, files: Any, place: str, log: bytes) -> None:
         """Write the whole log the first time, over what another start has left; later write what is new into a file of
         its own, since no object store appends."""
-        if self._logged is None:
-            files.pipe_file(f"{root}/{LOG}", log)
-            if files.exists(f"{root}/{PARTS}"):
-                files.rm(f"{root}/{PARTS}", recursive=True)
-        elif len(log) > self._logged:
-            files.makedirs(f"{root}/{PARTS}", exist_ok=True)
-            files.pipe_file(f"{root}/{PARTS}/{self._logged:012d}", log[self._logged :])
-        self._logged = len(log)
+        before, parts = self._logged.get(place), _parts(place)
+        if before is None:
+            files.pipe_file(place, log)
+            if files.exists(parts):
+                files.rm(parts, recursive=True)
+        elif len(log) > before:
+            files.makedirs(parts, exist_ok=True)
+            files.pipe_file(f"{parts}/{before:012d}", log[before:])
+        self._logged[place] = len(log)
 
     def _try(self, do: Callable[[Any, str], Found]) -> Found:
         import fsspec
@@ -238,10 +257,21 @@ def _draft(final: Path) -> Iterator[Path]:
         draft.release()
 
 
-def _joined(files: Any, root: str) -> bytes:
-    """The log with the parts that go on where it ends; one that does not is another start's."""
-    log: bytes = files.cat_file(f"{root}/{LOG}")
-    parts: dict[str, bytes] = files.cat(found) if (found := files.find(f"{root}/{PARTS}")) else {}
+def _parts(log: str) -> str:
+    """Where what came to a log later lies."""
+    return log.removesuffix(".jsonl")
+
+
+def _get_logs(files: Any, root: str, run: Path) -> None:
+    for name in LOGS:
+        if files.exists(f"{root}/{name}"):
+            (run / name).write_bytes(_joined(files, f"{root}/{name}"))
+
+
+def _joined(files: Any, place: str) -> bytes:
+    """A log with the parts that go on where it ends; one that does not is another start's."""
+    log: bytes = files.cat_file(place)
+    parts: dict[str, bytes] = files.cat(found) if (found := files.find(_parts(place))) else {}
     for path in sorted(parts):
         if int(path.rsplit("/", 1)[-1]) == len(log):
             log += parts[path]

@@ -69,9 +69,11 @@ def _search(context: typer.Context, config: Any, run: Path, folder: Path, reuse:
     from rtrain.runs import opening, preparing
     from tune import students
 
-    preparing.refuse_lost(config, folder, "distill", run)
+    preparing.refuse_lost(config, folder, reuse, "distill", run)
     teacher = distillation.Teacher.read(run / "artifact")
-    if reuse != "resume":
+    if reuse == "resume":
+        preparing.bring_back(config, folder)
+    else:
         folder = opening.choose(folder, config, reuse)[0]
     begun = students.begun(distillation.settled(config, folder, reuse), teacher, folder.parent)
     students.check(begun, teacher, folder.parent)

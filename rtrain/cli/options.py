@@ -123,8 +123,8 @@ def opened(
     leave_to_supervisor(config, folder, reuse)
     from rtrain.runs import preparing  # a supervisor that imports torch could die with its child, of memory
 
-    if search:  # the storage has no copy of it to be brought back, and its trials are in the way of a new one
-        preparing.refuse_lost(config, folder, "train", recipe or config.recipe.name)
+    if search:
+        preparing.refuse_lost(config, folder, reuse, "train", recipe or config.recipe.name)
     folder, config = preparing.chosen(config, folder, reuse)
     return config, folder, reuse
 

@@ -210,11 +210,17 @@ def _refuse_copied(config: Config, run: Run) -> None:
         )
 
 
-def refuse_lost(config: Config, folder: Path, *words: object) -> None:
-    """Refuse a search, new or resumed, of which the storage alone is left: it holds the trials, and not what is known
-    of them. `words` of a command line begin a run like its trials."""
+def refuse_lost(config: Config, folder: Path, reuse: opening.Reuse, *words: object) -> None:
+    """Refuse a new search under the name of one that the storage holds; and any of which it holds the trials alone, as
+    earlier versions have left it. `words` of a command line begin a run like its trials."""
     run, storage = Run(folder), f"{config.deploy.cluster.storage}/{folder.name}"
-    if config.deploy.cluster.storage is None or run.exists or not replica.Replica(storage, run.trial(0).name).exists():
+    if config.deploy.cluster.storage is None or run.exists:
+        return
+    if reuse != "resume":
+        _refuse_copied(config, run)
+    if replica.Replica(config.deploy.cluster.storage, run.name).exists():
+        return
+    if not replica.Replica(storage, run.trial(0).name).exists():
         return
     options = ("--resume", "--out", f"NEW/{run.trial(0).name}", "--set", f"cluster.storage={storage}")
     one = shlex.join(["rtrain", *map(str, words), *options])
@@ -269,11 +275,16 @@ def said_of_rows(run: Run) -> list[dict[str, Any]]:
 
 def chosen(config: Config, folder: Path, reuse: opening.Reuse) -> tuple[Path, Config]:
     """`opening.choose`, after a resumed run whose folder was lost with its machine is brought back from its copy."""
-    if reuse == "resume" and not Run(folder).exists:
-        copy = replica.of(config.deploy.cluster, folder)
-        if copy and copy.exists():
-            copy.restore(folder)
+    if reuse == "resume":
+        bring_back(config, folder)
     return opening.choose(folder, config, reuse)
+
+
+def bring_back(config: Config, folder: Path) -> None:
+    """Bring a run, or a search, whose folder was lost back from its copy, where it has one. The trials of a search come
+    with its start."""
+    if not Run(folder).exists and (copy := replica.of(config.deploy.cluster, folder)) and copy.exists():
+        copy.restore(folder)
 
 
 def _other_rows(run: Run, created: dict[str, Any], origin: dict[str, dict[str, str]]) -> UserError:
