@@ -342,6 +342,25 @@ def test_seconds_of_a_start_without_an_end_are_told_and_not_shared_out(tmp_path:
     assert timing.lost(log[:-3]) >= 30.0  # the second one has no end, either
 
 
+def test_the_days_before_a_resume_are_in_no_part_of_the_time() -> None:
+    """A start that was killed without a word, and resumed, or cleaned, a day later."""
+    begun = [
+        {"kind": "created", "time": 0.0},
+        {"kind": "tokenised", "time": 1.0},
+        {"kind": "started", "time": 10.0, "update": 0},
+        {"kind": "progress", "time": 40.0, "update": 5},
+    ]
+    day = 86_400.0
+    resumed = [
+        {"kind": "tokens_reused", "time": day},
+        {"kind": "started", "time": day + 5, "update": 4},
+        {"kind": "trained", "time": day + 25},
+        {"kind": "finished", "time": day + 30},
+    ]
+    assert timing.lost([*begun, *resumed]) == 30.0
+    assert timing.lost([*begun, {"kind": "cleaned", "time": day}]) == 30.0
+
+
 def test_drill_certificate(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     fault = {"name": "a dead worker", "at_update": 20, "resumed_from": 16, "recomputed_updates": 4, "passed": True}

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -41,7 +42,7 @@ def cut_short(log: list[dict[str, Any]], name: str) -> int:
     return total
 
 
-def commands(log: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def commands(log: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """The events of each command that trained the run, to its end or to the last that the log has of it: what lies
     between an end and a resume, minutes or days, is no part of the training."""
     found: list[list[dict[str, Any]]] = []
