@@ -26,7 +26,7 @@ from rtrain.report.sections import (
 )
 from rtrain.run import Run
 from tests.conftest import labelled_rows
-from tests.reports import answers_of, make_run, page_of, write_predictions
+from tests.reports import Counted, answers_of, make_run, page_of, write_predictions
 
 LABELS = ("login", "parcel", "refund")
 
@@ -267,6 +267,17 @@ def test_worst_slice_is_the_planted_one(known: collect.Collected) -> None:
     assert table(section, "The same in figures").rows[0][0] == "language: en"
     assert table(section, "The same in figures").rows[0][4] == "worse"
     assert not any("serial" in str(row[0]) for row in table(section, "The same in figures").rows)
+
+
+def test_of_many_values_each_row_is_looked_at_once(known: collect.Collected, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert known.answers is not None
+    monkeypatch.setattr(Counted, "compared", 0)
+    rows = len(known.answers)
+    customers: list[str] = [Counted(f"customer {number}") for number in range(rows)]
+    answers = replace(known.answers, slices={"customer": customers})
+    some = [slices.Slice(f"customer: {customers[0]}", 1, 0.0, None)]
+    assert slices.told(replace(known, answers=answers), some) == some
+    assert Counted.compared < 10 * rows
 
 
 def test_slices_that_are_too_small_are_named_and_a_worst_one_within_chance_is_no_weakness(tmp_path: Path) -> None:
