@@ -234,3 +234,22 @@ def test_a_resumed_run_keeps_its_trackers_unless_others_are_asked_for(tmp_path: 
     for asked in (["mlflow"], []):
         other = config.with_overrides(stored, {"report.trackers": asked})
         assert runs.choose(run, other, "resume")[1].deploy.report.trackers == tuple(asked)
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("postgresql://me:pa/s+s=@db:5432/ml", "postgresql://***@db:5432/ml"),
+        (
+            "postgresql://db/ml?user=me&password=secret&sslmode=require",
+            "postgresql://db/ml?user=me&password=***&sslmode=require",
+        ),
+        ("https://me:secret@host/rows.csv?sig=ab", "https://***@host/rows.csv?***"),
+        ("https://token@host/rows.csv", "https://***@host/rows.csv"),
+        ("http://127.0.0.1:5000/a", "http://127.0.0.1:5000/a"),
+        ("s3://bucket/part-?.csv", "s3://bucket/part-?.csv"),
+        ("sqlite:////home/me@work/mlflow.db", "sqlite:////home/me@work/mlflow.db"),
+    ],
+)
+def test_passwords_of_addresses_are_hidden(address: str, shown: str) -> None:
+    assert trackers.hide(address) == shown

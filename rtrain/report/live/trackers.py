@@ -215,10 +215,12 @@ class MLflow:
 
 
 def hide(text: str) -> str:
-    """`text` without the user and password of its addresses, and without the query of web addresses, which in presigned
-    ones is a signature that whoever reads it may use."""
-    text = re.sub(r"://[^/@\s]+@", "://***@", text)
-    return re.sub(r"(https?://[^?\s]+)\?[^\s\"',]+", r"\1?***", text)
+    """`text` without the user and password of its addresses, without the passwords of their queries, and without the
+    whole query of web addresses, which in presigned ones is a signature that whoever reads it may use."""
+    # A database's password may hold a slash. A path with an @ behind a port looks alike, and is hidden with it.
+    text = re.sub(r"://(?:[^/:@\s]*:[^@\s]*|[^/@\s]+)@", "://***@", text)
+    text = re.sub(r"(https?://[^?\s]+)\?[^\s\"',]+", r"\1?***", text)
+    return re.sub(r"([?&](?:ssl)?(?:password|passwd)=)[^&\s\"',]+", r"\1***", text)
 
 
 _OPEN: Mapping[str, Callable[[Config, Run], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
