@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from rtrain import config as configuration, documents, events
 from rtrain.config import Config
-from rtrain.errors import Problem, UserError
+from rtrain.errors import Problem, TryAgain, UserError
 from rtrain.run import Run
 
 Event = dict[str, Any]
@@ -67,7 +67,7 @@ def following(config: Config, run: Run, say: Say) -> Iterator[None]:
                 stack.enter_context(events.Follow([(run.folder, {})], feed))
             yield
         outcome = "finished"
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, TryAgain):
         outcome = "interrupted"
         raise
     finally:
@@ -76,20 +76,23 @@ def following(config: Config, run: Run, say: Say) -> Iterator[None]:
 
 
 class Feed:
-    """Tells one tracker each update once: a restart repeats updates, with the same figures."""
+    """Tells one tracker each update once: a restart repeats updates, with the same figures. The scores of the test rows
+    are told once more where the end of a run has chosen something, a threshold say, by which they are the run's."""
 
     def __init__(self, name: str, tracker: Tracker, past: Sequence[Event], say: Say):
         self._name, self._say = name, say
         self._tracker: Tracker | None = tracker
-        self._told: dict[str, int] = {}
+        self._told: dict[tuple[str, bool], int] = {}
+        """The newest update that was told, by name, and whether by what was chosen at the end."""
         fresh = tracker.fresh
         for event in past:
             self(event, tell=fresh)
 
     def __call__(self, event: Event, tell: bool = True) -> None:
         values, update = figures(event)
-        new = {name: value for name, value in values.items() if update > self._told.get(name, -1)}
-        self._told |= dict.fromkeys(new, update)
+        chosen = bool(event.get("chosen")) and event["split"] == "test"
+        new = {name: value for name, value in values.items() if update > self._told.get((name, chosen), -1)}
+        self._told |= {(name, chosen): update for name in new}
         if new and tell:
             self._guard(lambda tracker: tracker.log(new, update, event["time"]))
 
