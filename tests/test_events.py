@@ -226,6 +226,17 @@ def test_the_summary_of_a_killed_start(tmp_path: Path) -> None:
     assert found["seconds"]["total"] == 21.0
 
 
+def test_a_start_that_is_killed_after_an_end_stands_where_it_came_to(tmp_path: Path) -> None:
+    """An earlier start has its `trained` event: it was paused, or made way for a node that was taken back."""
+    later = [
+        started(200.0, 4),
+        {"time": 250.0, "kind": "progress", "update": 7, "of": 8, "loss": 1.0},
+        {"time": 251.0, "kind": "interrupted"},
+    ]
+    found = summary.summarise(Run(write(tmp_path, [*LOG[:8], *later])))
+    assert (found["status"], found["updates"]) == ("interrupted", 7)
+
+
 @pytest.mark.parametrize(("told", "padded"), [({"padded_tokens": 440}, 440), ({}, 400)], ids=["told", "untold"])
 def test_what_a_killed_start_trained_on_counts_and_its_unknown_seconds_make_no_rate(
     tmp_path: Path, told: dict[str, int], padded: int

@@ -26,7 +26,7 @@ from rtrain.report.sections import (
 )
 from rtrain.run import Run
 from tests.conftest import labelled_rows
-from tests.reports import answers_of, make_run, page_of, write_predictions
+from tests.reports import Counted, answers_of, make_run, page_of, write_predictions
 
 LABELS = ("login", "parcel", "refund")
 
@@ -269,6 +269,17 @@ def test_worst_slice_is_the_planted_one(known: collect.Collected) -> None:
     assert not any("serial" in str(row[0]) for row in table(section, "The same in figures").rows)
 
 
+def test_of_many_values_each_row_is_looked_at_once(known: collect.Collected, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert known.answers is not None
+    monkeypatch.setattr(Counted, "compared", 0)
+    rows = len(known.answers)
+    customers: list[str] = [Counted(f"customer {number}") for number in range(rows)]
+    answers = replace(known.answers, slices={"customer": customers})
+    some = [slices.Slice(f"customer: {customers[0]}", 1, 0.0, None)]
+    assert slices.told(replace(known, answers=answers), some) == some
+    assert Counted.compared < 10 * rows
+
+
 def test_slices_that_are_too_small_are_named_and_a_worst_one_within_chance_is_no_weakness(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     true = ["a", "b"] * 60
@@ -340,6 +351,25 @@ def test_seconds_of_a_start_without_an_end_are_told_and_not_shared_out(tmp_path:
     assert rows["train"] == ("20.0", "2,000.0")
     assert rows[timing.LOST] == ("30.0", "-")
     assert timing.lost(log[:-3]) >= 30.0  # the second one has no end, either
+
+
+def test_the_days_before_a_resume_are_in_no_part_of_the_time() -> None:
+    """A start that was killed without a word, and resumed, or cleaned, a day later."""
+    begun = [
+        {"kind": "created", "time": 0.0},
+        {"kind": "tokenised", "time": 1.0},
+        {"kind": "started", "time": 10.0, "update": 0},
+        {"kind": "progress", "time": 40.0, "update": 5},
+    ]
+    day = 86_400.0
+    resumed = [
+        {"kind": "tokens_reused", "time": day},
+        {"kind": "started", "time": day + 5, "update": 4},
+        {"kind": "trained", "time": day + 25},
+        {"kind": "finished", "time": day + 30},
+    ]
+    assert timing.lost([*begun, *resumed]) == 30.0
+    assert timing.lost([*begun, {"kind": "cleaned", "time": day}]) == 30.0
 
 
 def test_drill_certificate(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from rtrain import config, events
 from rtrain.config import Config
-from rtrain.errors import ConfigError, UserError
+from rtrain.errors import ConfigError, TryAgain, UserError
 from rtrain.report.live import trackers
 from rtrain.run import Run
 from rtrain.runs import opening as runs, preparing
@@ -137,6 +137,14 @@ def test_a_failed_training_is_told_as_failed(run: Path) -> None:
     assert found.info.status == "FAILED"
 
 
+def test_a_training_that_was_asked_to_end_is_told_as_interrupted(run: Path) -> None:
+    """As its own log says; it goes on with --resume."""
+    with pytest.raises(TryAgain), trackers.following(with_trackers(["mlflow"]), Run(run), print):
+        raise TryAgain("asked to end")
+    (found,) = Store(f"sqlite:///{run.parent / 'mlflow.db'}").runs("intent")
+    assert found.info.status == "KILLED"
+
+
 def test_without_trackers_nothing_is_written(run: Path) -> None:
     follow(with_trackers([]), run)
     assert [path.name for path in run.parent.iterdir()] == ["mine"]
@@ -175,6 +183,33 @@ class Broken:
 
     def close(self, outcome: trackers.Outcome) -> None:
         raise AssertionError("it was dropped")
+
+
+class Kept:
+    """A tracker that keeps what it is told."""
+
+    fresh = True
+
+    def __init__(self) -> None:
+        self.told: list[tuple[dict[str, float], int]] = []
+
+    def log(self, values: Mapping[str, float], update: int, time: float) -> None:
+        self.told.append((dict(values), update))
+
+    def close(self, outcome: trackers.Outcome) -> None: ...
+
+
+def test_the_test_score_by_the_threshold_that_the_end_has_chosen_is_told_too() -> None:
+    """It is the run's; the one before it is by the threshold that the training began with."""
+    before = {"kind": "evaluated", "time": 1.0, "split": "test", "update": 20, "scores": {"micro_f1": 0.25}}
+    after = {**before, "time": 2.0, "scores": {"micro_f1": 0.75}, "chosen": {"threshold": 0.2}}
+    valid = {**after, "split": "valid", "update": 10}
+    last = {**valid, "update": 20, "chosen": None}
+    kept = Kept()
+    feed = trackers.Feed("kept", kept, [], print)
+    for event in (last, before, valid, after, after):
+        feed(event)
+    assert kept.told == [({"valid/micro_f1": 0.75}, 20), ({"test/micro_f1": 0.25}, 20), ({"test/micro_f1": 0.75}, 20)]
 
 
 def test_a_tracker_that_fails_is_dropped_with_a_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,3 +269,22 @@ def test_a_resumed_run_keeps_its_trackers_unless_others_are_asked_for(tmp_path: 
     for asked in (["mlflow"], []):
         other = config.with_overrides(stored, {"report.trackers": asked})
         assert runs.choose(run, other, "resume")[1].deploy.report.trackers == tuple(asked)
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("postgresql://me:pa/s+s=@db:5432/ml", "postgresql://***@db:5432/ml"),
+        (
+            "postgresql://db/ml?user=me&password=secret&sslmode=require",
+            "postgresql://db/ml?user=me&password=***&sslmode=require",
+        ),
+        ("https://me:secret@host/rows.csv?sig=ab", "https://***@host/rows.csv?***"),
+        ("https://token@host/rows.csv", "https://***@host/rows.csv"),
+        ("http://127.0.0.1:5000/a", "http://127.0.0.1:5000/a"),
+        ("s3://bucket/part-?.csv", "s3://bucket/part-?.csv"),
+        ("sqlite:////home/me@work/mlflow.db", "sqlite:////home/me@work/mlflow.db"),
+    ],
+)
+def test_passwords_of_addresses_are_hidden(address: str, shown: str) -> None:
+    assert trackers.hide(address) == shown

@@ -8,7 +8,7 @@ import gzip
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rtrain import artifact, engines, events, predict, reference, score
-from rtrain.batch import Head, Ints
+from rtrain.batch import Floats, Head, Ints
 from rtrain.compress import calibrate, fallback, vocabulary
 from rtrain.config import Recipe
 from rtrain.config.recipe import Quantize
@@ -275,8 +275,6 @@ def _measure(
     alone = score.on_split(small, store, "test", alone_rows, batch_rows=1)
     together = score.Answered(batched.outputs[: len(alone_rows)], batched.outcomes.take(alone_rows))
 
-    moved = [float(np.abs(one - other).max()) for one, other in zip(alone.outputs, together.outputs, strict=True)]
-
     def flips(found: score.Answered, other: score.Answered, rows: Ints) -> float:
         targets = store.targets("test", rows)
         one, two = (fallback.decided(small.task, small.head, side, targets).answers for side in (found, other))
@@ -287,11 +285,19 @@ def _measure(
         "parent": score.scores(small, float_answers, store),
         "flips_against_parent": flips(batched, float_answers, every),
         "flips_alone_against_batch": flips(alone, together, alone_rows),
-        "largest_logit_difference_alone_against_batch": max(moved, default=0.0),
+        "largest_logit_difference_alone_against_batch": farthest(alone.outputs, together.outputs),
         "size_mb": round(artifact.size_mb(draft, made.engine), 2),
         "parent_size_mb": round(artifact.size_mb(parent_folder, parent.engine), 2),
     }
     return report, (float_answers, batched)
+
+
+def farthest(left: Sequence[Floats], right: Sequence[Floats]) -> float:
+    """The largest difference of a logit of the same rows. A short row of masked text may have none, as no token is
+    masked."""
+    return max(
+        (float(np.abs(one - other).max(initial=0.0)) for one, other in zip(left, right, strict=True)), default=0.0
+    )
 
 
 def _reference(draft: Path, store: Store) -> dict[str, Any]:

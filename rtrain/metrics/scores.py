@@ -160,12 +160,13 @@ def _slices(
         alive()
         return _finite(metric.all(outcomes.take(rows), targets.take(rows), head))
 
-    names = np.array(values, dtype=object)
     found = []
     for one in slices.by_column(values, scores, metric.headline, least=least, most=MOST_SLICES):
         document = {"value": one.value, "rows": one.rows, "scores": one.scores}
         if additive is not None:
-            inside = np.flatnonzero(np.isin(names, list(one.merged) or [one.value]))
+            named = {*one.merged} or {one.value}
+            # np.isin passes over all texts for each value, and each row may have a value of its own.
+            inside = np.flatnonzero([value in named for value in values])
             document["interval"] = _interval(additive, inside, metric.headline)
         if one.merged:
             document |= {"merged": len(one.merged), "examples": list(one.merged[:EXAMPLES])}

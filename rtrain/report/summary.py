@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -27,6 +28,12 @@ def status(log: list[dict[str, Any]]) -> str:
     return "running"
 
 
+def reached(log: list[dict[str, Any]]) -> int:
+    """Updates after which the run stands by its newest start: at its end, or at the last progress that it logged."""
+    name = {"progress": "update", "trained": "updates"}
+    return next((int(event[name[event["kind"]]]) for event in reversed(log) if event["kind"] in name), 0)
+
+
 def cut_short(log: list[dict[str, Any]], name: str) -> int:
     """Rows or tokens, by their `name` in a progress, of the starts that did not come to an end: up to the last progress
     that each one logged."""
@@ -41,7 +48,7 @@ def cut_short(log: list[dict[str, Any]], name: str) -> int:
     return total
 
 
-def commands(log: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def commands(log: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """The events of each command that trained the run, to its end or to the last that the log has of it: what lies
     between an end and a resume, minutes or days, is no part of the training."""
     found: list[list[dict[str, Any]]] = []
@@ -66,11 +73,9 @@ def summarise(run: Run) -> dict[str, Any]:
     log = run.events()
     created = next((event for event in log if event["kind"] == "created"), {})
     starts = [event for event in log if event["kind"] == "started"]
-    progress = [event for event in log if event["kind"] == "progress"]
     evaluations = [event for event in log if event["kind"] == "evaluated"]
     ends = [event for event in log if event["kind"] == "trained"]
     end = ends[-1] if ends else {}
-    last = progress[-1] if progress else {}
     seconds = {name: round(sum(event["seconds"].get(name, 0.0) for event in ends), 3) for name in SECONDS}
     total = round(spent(log), 3)
     rows, real, padded = (
@@ -92,7 +97,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "exchange": exchange(log),
         "rows_per_update": starts[-1].get("rows_per_update") if starts else None,
         "noise_scale": None if (scale := noise.of_run(log)) is None else asdict(scale),
-        "updates": end.get("updates", last.get("update", 0)),
+        "updates": reached(log),
         "skipped": sum(event["kind"] == "skipped" for event in log),
         "loss_scale": end.get("loss_scale"),
         "passes_per_update": end.get("passes_per_update"),

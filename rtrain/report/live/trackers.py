@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from rtrain import config as configuration, documents, events
 from rtrain.config import Config
-from rtrain.errors import Problem, UserError
+from rtrain.errors import Problem, TryAgain, UserError
 from rtrain.run import Run
 
 Event = dict[str, Any]
@@ -67,7 +67,7 @@ def following(config: Config, run: Run, say: Say) -> Iterator[None]:
                 stack.enter_context(events.Follow([(run.folder, {})], feed))
             yield
         outcome = "finished"
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, TryAgain):
         outcome = "interrupted"
         raise
     finally:
@@ -76,20 +76,23 @@ def following(config: Config, run: Run, say: Say) -> Iterator[None]:
 
 
 class Feed:
-    """Tells one tracker each update once: a restart repeats updates, with the same figures."""
+    """Tells one tracker each update once: a restart repeats updates, with the same figures. The scores of the test rows
+    are told once more where the end of a run has chosen something, a threshold say, by which they are the run's."""
 
     def __init__(self, name: str, tracker: Tracker, past: Sequence[Event], say: Say):
         self._name, self._say = name, say
         self._tracker: Tracker | None = tracker
-        self._told: dict[str, int] = {}
+        self._told: dict[tuple[str, bool], int] = {}
+        """The newest update that was told, by name, and whether by what was chosen at the end."""
         fresh = tracker.fresh
         for event in past:
             self(event, tell=fresh)
 
     def __call__(self, event: Event, tell: bool = True) -> None:
         values, update = figures(event)
-        new = {name: value for name, value in values.items() if update > self._told.get(name, -1)}
-        self._told |= dict.fromkeys(new, update)
+        chosen = bool(event.get("chosen")) and event["split"] == "test"
+        new = {name: value for name, value in values.items() if update > self._told.get((name, chosen), -1)}
+        self._told |= {(name, chosen): update for name in new}
         if new and tell:
             self._guard(lambda tracker: tracker.log(new, update, event["time"]))
 
@@ -215,10 +218,12 @@ class MLflow:
 
 
 def hide(text: str) -> str:
-    """`text` without the user and password of its addresses, and without the query of web addresses, which in presigned
-    ones is a signature that whoever reads it may use."""
-    text = re.sub(r"://[^/@\s]+@", "://***@", text)
-    return re.sub(r"(https?://[^?\s]+)\?[^\s\"',]+", r"\1?***", text)
+    """`text` without the user and password of its addresses, without the passwords of their queries, and without the
+    whole query of web addresses, which in presigned ones is a signature that whoever reads it may use."""
+    # A database's password may hold a slash. A path with an @ behind a port looks alike, and is hidden with it.
+    text = re.sub(r"://(?:[^/:@\s]*:[^@\s]*|[^/@\s]+)@", "://***@", text)
+    text = re.sub(r"(https?://[^?\s]+)\?[^\s\"',]+", r"\1?***", text)
+    return re.sub(r"([?&](?:ssl)?(?:password|passwd)=)[^&\s\"',]+", r"\1***", text)
 
 
 _OPEN: Mapping[str, Callable[[Config, Run], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}

@@ -113,11 +113,11 @@ def told(run: Collected, found: Sequence[Slice]) -> list[Slice]:
     columns = {LENGTH: quantiles(answers.tokens), **answers.slices}
     counts, outside = COUNTS[run.output], run.config.recipe.data.outside
     pairs = zip(answers.target, answers.prediction, strict=True)
-    some = np.array([counts(true, said) and not (outside and true == outside) for true, said in pairs], dtype=np.bool_)
+    some = [counts(true, said) and not (outside and true == outside) for true, said in pairs]
     empty = set()
     for column, values in columns.items():
-        of_value = np.array(values, dtype=object)
-        empty |= {f"{column}: {one or '(empty)'}" for one in set(values) if not some[of_value == one].any()}
+        full = {value for value, is_counted in zip(values, some, strict=True) if is_counted}
+        empty |= {f"{column}: {one or '(empty)'}" for one in {*values} - full}
     return [one for one in found if one.name not in empty]
 
 

@@ -9,7 +9,7 @@ from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.drawing.charts import Stacked
 from rtrain.report.drawing.svg import duration, rate
-from rtrain.report.summary import SECONDS, STATUSES
+from rtrain.report.summary import SECONDS, STATUSES, commands
 from rtrain.training.stages import PARTS
 
 MEANING = {
@@ -29,9 +29,14 @@ HOURS = (("worker-hours", "worker_hours"), ("core-hours", "core_hours"), ("GPU-h
 
 
 def lost(log: Sequence[Event]) -> float:
-    """Seconds of the starts that did not come to an end, each counted up to its last event."""
+    """Seconds of the starts that did not come to an end, each counted up to the last event of its command: the hours
+    or days before a resume were no training."""
+    return sum(map(_lost, commands(log)))
+
+
+def _lost(command: Sequence[Event]) -> float:
     total, begun, last = 0.0, None, 0.0
-    for event in [*log, {"kind": "started", "time": 0.0}]:
+    for event in [*command, {"kind": "started", "time": 0.0}]:
         if event["kind"] == "started" and begun is not None:
             total += last - begun
         if event["kind"] in ("started", "trained", *STATUSES, "crashed"):
