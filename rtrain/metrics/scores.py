@@ -160,13 +160,13 @@ def _slices(
         alive()
         return _finite(metric.all(outcomes.take(rows), targets.take(rows), head))
 
-    names = np.array(values, dtype=object)
+    # Its rows come with a group: to look them up by a merged slice's values takes the square of their number.
+    where = {one.value: one.rows for one in slices.groups(values, least, MOST_SLICES)}
     found = []
     for one in slices.by_column(values, scores, metric.headline, least=least, most=MOST_SLICES):
         document = {"value": one.value, "rows": one.rows, "scores": one.scores}
         if additive is not None:
-            inside = np.flatnonzero(np.isin(names, list(one.merged) or [one.value]))
-            document["interval"] = _interval(additive, inside, metric.headline)
+            document["interval"] = _interval(additive, where[one.value], metric.headline)
         if one.merged:
             document |= {"merged": len(one.merged), "examples": list(one.merged[:EXAMPLES])}
         found.append(document)
