@@ -68,6 +68,19 @@ def test_slices_are_the_worst_first_and_small_ones_together() -> None:
     assert sum(one["rows"] for one in found["length"]) == 69
 
 
+def test_a_column_of_as_many_values_as_rows_is_one_slice_and_takes_no_square_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 50,000 rows with a number each it would take 2,500,000,000 comparisons."""
+    monkeypatch.setattr(Counted, "compared", 0)
+    names: list[str] = [Counted(f"user {row}") for row in range(300)]
+    found = of_intents([0] * 300, [0, 1] * 150, of=names)["slices"]["of"]
+    assert Counted.compared <= 3 * 300
+    assert [(one["value"], one["rows"]) for one in found] == [("(300 values with fewer than 20 rows)", 300)]
+    low, high = found[0]["interval"]
+    assert low < found[0]["scores"]["accuracy"] == 0.5 < high
+
+
 def test_the_document_is_bounded_whatever_the_columns_and_classes() -> None:
     random = np.random.default_rng(0)
     names = tuple(f"class {number}" for number in range(700))
@@ -78,18 +91,6 @@ def test_the_document_is_bounded_whatever_the_columns_and_classes() -> None:
     assert (found["tables"]["classes"], len(found["tables"]["per_class"])) == (700, 500)
     assert "confusion" not in found["tables"]
     assert len(json.dumps(found)) < 300_000
-
-
-def test_each_row_of_a_column_may_have_a_value_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a customer's number, say: what takes a pass over the rows for each value is a matter of hours then."""
-    monkeypatch.setattr(Counted, "compared", 0)
-    customers: list[str] = [Counted(f"customer {number}") for number in range(400)] + ["one"] * 40
-    found = of_intents([0] * 440, [0] * 440, customer=customers)["slices"]
-    assert [(one["value"], one["rows"]) for one in found["customer"]] == [
-        ("(400 values with fewer than 20 rows)", 400),
-        ("one", 40),
-    ]
-    assert Counted.compared < 10 * 440
 
 
 def test_intervals_are_about_the_score_and_the_same_again() -> None:

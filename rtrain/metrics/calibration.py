@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rtrain.metrics.additive import Additive, Bools, Floats, ratio
+from rtrain.metrics.additive import Bools, Floats, ratio
 
 BINS = 15
 
@@ -30,31 +30,23 @@ def softmax(logits: Any) -> Any:
 
 def reliability(confidence: Floats, right: Bools, bins: int = BINS) -> list[Bin]:
     """Equal-width bins of confidence: the points of the reliability diagram (Niculescu-Mizil and Caruana 2005)."""
-    count, sure, accurate = _binned(confidence, right, bins).sum(axis=0).reshape(3, bins)
+    count, sure, accurate = _binned(confidence, right, bins)
     edges = np.linspace(0, 1, bins + 1)
     columns = zip(edges[:-1], edges[1:], count, ratio(sure, count), ratio(accurate, count), strict=True)
     return [Bin(float(a), float(b), int(n), float(c), float(d)) for a, b, n, c, d in columns]
 
 
-def additive(confidence: Floats, right: Bools, bins: int = BINS) -> Additive:
-    """ece (Guo et al. 2017): sum over bins of the share of rows x |accuracy - mean confidence|."""
-
-    def score(sums: Floats) -> dict[str, Floats]:
-        count, sure, accurate = np.moveaxis(sums.reshape(*sums.shape[:-1], 3, bins), -2, 0)
-        return {"ece": ratio(np.abs(accurate - sure).sum(axis=-1), count.sum(axis=-1))}
-
-    return Additive(_binned(confidence, right, bins), score)
-
-
 def expected_calibration_error(confidence: Floats, right: Bools, bins: int = BINS) -> float:
-    """`additive` over all rows."""
-    return additive(confidence, right, bins).scores()["ece"]
+    """Sum over bins of the share of rows x |accuracy - mean confidence| (Guo et al. 2017)."""
+    count, sure, accurate = _binned(confidence, right, bins)
+    return float(ratio(np.abs(accurate - sure).sum(), count.sum()))
 
 
-def _binned(confidence: Floats, right: Bools, bins: int) -> Floats:
-    """(rows, 3 x bins): one, the confidence and whether it is right, in the columns of the row's bin."""
+def _binned(confidence: Floats, right: Bools, bins: int) -> tuple[Floats, Floats, Floats]:
+    """For each bin: rows, the sum of their confidence, and how many are right. A table of rows and bins would not fit
+    into memory where each label of each row, or each word of a text, has a confidence of its own."""
     # A bin holds its upper edge: 1.0 falls into the last, not past it.
     place = np.clip(np.ceil(np.asarray(confidence) * bins).astype(np.int64) - 1, 0, bins - 1)
-    found = np.zeros((len(place), 3, bins))
-    found[np.arange(len(place)), :, place] = np.stack([np.ones(len(place)), confidence, right], axis=1)
-    return found.reshape(len(place), 3 * bins)
+    sums = (np.bincount(place, weights, bins) for weights in (None, confidence, right))
+    count, sure, accurate = (found.astype(np.float64) for found in sums)
+    return count, sure, accurate

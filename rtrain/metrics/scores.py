@@ -160,14 +160,13 @@ def _slices(
         alive()
         return _finite(metric.all(outcomes.take(rows), targets.take(rows), head))
 
+    # Its rows come with a group: to look them up by a merged slice's values takes the square of their number.
+    where = {one.value: one.rows for one in slices.groups(values, least, MOST_SLICES)}
     found = []
     for one in slices.by_column(values, scores, metric.headline, least=least, most=MOST_SLICES):
         document = {"value": one.value, "rows": one.rows, "scores": one.scores}
         if additive is not None:
-            named = {*one.merged} or {one.value}
-            # np.isin passes over all texts for each value, and each row may have a value of its own.
-            inside = np.flatnonzero([value in named for value in values])
-            document["interval"] = _interval(additive, inside, metric.headline)
+            document["interval"] = _interval(additive, where[one.value], metric.headline)
         if one.merged:
             document |= {"merged": len(one.merged), "examples": list(one.merged[:EXAMPLES])}
         found.append(document)
