@@ -28,9 +28,10 @@ def stored(folder: Path) -> Config:
     return settings(folder, len(SCORES), **{"cluster.storage": (folder / "mounted").as_uri()})
 
 
-def copied(folder: Path, **more: Any) -> Run:
+def copied(folder: Path, ended: bool = True) -> Run:
     """A search with a copy, and copies of all its trials but the last."""
-    made = make_search(folder, SCORES, **{"cluster.storage": (folder / "mounted").as_uri()}, **more)
+    storage: dict[str, Any] = {"cluster.storage": (folder / "mounted").as_uri()}
+    made = make_search(folder, SCORES, ended=ended, **storage)
     for number in range(len(SCORES) - 1):
         run = made.trial(number)
         run.append("claimed", token="its")
