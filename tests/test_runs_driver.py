@@ -259,7 +259,8 @@ def test_a_run_whose_folder_is_lost_resumes_from_its_storage_and_ends_bit_for_bi
     assert one == other
     copy = mounted / "halves"
     assert {path.name for path in copy.iterdir()} == {
-        *("artifact", "checkpoints", "config.yaml", "decisions.json", "events.jsonl", "owner")
+        *("artifact", "checkpoints", "config.yaml", "decisions.json", "events.jsonl", "owner"),
+        *("predictions-test.parquet", "predictions-valid.parquet"),
     }
     assert manifest.damage(copy / "artifact") is None
     assert checkpoint.updates(copy / "checkpoints") == checkpoint.updates(folder / "halves" / "checkpoints")
@@ -268,6 +269,7 @@ def test_a_run_whose_folder_is_lost_resumes_from_its_storage_and_ends_bit_for_bi
     assert driver.fit(preparing.prepare(stored, folder / "halves", "resume"))["status"] == "finished"
     for run in (folder / "halves", mounted / "halves"):
         assert artifact.read(run / "artifact").labels == ("login", "parcel", "refund")
+        assert (run / "predictions-valid.parquet").is_file()
     assert sorted(path.name for path in (mounted / "halves" / "checkpoints").iterdir()) == here
 
 
