@@ -195,7 +195,7 @@ class Replica:
         if self._logged is None:
             files.pipe_file(f"{root}/{LOG}", log)
             if files.exists(f"{root}/{PARTS}"):
-                files.rm(f"{root}/{PARTS}", recursive=True)
+                _remove_all(files, f"{root}/{PARTS}")
         elif len(log) > self._logged:
             files.makedirs(f"{root}/{PARTS}", exist_ok=True)
             files.pipe_file(f"{root}/{PARTS}/{self._logged:012d}", log[self._logged :])
@@ -241,10 +241,11 @@ def _draft(final: Path) -> Iterator[Path]:
 def _joined(files: Any, root: str) -> bytes:
     """The log with the parts that go on where it ends; one that does not is another start's."""
     log: bytes = files.cat_file(f"{root}/{LOG}")
-    parts: dict[str, bytes] = files.cat(found) if (found := files.find(f"{root}/{PARTS}")) else {}
-    for path in sorted(parts):
+    paths = sorted(files.find(f"{root}/{PARTS}"))
+    # Not `files.cat`, to which the name of a run may be a pattern (`_remove_all`).
+    for path, part in zip(paths, files.cat_ranges(paths, None, None, on_error="raise"), strict=True):
         if int(path.rsplit("/", 1)[-1]) == len(log):
-            log += parts[path]
+            log += part
     return log
 
 
@@ -290,4 +291,16 @@ def _put(files: Any, folder: Path, target: str, moved: Callable[[], None] = lamb
 def _remove(files: Any, target: str) -> None:
     if files.exists(f"{target}/{manifest.NAME}"):
         files.rm_file(f"{target}/{manifest.NAME}")
-    files.rm(target, recursive=True)
+    _remove_all(files, target)
+
+
+def _remove_all(files: Any, folder: str) -> None:
+    """A folder with what is in it. To fsspec a name with *, ? or [ is a pattern, on all storages but a mounted one: it
+    would find nothing, or what is another run's. So such a folder is emptied file by file."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    if isinstance(files, LocalFileSystem) or set("*?[").isdisjoint(folder):
+        files.rm(folder, recursive=True)
+        return
+    for path in files.find(folder):
+        files.rm_file(path)
