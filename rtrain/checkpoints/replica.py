@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from rtrain import drafts, manifest
+from rtrain.checkpoints import checkpoint
 from rtrain.config import Cluster
 from rtrain.errors import UserError
 
@@ -153,6 +154,9 @@ class Replica:
                 for path in files.ls(f"{root}/checkpoints/{final.name}", detail=False):
                     files.get_file(path, str(draft / path.rsplit("/", 1)[-1]), callback=_telling(moved))
                     moved()
+                checkpoint.discard(
+                    final
+                )  # only ever an incomplete one, as a copy of the run folder that was cut off has
                 draft.rename(final)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
