@@ -480,6 +480,40 @@ def test_a_log_of_one_file_comes_back_and_parts_that_do_not_go_on_from_it_are_le
     assert (tmp_path / "new" / "events.jsonl").read_bytes() == b"one\ntwo\nthree\n"
 
 
+@pytest.mark.parametrize("name", ["exp[1]", "exp?", "ex*"])
+def test_a_run_whose_name_is_a_pattern_is_copied_and_comes_back_and_other_runs_are_left_alone(
+    tmp_path: Path, storage: str, name: str
+) -> None:
+    """To fsspec these stand for `exp1` too."""
+    other, run = tmp_path / "exp1", tmp_path / name
+    for folder in (other, run):
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "config.yaml").write_text("{}")
+    neighbour, copy = (claimed(storage, folder.name) for folder in (other, run))
+    neighbour.push(other, [small(other, 1)])
+    for update in (1, 2, 3):
+        events.append(run, "progress", update=update)
+        copy.push(run, [small(run, update)])
+    assert neighbour.checkpoints() == ["update-00000001"]
+    assert copy.checkpoints() == ["update-00000003"]
+    back = tmp_path / "back" / name
+    Replica(storage, name).restore(back)
+    assert (back / events.NAME).read_bytes() == (run / events.NAME).read_bytes()
+    again = Replica(storage, name, copy._owners)  # of another start: the log is whole once more
+    again.push(run, [small(run, 3)])
+    Replica(storage, name).restore(tmp_path / "again")
+    assert (tmp_path / "again" / events.NAME).read_bytes() == (run / events.NAME).read_bytes()
+
+
+def small(run: Path, update: int) -> Path:
+    """A complete checkpoint of next to nothing."""
+    folder = checkpoint.path_of(run / "checkpoints", update)
+    folder.mkdir(exist_ok=True)
+    (folder / "state.json").write_text("{}")
+    manifest.write(folder)
+    return folder
+
+
 # ---------------------------------------------------------------------------------------------------------------- kills
 
 

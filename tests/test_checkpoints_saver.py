@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from rtrain import manifest
 from rtrain.checkpoints import checkpoint
 from rtrain.checkpoints.checkpoint import Snapshot, State
+from rtrain.checkpoints.replica import Replica
 from rtrain.checkpoints.saver import Saver, Unwritten
 from rtrain.config import Optim
 from rtrain.training import optim
@@ -241,6 +243,21 @@ def test_the_newest_and_the_best_of_each_are_kept(
     states = [state(number, known) for number, known in enumerate(best, start=1)]
     save_all(Saver(tmp_path, keep), network, optimizer, *states)
     assert names(tmp_path) == ["damaged", *(f"update-{update:08d}" for update in kept)]
+
+
+def test_what_is_left_of_a_checkpoint_here_is_not_in_the_way_of_its_copy(
+    tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """A run folder that was copied from elsewhere and cut off: the newest checkpoint has no manifest yet."""
+    here, storage = tmp_path / "run" / "checkpoints", (tmp_path / "mounted").as_uri()
+    copy, told = Replica(storage, "run", ["a"]), list[str]()
+    copy.claim()
+    save_all(Saver(here, keep=2, replica=copy), network, optimizer, state(1), state(2))
+    (here / "update-00000002" / manifest.NAME).unlink()
+    (here / "update-00000002" / "optim.safetensors").unlink()
+    again = Saver(here, keep=2, replica=Replica(storage, "run", ["a"]), say=lambda kind, **fields: told.append(kind))
+    assert (again.select(RUN), told) == (2, [])
+    assert names(here) == ["update-00000001", "update-00000002"]
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -285,6 +285,18 @@ def test_every_plan_has_ragged_passes_and_a_short_last_update(
     assert todo.groups[0][0].workers == 1
 
 
+def test_a_slice_in_whose_middle_nothing_can_be_resumed_is_refused_with_the_rows_that_it_takes(
+    settings: Config,
+) -> None:
+    """Four workers have four rows each in an update: 16 rows are one, and no checkpoint lies before its end."""
+    few, enough = (plan.plan(settings, rows, 20.0, cores=4) for rows in (16, 17))
+    [problem] = plan.problems(settings, few)
+    assert problem.field == "data.path"
+    assert "16 training rows are one update of 16" in problem.reason
+    assert problem.fix == "give 17 of them or more"
+    assert plan.problems(settings, enough) == []
+
+
 def test_a_layout_beyond_fp32_s_noise_is_a_problem() -> None:
     near = Measured(weights_ratio=1e-3, gradient_ratio=1e-7, order_digest="aa", rows=129)
     sizes = ((8, replace(near, weights_ratio=0.0)), (3, near))

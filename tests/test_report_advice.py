@@ -75,6 +75,13 @@ def test_a_run_that_has_not_ended_goes_on(status: str) -> None:
     assert step.command == "rtrain train --resume --out '/runs/a b'"
 
 
+@pytest.mark.parametrize("status", ["running", "interrupted", "failed"])
+def test_a_student_that_has_not_ended_goes_on_beside_its_teacher(status: str) -> None:
+    """As a training it would be refused where it learns inside the teacher, and else end without its gate."""
+    (step,) = advice.steps(replace(FINE, status=status, artifact=False, teacher=True, student=True))
+    assert step.command == "rtrain distill TEACHER --resume --out '/runs/a b'"
+
+
 RISING = ((10, 0.5), (20, 0.7), (30, 0.8))
 FLAT = ((10, 0.5), (20, 0.8), (30, 0.801))
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {

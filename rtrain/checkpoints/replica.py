@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from rtrain import drafts, manifest
+from rtrain.checkpoints import checkpoint
 from rtrain.config import Cluster
 from rtrain.errors import UserError
 
@@ -166,6 +167,9 @@ class Replica:
                 for path in files.ls(f"{root}/checkpoints/{final.name}", detail=False):
                     files.get_file(path, str(draft / path.rsplit("/", 1)[-1]), callback=_telling(moved))
                     moved()
+                checkpoint.discard(
+                    final
+                )  # only ever an incomplete one, as a copy of the run folder that was cut off has
                 draft.rename(final)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -214,7 +218,7 @@ class Replica:
         if before is None:
             files.pipe_file(place, log)
             if files.exists(parts):
-                files.rm(parts, recursive=True)
+                _remove_all(files, parts)
         elif len(log) > before:
             files.makedirs(parts, exist_ok=True)
             files.pipe_file(f"{parts}/{before:012d}", log[before:])
@@ -271,10 +275,11 @@ def _get_logs(files: Any, root: str, run: Path) -> None:
 def _joined(files: Any, place: str) -> bytes:
     """A log with the parts that go on where it ends; one that does not is another start's."""
     log: bytes = files.cat_file(place)
-    parts: dict[str, bytes] = files.cat(found) if (found := files.find(_parts(place))) else {}
-    for path in sorted(parts):
+    paths = sorted(files.find(_parts(place)))
+    # Not `files.cat`, to which the name of a run may be a pattern (`_remove_all`).
+    for path, part in zip(paths, files.cat_ranges(paths, None, None, on_error="raise"), strict=True):
         if int(path.rsplit("/", 1)[-1]) == len(log):
-            log += parts[path]
+            log += part
     return log
 
 
@@ -320,4 +325,16 @@ def _put(files: Any, folder: Path, target: str, moved: Callable[[], None] = lamb
 def _remove(files: Any, target: str) -> None:
     if files.exists(f"{target}/{manifest.NAME}"):
         files.rm_file(f"{target}/{manifest.NAME}")
-    files.rm(target, recursive=True)
+    _remove_all(files, target)
+
+
+def _remove_all(files: Any, folder: str) -> None:
+    """A folder with what is in it. To fsspec a name with *, ? or [ is a pattern, on all storages but a mounted one: it
+    would find nothing, or what is another run's. So such a folder is emptied file by file."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    if isinstance(files, LocalFileSystem) or set("*?[").isdisjoint(folder):
+        files.rm(folder, recursive=True)
+        return
+    for path in files.find(folder):
+        files.rm_file(path)

@@ -172,6 +172,14 @@ def plan(
     return Plan(rows, rows_per_update, tuple(groups), tuple(left_out))
 
 
+def problems(config: Config, todo: Plan) -> list[Problem]:
+    """What is wrong with a slice: cases are resumed between two of its updates."""
+    if todo.updates > 1:
+        return []
+    reason = f"its {todo.rows} training rows are one update of {todo.rows_per_update}, and a case resumes between two"
+    return [Problem("data.path", config.recipe.data.path, reason, f"give {todo.rows_per_update + 1} of them or more")]
+
+
 @dataclass(frozen=True)
 class _Group:
     workers: int

@@ -20,7 +20,7 @@ from rtrain.data import tokens
 from rtrain.errors import ConfigError, UserError
 from rtrain.network import model
 from rtrain.proof.cases import REFERENCE, Measured, Slice, run_group
-from rtrain.proof.plan import EXACT, Case, LeftOut, most_workers, plan, refused
+from rtrain.proof.plan import EXACT, Case, LeftOut, most_workers, plan, problems as too_few, refused
 from rtrain.run import Run
 from rtrain.runs import driver, failures, group as worker_group, nodes, preparing
 
@@ -210,7 +210,7 @@ def run(
             "train.aggregation_frequency": None,
         },
     )
-    if problems := [*preflight.rows(config.recipe, rows), *preparing.capacity(config)]:
+    if problems := [*too_few(config, todo), *preflight.rows(config.recipe, rows), *preparing.capacity(config)]:
         raise ConfigError(problems)
     # In float64 the reference's gradients, its weights and checkpoints of three times its weights; in fp32 the first.
     copies = 1.5 * todo.updates + 5 + 3 * sum(bool(case.keeps) for group in todo.groups for case in group)

@@ -109,22 +109,19 @@ def steps(facts: Facts) -> list[Step]:
 def go_on(facts: Facts) -> Step | None:
     if facts.status == "finished":
         return None
-    folder = shlex.quote(facts.folder)
+    # As a plain training a student would lack its teacher, and end without its gate.
+    command = f"rtrain {'distill TEACHER' if facts.teacher else 'train'} --resume --out {shlex.quote(facts.folder)}"
     if facts.status == "failed":
         return Step(
             "Mend what the error names, then go on from the newest checkpoint",
             "the newest start failed; what interrupted it is under Training",
-            f"rtrain train --resume --out {folder}",
+            command,
         )
     if facts.status == "running":
         return Step(
-            "Wait for its end, or go on if its process is gone",
-            "the log has no end of the newest start",
-            f"rtrain train --resume --out {folder}",
+            "Wait for its end, or go on if its process is gone", "the log has no end of the newest start", command
         )
-    return Step(
-        "Go on from the newest checkpoint", f"the run is {facts.status}", f"rtrain train --resume --out {folder}"
-    )
+    return Step("Go on from the newest checkpoint", f"the run is {facts.status}", command)
 
 
 def mend_rows(facts: Facts) -> Step | None:

@@ -31,7 +31,7 @@ def block(run: Collected) -> Block:
         return Note("Nothing calls for a next step: the run has no artefact yet, and nothing in it stands out.")
     note = (
         "Derived from this run's figures alone, by fixed rules: a hint where to look first, not a promise. NEW_FOLDER, "
-        "RECIPE and FILE are for you to name."
+        "RECIPE, FILE and TEACHER, the run that a student is distilled from, are for you to name."
     )
     return Steps("What to do next", steps, note)
 
