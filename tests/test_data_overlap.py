@@ -138,6 +138,20 @@ def test_rows_of_a_test_file_that_are_training_rows_are_found_and_named(tmp_path
     )
 
 
+def test_rows_of_a_test_file_that_a_copy_equals_are_counted(tmp_path: Path) -> None:
+    """A copy is made without a look at the other files; no copy equals a row that the hash has held out."""
+    test = [(f"Where is number {place}, please?", "ab"[place % 2]) for place in range(40)]
+    copied: dict[str, Any] = {"augment.copies": 20, "augment.drop": 0.2}
+    seen = made(recipe_of(tmp_path, test, **copied), tmp_path).seen("test")
+    assert seen is not None
+    assert seen.any()
+    by_hash = made(recipe_of(tmp_path, **copied), tmp_path)
+    for split in ("valid", "test"):
+        own = by_hash.seen(split)
+        assert own is not None
+        assert own.tolist() == [False] * by_hash.rows(split)
+
+
 def test_equal_texts_of_one_file_are_never_in_two_splits_and_nothing_is_said(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     found = made(recipe, tmp_path)

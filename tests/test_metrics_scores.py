@@ -12,7 +12,7 @@ import pytest
 from rtrain import artifact, score
 from rtrain.batch import IGNORED, Encoded, Head, Ragged, Window, pack
 from rtrain.cli import app as cli
-from rtrain.errors import ConfigError
+from rtrain.errors import ConfigError, UserError
 from rtrain.metrics import by_output, classification, scores, summary_rows
 from rtrain.predict import Predictor
 from rtrain.tasks import base
@@ -302,6 +302,45 @@ def test_labels_of_an_answer_that_is_no_number_are_wrong() -> None:
     true = Ragged.even(np.array([[1.0]] * 11 + [[0.0]]))
     assert calibrate(many, true, Head(("a",))) == {"threshold": pytest.approx(0.5)}
     assert calibrate(Ragged.even(np.array([[nothing]])), Ragged.even(np.array([[1.0]])), Head(("a",))) == {}
+
+
+NAN = float("nan")
+NO_NUMBERS: dict[str, tuple[Head, list[Any], list[Any]]] = {
+    "classification": (Head(("a", "b")), [[NAN, 1.0], [2.0, 1.0]], [[0], [0]]),
+    "multi_label": (Head(("a", "b")), [[NAN, 1.0], [2.0, -1.0]], [[1, 0], [1, 0]]),
+    "multi_head": (Head(("m=a", "m=b"), {"heads": [["m", 2]]}), [[NAN, 1.0], [2.0, 1.0]], [[0], [0]]),
+    "token_tags": (Head(("O", "B-x")), [[classification.NONE, NAN, NAN], [1, 0.9, 0.1]], [[1], [1]]),
+}
+
+
+@pytest.mark.parametrize("name", NO_NUMBERS)
+def test_tables_hold_numbers_where_an_answer_is_none(name: str, tmp_path: Path) -> None:
+    """JSON has no other. The row is a missed one of its class, and says nothing of how sure the model is."""
+    head, found, true = NO_NUMBERS[name]
+    outcomes, targets = Ragged.of(found, np.float64), Ragged.of(true, np.float32)
+    document = scores.measure(base.get(name), head, "test", outcomes, targets, np.array([3, 9]), {})
+    scores.write(tmp_path / "scores-test.json", document)
+    tables = document["tables"]["heads"]["m"] if name == "multi_head" else document["tables"]
+    recall = {one["class"]: (one["recall"], one["support"]) for one in tables["per_class"]}
+    assert recall["x" if name == "token_tags" else "a"] == (0.5, 2)
+    assert sum(one["rows"] for one in tables["calibration"]["bins"]) == (3 if name == "multi_label" else 1)
+    if "confusion" in tables:
+        assert tables["confusion"]["counts"] == [[1, 0], [0, 0]]
+
+
+def test_a_row_that_is_no_number_is_neither_refused_nor_a_class() -> None:
+    head = Head(("a", "b"), {"outside": "other", "threshold": 0.6})
+    outcomes, targets = Ragged.even(np.array([[NAN, 1.0], [0.0, 9.0], [0.0, 0.0]])), Ragged.even(np.array([0, 1, -2]))
+    tables = scores.measure(INTENTS, head, "test", outcomes, targets, np.arange(3), {})["tables"]
+    assert tables["confusion"]["counts"] == [[0, 0, 0], [0, 1, 0], [0, 0, 1]]
+    assert {one["class"]: one["support"] for one in tables["per_class"]} == {"a": 1, "b": 1, "other": 1}
+
+
+def test_numbers_of_a_model_gone_astray_are_told_as_that() -> None:
+    head, task = Head(("score",), {"mean": 2.0, "std": 1.0}), base.get("regression")
+    outcomes, true = (Ragged.even(np.array(side)) for side in ([[NAN], [1.0]], [[1.0], [2.0]]))
+    with pytest.raises(UserError, match=r"the neg_rmse of 2 test rows is no finite number, .* gone astray"):
+        scores.measure(task, head, "test", outcomes, true, np.array([3, 9]), {})
 
 
 def test_scores_that_are_no_number_have_no_order() -> None:

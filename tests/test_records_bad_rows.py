@@ -71,6 +71,14 @@ def test_a_lone_surrogate_escape_in_json_is_bad(tmp_path: Path) -> None:
     assert record.reason == "column 'text' is not UTF-8; convert the file, e.g. iconv -f latin1 -t utf-8"
 
 
+def test_a_slice_that_is_not_utf8_can_be_shown(tmp_path: Path) -> None:
+    """No row is bad for it, so that a report, the JSON of `rtrain evaluate` and a terminal must be able to hold it."""
+    [record] = read_bytes(tmp_path / "a.csv", b"text,label,lang\na,x,fran\xe7ais\n", slices=("lang",))
+    assert (record.reason, record.slices) == (None, ("fran?ais",))
+    [record] = read_bytes(tmp_path / "a.jsonl", b'{"text": "a", "label": "x", "lang": "\\ud800"}\n', slices=("lang",))
+    assert (record.reason, record.slices) == (None, ("?",))
+
+
 @pytest.mark.parametrize(("bad", "total", "refused"), [(0, 0, False), (2, 100, False), (3, 100, True), (1, 49, True)])
 def test_a_source_with_too_many_bad_rows_is_refused(bad: int, total: int, refused: bool) -> None:
     examples = [f"rows.csv:{line}: no" for line in range(2, 2 + bad)]

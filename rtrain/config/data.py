@@ -120,8 +120,9 @@ class Data(Section):
 
 
 class Augment(Section):
-    """Further training rows, made from the given ones. Validation and test rows stay as they are, and no copy has a
-    text that stands in one of them."""
+    """Further training rows, made from the given ones. Validation and test rows stay as they are. No copy has a text
+    that a hash would make one of them; it may have one that stands in a `valid` or `test` file, or that `split` names,
+    and that row is counted among those that are training rows too."""
 
     copies: Annotated[int, Field(ge=0, le=100)] = 0
     """Noisy copies of each training row; a text with few words to change gets fewer."""

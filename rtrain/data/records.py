@@ -26,7 +26,7 @@ from rtrain.config import Data, assignment
 from rtrain.data.formats import addresses, digests, files, parts, readers
 from rtrain.data.formats.addresses import opened, path_of
 from rtrain.data.formats.files import ROLES, Piece
-from rtrain.data.formats.values import not_words, string, text_of
+from rtrain.data.formats.values import not_words, printable, string, text_of
 from rtrain.errors import ConfigError, Problem, UserError, quoted, visible
 
 
@@ -40,7 +40,7 @@ class Record(NamedTuple):
     """The label as it stands in the file. A list is written as JSON, several columns as a JSON object by column."""
     reason: str | None
     slices: tuple[str, ...] = ()
-    """Values of the columns `data.slices`."""
+    """Values of the columns `data.slices`, as `values.printable` has them: no row is bad for these."""
     group: str | None = None
     """Value of the column `data.split_by`; None where none is named."""
     split: str | None = None
@@ -308,7 +308,7 @@ def _record(line: int, row: Mapping[str, Any], data: Data) -> Record:
     # Most editors do not show a blank beside a label. It must not make a second class, so labels are stripped.
     text, label = text_of(row.get(data.text)), _label(row, data)
     pair = None if data.text_pair is None else text_of(row.get(data.text_pair))
-    slices = tuple(string(row.get(name)) for name in data.slices)
+    slices = tuple(printable(string(row.get(name))) for name in data.slices)
     group = None if data.split_by is None else string(row.get(data.split_by))
     split = None if data.split is None else string(row.get(data.split)).strip()
     reason = not_words(data, row) or _reason(data, text, pair, label)

@@ -1,6 +1,7 @@
 """Whether a probability means what it says: reliability and expected calibration error.
 
-`confidence` is a row's highest probability and `right` whether that label is true.
+`confidence` is a row's highest probability and `right` whether that label is true. A confidence that is no number says
+nothing of how sure a model is, and is left out.
 """
 
 from typing import Any, NamedTuple
@@ -45,8 +46,10 @@ def expected_calibration_error(confidence: Floats, right: Bools, bins: int = BIN
 def _binned(confidence: Floats, right: Bools, bins: int) -> tuple[Floats, Floats, Floats]:
     """For each bin: rows, the sum of their confidence, and how many are right. A table of rows and bins would not fit
     into memory where each label of each row, or each word of a text, has a confidence of its own."""
+    known = ~np.isnan(confidence)
+    confidence, right = confidence[known], right[known]
     # A bin holds its upper edge: 1.0 falls into the last, not past it.
-    place = np.clip(np.ceil(np.asarray(confidence) * bins).astype(np.int64) - 1, 0, bins - 1)
+    place = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
     sums = (np.bincount(place, weights, bins) for weights in (None, confidence, right))
     count, sure, accurate = (found.astype(np.float64) for found in sums)
     return count, sure, accurate

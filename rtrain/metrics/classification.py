@@ -42,9 +42,10 @@ def confusion(true: Ints, predicted: Ints, classes: int) -> Ints:
     return counts
 
 
-def per_class(counts: Ints) -> list[ClassScores]:
-    """The scores of each class, from `confusion`'s counts."""
-    right, support, predicted = np.diag(counts[:-1]), counts[:-1].sum(axis=1), counts.sum(axis=0)
+def per_class(counts: Ints, unanswered: Ints | int = 0) -> list[ClassScores]:
+    """The scores of each class, from `confusion`'s counts; `unanswered`: how many further rows of each class were given
+    none."""
+    right, support, predicted = np.diag(counts[:-1]), counts[:-1].sum(axis=1) + unanswered, counts.sum(axis=0)
     columns = (ratio(right, predicted), ratio(right, support), ratio(2 * right, support + predicted))
     return [
         ClassScores(float(precision), float(recall), float(f1), int(true), int(given))

@@ -62,7 +62,8 @@ def measure(
     alive: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """The document above. All rows in one order: outcomes, targets, `lengths` (tokens) and `columns` (a value each).
-    `alive` is called before each slice is scored, which may take as long as the whole."""
+    `alive` is called before each slice is scored, which may take as long as the whole. Raises `UserError` where answers
+    that are no finite numbers leave the headline none either."""
     metric, rows = metric_for(task.output), len(outcomes)
     document = {
         "schema_version": SCHEMA_VERSION,
@@ -74,6 +75,12 @@ def measure(
     }
     if not rows:
         return {**document, "scores": metric.scores(outcomes, targets, head), "slices": {}, "tables": {}}
+    found = _finite(metric.all(outcomes, targets, head))
+    if metric.headline not in found:
+        raise UserError(
+            f"the {metric.headline} of {rows:,} {split} rows is no finite number, nor are some of the answers: the "
+            "model's training has gone astray; train it with a lower optim.lr"
+        )
     additive = None if metric.additive is None else metric.additive(outcomes, targets, head)
     sliced = {
         name: _slices(metric, values, outcomes, targets, head, additive, alive) for name, values in columns.items()
@@ -83,7 +90,7 @@ def measure(
         sliced[LENGTH] = _slices(metric, quarters, outcomes, targets, head, additive, alive, least=1)
     return {
         **document,
-        "scores": _finite(metric.all(outcomes, targets, head)),
+        "scores": found,
         "intervals": {} if additive is None else _intervals(additive),
         "slices": sliced,
         "tables": {} if metric.tables is None else metric.tables(outcomes, targets, head),

@@ -53,7 +53,7 @@ def classes(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
     sure, place = chances.max(axis=1), len(head.labels)
     refused = sure < head.facts.get("threshold", 0.0)
     outside, wide = true == OUTSIDE, np.concatenate([chances, 1 - sure[:, None]], axis=1)
-    given = np.where(refused, place, chances.argmax(axis=1))
+    given = np.where(refused, place, classification.best(chances))
     return {
         **_of_classes(wide, np.where(outside, place, true), (*head.labels, head.facts["outside"]), given),
         "threshold": head.facts.get("threshold"),
@@ -275,10 +275,15 @@ def sentences_of(outcomes: Ragged, targets: Ragged) -> tuple[Bools, Bools, Float
 
 
 def _of_classes(chances: Floats, true: Ints, names: Sequence[str], given: Ints | None = None) -> dict[str, Any]:
-    """`given`: the predicted class of each row, by default the most probable."""
-    counts = classification.confusion(true, chances.argmax(axis=1) if given is None else given, len(names))
-    _, areas = classification.auc(true, chances)
-    each = zip(names, classification.per_class(counts), areas, strict=True)
+    """`given`: the predicted class of each row, by default the most probable. A row whose chances are no numbers is
+    given none: it is one more of its class, and stands in no column of the confusion."""
+    given = classification.best(chances) if given is None else given
+    answered = given >= 0
+    counts = classification.confusion(true[answered], given[answered], len(names))
+    missed = np.bincount(true[~answered & (true >= 0)], minlength=len(names))
+    _, found = classification.auc(true, chances)
+    areas = [None if area is None or np.isnan(area) else area for area in found]
+    each = zip(names, classification.per_class(counts, missed), areas, strict=True)
     return {
         **_listed([{"class": name, **scores._asdict(), "auc": area} for name, scores, area in each]),
         **_confusion(counts, names),

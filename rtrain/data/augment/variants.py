@@ -2,8 +2,9 @@
 noise, `rewriting` has models make texts.
 
 A copy is a training row because its row is one, whatever the copy's own text would hash to. A copy whose text would
-hash to another split is left out, so that no copy can equal a row that is evaluated. A copy keeps its row's label,
-line, slices and group.
+hash to another split is left out, so that no copy can equal a row that the hash has put there. Rows of validation and
+test files, and those that a column names, are not known here: `rtrain.data.overlap` counts those that a copy equals. A
+copy keeps its row's label, line, slices and group.
 """
 
 import hashlib

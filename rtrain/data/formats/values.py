@@ -36,5 +36,5 @@ def string(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with a question mark in place of each lone surrogate, which neither Arrow nor a page can hold."""
+    """The text with a question mark in place of each lone surrogate, which Arrow, a page and a terminal cannot hold."""
     return text.encode("utf-8", "replace").decode()

@@ -178,7 +178,7 @@ def _encode(
         for record, row in zip(batch, encoded, strict=True)
     ]
     further = {
-        SLICE + name: pa.array([printable(record.slices[place]) if record.slices else "" for record in batch])
+        SLICE + name: pa.array([record.slices[place] if record.slices else "" for record in batch])
         for place, name in enumerate(data.slices)
     }
     if not task.packs:  # blocks of text are cut by the texts before them, and so repeat nothing as a whole
