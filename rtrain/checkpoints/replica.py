@@ -167,9 +167,8 @@ class Replica:
                 for path in files.ls(f"{root}/checkpoints/{final.name}", detail=False):
                     files.get_file(path, str(draft / path.rsplit("/", 1)[-1]), callback=_telling(moved))
                     moved()
-                checkpoint.discard(
-                    final
-                )  # only ever an incomplete one, as a copy of the run folder that was cut off has
+                # One without its manifest: what a copy of the run folder that was cut off has.
+                checkpoint.discard(final)
                 draft.rename(final)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
