@@ -221,6 +221,13 @@ def test_verify_ledger_of_no_run_is_refused(run: Cli, tmp_path: Path) -> None:
     assert f"--ledger: {tmp_path / 'nowhere'} holds no run" in err
 
 
+@pytest.mark.parametrize("words", [["--out", "~no-such-user/x"], ["--model", "~no-such-user/x", "--data", "rows.csv"]])
+def test_the_home_of_nobody_is_one_line_in_any_verb(run: Cli, words: list[str]) -> None:
+    code, _, err = run("train", "intent", *words)
+    assert code == 2
+    assert err == "rtrain: a path begins with ~ and a name that is no user of this machine; write the path out\n"
+
+
 def test_a_full_disk_is_one_line_in_any_verb(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a write, which names no file

@@ -93,6 +93,25 @@ def test_answers_are_those_of_whole_precision(store: Store, tmp_path: Path) -> N
     assert np.abs(np.stack([row.reshape(-1) for row in found["logits"]]) - np.stack(expected)).max() <= 1e-5
 
 
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        (
+            ("login", "parcels", "refund"),
+            r"3 labels, .* trained on 3 \(rows alone: 'parcel'; teacher alone: 'parcels'\);",
+        ),
+        (("login", "parcel"), r"3 labels, .* trained on 2 \(rows alone: 'refund'\);"),
+        (("refund", "parcel", "login"), r"trained on 3, in another order;"),
+    ],
+)
+def test_rows_with_other_labels_than_the_teacher_s_are_refused_with_their_names(
+    store: Store, tmp_path: Path, labels: tuple[str, ...], told: str
+) -> None:
+    made = artifact.Artifact("a", "classification", labels, 16, "torch")
+    with pytest.raises(UserError, match=told):
+        teacher.teach(tmp_path, made, store, tmp_path, lambda weights: store, alike=True)
+
+
 def test_a_teacher_s_tags_are_carried_over_by_their_words(tmp_path: Path) -> None:
     """A student whose vocabulary is smaller has other tokens, and as many words."""
     path = tmp_path / "rows.conll"

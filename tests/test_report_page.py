@@ -143,6 +143,19 @@ def test_a_row_in_several_windows_is_one_row_of_words(tmp_path: Path) -> None:
     assert "password" in str(words["login"])
 
 
+def test_a_trimmed_run_s_words_are_spelled_by_its_own_vocabulary(tmp_path: Path) -> None:
+    """Also before it has an artefact, and where the whole model is a folder of this machine."""
+    run = Run(make_run(tmp_path))
+    own = tmp_path / "trimmed" / "tokenizer.json"
+    own.parent.mkdir()
+    own.touch()
+    whole = collect.read(run).tokenizer
+    run.append("vocabulary", pieces=5, of=9, changed={}, model=str(own.parent))
+    assert whole != collect.read(run).tokenizer == own
+    own.unlink()
+    assert collect.read(run).tokenizer is None
+
+
 def test_words_before_an_apostrophe_are_no_words_of_their_own() -> None:
     assert terms.WORD.findall("don ' t use it, isn't doesn \u2019 t; the don of dont") == ["use", "the", "don", "dont"]
 

@@ -212,6 +212,21 @@ def test_the_test_score_by_the_threshold_that_the_end_has_chosen_is_told_too() -
     assert kept.told == [({"valid/micro_f1": 0.75}, 20), ({"test/micro_f1": 0.25}, 20), ({"test/micro_f1": 0.75}, 20)]
 
 
+def test_where_a_tracker_cannot_be_opened_those_before_it_are_closed(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An MLflow run would be said to be running for ever."""
+
+    def refused(config: Config, run: Run) -> trackers.Tracker:
+        raise UserError("no such folder")
+
+    monkeypatch.setattr(trackers, "_OPEN", {"mlflow": trackers.MLflow, "tensorboard": refused})
+    with pytest.raises(UserError, match="no such folder"):
+        follow(with_trackers(["mlflow", "tensorboard"]), run)
+    (found,) = Store(f"sqlite:///{run.parent / 'mlflow.db'}").runs("intent")
+    assert found.info.status == "FAILED"
+
+
 def test_a_tracker_that_fails_is_dropped_with_a_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "_OPEN", {"mlflow": Broken, "tensorboard": trackers.TensorBoard})
     said: list[str] = []

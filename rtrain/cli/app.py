@@ -59,6 +59,8 @@ app.command(name="import")(runs.import_)
 app.command(name="serve status")(serve.status)
 
 FAILED, USAGE = 1, 2
+NO_HOME = "Could not determine home directory."
+"""What `Path.expanduser` raises of ~name/path, without the name."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -88,6 +90,10 @@ def _run(arguments: Sequence[str] | None) -> int | None:
         if error.filename is None:  # no file that the user can do something about
             raise
         return _said(f"{error.filename}: {error.strerror}", FAILED)
+    except RuntimeError as error:
+        if str(error) != NO_HOME:
+            raise
+        return _said("a path begins with ~ and a name that is no user of this machine; write the path out", USAGE)
     except ModuleNotFoundError as error:
         if (line := lacking.said(arguments or sys.argv[1:], error)) is None:
             raise

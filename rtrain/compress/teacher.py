@@ -19,7 +19,7 @@ from rtrain import artifact, drafts, env, events, ray_internals
 from rtrain.batch import IGNORED, Head, Int32s, Ints, batches
 from rtrain.config import Model
 from rtrain.data.stores.store import Store, open_store
-from rtrain.errors import UserError
+from rtrain.errors import UserError, quoted
 from rtrain.network import model, pooling, trimming
 from rtrain.tasks import base
 from rtrain.training.step import forward
@@ -37,6 +37,8 @@ BLOCK_ROWS = 1024
 """Rows that one data task answers."""
 MEAN_LINES = 1 << 16
 """Lines of outputs of which the mean is taken at a time."""
+SHOWN = 3
+"""Labels that are named where the rows' are not the teacher's."""
 PRECISION = "fp32"
 """Number format of the answers, whatever the student's: they are kept under the teacher's version alone, and students
 on other machines, or in another format, learn the same ones."""
@@ -105,10 +107,12 @@ def teach(
     if store.teacher_file(made.version).is_file():
         return
     if store.manifest.labels != made.labels:
-        raise UserError(
-            f"data.path: these rows have {len(store.manifest.labels)} labels, and the teacher {folder} was trained on "
-            f"{len(made.labels)}; a student learns rows with the same labels"
-        )
+        counts = f"{len(store.manifest.labels)} labels, and the teacher {folder} was trained on {len(made.labels)}"
+        only = [quoted(one) for one in store.manifest.labels if one not in made.labels][:SHOWN]
+        lacking = [quoted(one) for one in made.labels if one not in store.manifest.labels][:SHOWN]
+        names = [f"{of} alone: {', '.join(found)}" for of, found in (("rows", only), ("teacher", lacking)) if found]
+        told = f" ({'; '.join(names)})" if names else ", in another order"
+        raise UserError(f"data.path: these rows have {counts}{told}; a student learns rows with the same labels")
     on_event(events.doing(f"the teacher answers {store.rows('train'):,} rows", "teacher"))
     task, trimmed = base.get(made.task), trimming.read(weights)
     if alike and (trimmed is None or (task.by_token and task.output != TAGS)):

@@ -105,7 +105,9 @@ def read(run: Run) -> Collected:
 
 
 def _tokenizer(run: Run, config: Config) -> Path | None:
-    places = (run.artifact / "tokenizer.json", Path(config.recipe.model.name) / "tokenizer.json")
+    # By a vocabulary that is not the trimmed one the run's tokens would be spelled as other words.
+    folder = trimmed.get("model") if (trimmed := run.last("vocabulary")) else config.recipe.model.name
+    places = [run.artifact / "tokenizer.json", *([Path(folder) / "tokenizer.json"] if folder else [])]
     return next((place for place in places if place.is_file()), None)
 
 

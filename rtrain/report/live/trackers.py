@@ -54,14 +54,14 @@ def missing(config: Config) -> list[Problem]:
 @contextmanager
 def following(config: Config, run: Run, say: Say) -> Iterator[None]:
     """While it is entered, the configured trackers are told what the run logs."""
-    trackers = {name: _OPEN[name](config, run) for name in config.deploy.report.trackers}
-    if not trackers:
+    if not config.deploy.report.trackers:
         yield
         return
-    past = run.events()
+    past, feeds = run.events(), list[Feed]()
     outcome: Outcome = "failed"
-    feeds = [Feed(name, tracker, past, say) for name, tracker in trackers.items()]
     try:
+        for name in config.deploy.report.trackers:  # where one is refused, those before it are closed
+            feeds.append(Feed(name, _OPEN[name](config, run), past, say))
         with ExitStack() as stack:
             for feed in feeds:  # each by a thread of its own: a slow server must not hold up the others
                 stack.enter_context(events.Follow([(run.folder, {})], feed))
