@@ -42,10 +42,13 @@ class Answered:
     outcomes: Ragged
 
 
-def on_split(predictor: Predictor, store: Store, split: str, rows: Ints, batch_rows: int = BATCH_ROWS) -> Answered:
-    """The answers to the rows at the positions `rows`; neighbours in length share a batch."""
+def on_split(
+    predictor: Predictor, store: Store, split: str, rows: Ints, batch_rows: int = BATCH_ROWS, *, keep: bool = True
+) -> Answered:
+    """The answers to the rows at the positions `rows`; neighbours in length share a batch. `keep` as `answer` has
+    it."""
     lengths = store.column(split, "length")[rows]
-    return answer(predictor, lengths, lambda places: store.read(split, rows[places]), batch_rows)
+    return answer(predictor, lengths, lambda places: store.read(split, rows[places]), batch_rows, keep=keep)
 
 
 def scores(predictor: Predictor, answered: Answered, store: Store, split: str = "test") -> dict[str, float]:

@@ -36,6 +36,8 @@ KEPT = 0.995
 """Least share of the float score that int8 should keep. Below, it is said how to train the model to be rounded."""
 REFERENCE_ROWS = 4000
 """Most validation rows whose answers are kept as histograms."""
+OUTPUT_BYTES, PROBED = 1 << 29, 16
+"""Most bytes of outputs of one model that are compared with another's, and rows by which those of a row are known."""
 ALONE_ROWS = 4000
 """Most test rows that are asked one at a time too, to count the answers that depend on their batch."""
 
@@ -159,12 +161,13 @@ def report_text(report: dict[str, Any]) -> str:
     verdict, *rivals = told.brief(report["gate"])
     width = max(len(name) for name, *_ in rows)
     table = [f"{name:<{width}}  {old:>10}  {new:>10}" for name, old, new in [("", "float", "int8"), *rows]]
+    of = f" (of the first {report['flips_rows']:,} rows)" if "flips_rows" in report else ""
     apart, moved = report["flips_alone_against_batch"], report["largest_logit_difference_alone_against_batch"]
     return "\n".join(
         [
             f"{after['rows']:,} test rows, {report['seconds']:.0f} s",
             *table,
-            f"answers that differ from the float model's: {report['flips_against_parent']:.2%}",
+            f"answers that differ from the float model's: {report['flips_against_parent']:.2%}{of}",
             f"answers that differ between alone and in a batch: {apart:.2%} (logits by {moved:.3f} at most)",
             *aware_text(report),
             *_vocabulary_text(report),
@@ -267,13 +270,25 @@ def _measure(
     parent_folder: Path, draft: Path, parent: artifact.Artifact, made: artifact.Artifact, store: Store
 ) -> tuple[dict[str, Any], tuple[score.Answered, score.Answered]]:
     """(scores of both artefacts on the test rows and the shares of int8 answers that differ from the parent's, and that
-    differ between being asked alone and in a batch; the answers of parent and int8)"""
-    alone_rows = np.arange(min(store.rows("test"), ALONE_ROWS))
+    differ between being asked alone and in a batch; the answers of parent and int8)
+
+    Where the outputs of all test rows do not fit into memory, the shares are of the first ones, `flips_rows`, and the
+    answers come without outputs."""
     small, every = predict.Predictor(draft, made), np.arange(store.rows("test"))
-    float_answers = score.on_split(predict.Predictor(parent_folder, parent), store, "test", every)
-    batched = score.on_split(small, store, "test", every)
+    some = every[: _kept(small, store)]
+    alone_rows = some[:ALONE_ROWS]
+
+    def asked(predictor: predict.Predictor) -> tuple[score.Answered, score.Answered]:
+        """Answers to all rows, and to those whose outputs are kept."""
+        if len(some) == len(every):
+            return (found := score.on_split(predictor, store, "test", every)), found
+        found = score.on_split(predictor, store, "test", every, keep=False)
+        return found, score.on_split(predictor, store, "test", some)
+
+    float_answers, some_float = asked(predict.Predictor(parent_folder, parent))
+    batched, some_small = asked(small)
     alone = score.on_split(small, store, "test", alone_rows, batch_rows=1)
-    together = score.Answered(batched.outputs[: len(alone_rows)], batched.outcomes.take(alone_rows))
+    together = score.Answered(some_small.outputs[: len(alone_rows)], some_small.outcomes.take(alone_rows))
 
     def flips(found: score.Answered, other: score.Answered, rows: Ints) -> float:
         targets = store.targets("test", rows)
@@ -283,13 +298,23 @@ def _measure(
     report = {
         "test": score.scores(small, batched, store),
         "parent": score.scores(small, float_answers, store),
-        "flips_against_parent": flips(batched, float_answers, every),
+        "flips_against_parent": flips(some_small, some_float, some),
+        **({} if len(some) == len(every) else {"flips_rows": len(some)}),
         "flips_alone_against_batch": flips(alone, together, alone_rows),
         "largest_logit_difference_alone_against_batch": farthest(alone.outputs, together.outputs),
         "size_mb": round(artifact.size_mb(draft, made.engine), 2),
         "parent_size_mb": round(artifact.size_mb(parent_folder, parent.engine), 2),
     }
     return report, (float_answers, batched)
+
+
+def _kept(predictor: predict.Predictor, store: Store) -> int:
+    """The outputs of how many test rows are held in memory at a time: of masked text a row has one for each piece of
+    the vocabulary and each mask, megabytes."""
+    rows = store.rows("test")
+    probed = score.on_split(predictor, store, "test", np.arange(min(rows, PROBED))).outputs
+    each = sum(one.nbytes for one in probed) / max(1, len(probed))
+    return min(rows, max(len(probed), int(OUTPUT_BYTES / max(1.0, each))))
 
 
 def farthest(left: Sequence[Floats], right: Sequence[Floats]) -> float:
