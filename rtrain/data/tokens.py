@@ -88,6 +88,9 @@ def problems(recipe: Recipe, begun: bool = False) -> list[Problem]:
     if paired and reading.stride > most and recipe.distill.teacher is None and not begun:
         reason = "two long texts have half a window each, and neighbours would share all of it"
         found.append(Problem("data.stride", reading.stride, reason, f"write {most} or less"))
+    if task.packs and reading.stride and recipe.distill.teacher is None and not begun:
+        reason = "blocks of text share no tokens: by windows that do, a block would be cut before it is full"
+        found.append(Problem("data.stride", reading.stride, reason, "write 0"))
     return found
 
 
