@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from rtrain import artifact
+from rtrain import artifact, config
 from rtrain.batch import Head
 from rtrain.cli import app as cli
-from rtrain.comparison import answers, compare, page, sides, text, verdict
+from rtrain.comparison import answers, compare, page, sides, text, training, verdict
 from rtrain.comparison.chance import Difference
 from rtrain.errors import ConfigError, UserError
 from rtrain.run import Run
@@ -210,6 +210,18 @@ def test_curves_leave_out_the_time_between_two_starts() -> None:
         )
     ]
     assert [seconds for _, seconds in clock(log)] == [0, 0, 5, 10, 10, 20, 21, 21, 22]
+
+
+def test_curves_are_over_the_rows_that_were_trained_on(base: Path) -> None:
+    """The last update of an epoch has what is left of the rows."""
+    first = Run(base).first("tokenised")
+    assert first is not None
+    rows, per_update = first["rows"]["train"], config.load(str(Run(base).config)).recipe.rows_per_update
+    assert rows % per_update, "else there is no short update"
+    found = training.curves(Run(base), per_update, "classes")
+    assert [point.rows for point in found.score] == [rows, 2 * rows]
+    assert found.loss[0].rows == per_update
+    assert found.loss[-1].rows == 2 * rows
 
 
 def test_a_run_without_answers_is_compared_by_what_there_is(base: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import transformers
 from rtrain import artifact, config, score
 from rtrain.batch import IGNORED, Head, Ragged, Tokens, single
 from rtrain.config import Distill
-from rtrain.data import packing
+from rtrain.data import packing, tokens
 from rtrain.data.records import Record
 from rtrain.errors import UserError
 from rtrain.exchange.replicated import Replicated
@@ -209,6 +209,21 @@ def test_a_word_longer_than_a_block_is_cut(encoder: Path) -> None:
     tokenizer = load_tokenizer(encoder, 16)
     parts = packing.pieces("ab " + "c" * 80 + " de", tokenizer, 14)
     assert "".join(text for text, _ in parts).replace(" ", "") == "ab" + "c" * 80 + "de" or len(parts) == 1
+
+
+def test_windows_that_share_tokens_are_refused_since_blocks_would_not_be_full(encoder: Path) -> None:
+    given = {"data.path": "notes.csv", "data.window": 32, "data.stride": 8}
+    [problem] = tokens.problems(config.load("domain-adapt", given).recipe)
+    assert (problem.field, problem.value, problem.fix) == ("data.stride", 8, "write 0")
+    assert tokens.problems(config.load("domain-adapt", given).recipe, begun=True) == []
+    assert tokens.problems(config.load("domain-adapt", {**given, "data.stride": 0}).recipe) == []
+    text, sizes = " ".join(["parcel"] * 200), {}
+    for stride in (0, 8):
+        tokenizer = load_tokenizer(encoder, 32, stride)
+        blocks = [text for text, _ in packing.pieces(text, tokenizer, 30)]
+        sizes[stride] = [len(whole_tokens(tokenizer, one)) for one in blocks[:-1]]
+    assert set(sizes[0]) == {30}
+    assert min(sizes[8]) < 25
 
 
 # ------------------------------------------------------------------------------------------------------- the whole way

@@ -12,11 +12,13 @@ from rtrain import artifact, config, predict
 from rtrain.artifact import Artifact
 from rtrain.config import Distill
 from rtrain.data.stores.store import Store
+from rtrain.data.tokens import problems
 from rtrain.errors import ConfigError
 from rtrain.exchange.replicated import Replicated
 from rtrain.network import model
 from rtrain.predict import Predictor
 from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer
 from rtrain.training import evaluate, losses, step
 from serve.app import build_app
 from tests.conftest import labelled_rows
@@ -82,6 +84,21 @@ def test_what_is_beyond_the_last_window_is_counted(folder: Path, tmp_path: Path)
 def test_windows_that_overlap_by_half_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.stride=8: windows would share half of their tokens or more"):
         config.load("contract-clauses", settings(folder, stride=8))
+
+
+def test_a_stride_that_two_long_texts_cannot_have_is_refused(folder: Path) -> None:
+    """The tokenizer would end the process: each text has half of the window that the special tokens leave."""
+    given = settings(folder, text_pair="other", window=32, stride=14)
+    [problem] = problems(config.load("contract-clauses", given).recipe)
+    assert (problem.field, problem.fix) == ("data.stride", "write 13 or less")
+    assert problems(config.load("contract-clauses", given).recipe, begun=True) == []
+    assert problems(config.load("contract-clauses", {**given, "data.text_pair": None}).recipe) == []
+    assert problems(config.load("squad", {"data.window": 32, "data.stride": 15}).recipe) == []
+    as_told = config.load("contract-clauses", {**given, "data.stride": 13}).recipe
+    assert problems(as_told) == []
+    tokenizer = load_tokenizer(folder / "encoder", 32, 13)
+    long = " ".join(text for text, _ in texts())
+    assert len(TASK.encode(tokenizer, [long], [long], 4)[0].windows) == 4
 
 
 @pytest.mark.parametrize("pooling", ["mean", "max", "first"])

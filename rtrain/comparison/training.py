@@ -1,15 +1,16 @@
 """How the sides came to be: curves of loss and score over rows and seconds, and what each one cost."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rtrain import artifact
 from rtrain.comparison.sides import Side
+from rtrain.data.order import Order
 from rtrain.metrics.by_output import metric_for
 from rtrain.report.sections.curves import newest
-from rtrain.report.summary import STATUSES
+from rtrain.report.summary import ROWS_READ, STATUSES
 from rtrain.run import Run
 
 Event = dict[str, Any]
@@ -50,11 +51,12 @@ class Cost:
 def curves(run: Run, rows_per_update: int, output: str) -> Curves:
     headline = metric_for(output).headline
     log = run.events()
+    trained_on = _rows_until(log, rows_per_update)
     seconds = {id(event): passed for event, passed in clock(log)}
 
     def points(events: Sequence[Event], value: str) -> tuple[Point, ...]:
         return tuple(
-            Point(event["update"] * rows_per_update, round(seconds[id(event)], 3), float(_value(event, value)))
+            Point(trained_on(event["update"]), round(seconds[id(event)], 3), float(_value(event, value)))
             for event in newest(events)
             if _value(event, value) is not None and math.isfinite(_value(event, value))
         )
@@ -63,6 +65,14 @@ def curves(run: Run, rows_per_update: int, output: str) -> Curves:
     # Scores are measured once more with what was chosen by them (a threshold): no point of the curve.
     scored = [e for e in log if e["kind"] == "evaluated" and e["split"] == "valid" and "chosen" not in e]
     return Curves(points(progress, "loss"), points(scored, headline))
+
+
+def _rows_until(log: Sequence[Event], rows_per_update: int) -> Callable[[int], int]:
+    """Rows trained on after so many updates: an epoch's last one has what is left of the rows."""
+    rows = next((event["rows"]["train"] for event in log if event["kind"] in ROWS_READ and "rows" in event), None)
+    if not rows:
+        return lambda update: update * rows_per_update
+    return Order("", rows, rows_per_update, epochs=1, seed=0).rows_until
 
 
 def _value(event: Event, name: str) -> Any:

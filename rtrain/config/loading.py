@@ -188,19 +188,23 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     """`a.b=value` as (name, value); the value is YAML, so numbers, lists and null are what they look like.
 
     A setting that is a text, such as a column's name, is the text as it is written, unless that is null or in quotes:
-    YAML would make something else of a number, a date, yes and no, `a: b`, and a text with a #, a comment to it.
+    YAML would make something else of a number, a date, yes and no, `a: b`, and a text with a #, a comment to it. So are
+    the texts of a list, such as columns' names.
     """
     name, separator, value = (part.strip() for part in text.partition("="))
     if not separator or not name:
         raise ConfigError([Problem("--set", text, "not an assignment", "write --set section.name=value")])
-    kinds = _kinds(_annotation(name))
+    annotation = _annotation(name)
+    kinds = _kinds(annotation)
     try:
         found = yaml.safe_load(value)
     except yaml.YAMLError:
         if str in kinds:
             return name, value
         raise ConfigError([Problem("--set", text, "the value is not YAML", "put it into quotes")]) from None
-    if str not in kinds or found is None or (isinstance(found, list) and tuple in kinds):
+    if isinstance(found, list) and _lists_texts(annotation):
+        return name, yaml.load(value, yaml.BaseLoader)
+    if str not in kinds or found is None:
         return name, found
     return name, found if isinstance(found, str) and value[0] in "'\"" else value
 
@@ -230,6 +234,11 @@ def _kinds(annotation: Any) -> set[Any]:
     if origin in (typing.Union, types.UnionType):
         return set().union(*map(_kinds, inner))
     return {origin or annotation}
+
+
+def _lists_texts(annotation: Any) -> bool:
+    """Whether a setting takes a list of texts."""
+    return annotation == tuple[str, ...] or any(map(_lists_texts, typing.get_args(annotation)))
 
 
 # ----------------------------------------------------------------------------------------------------------- checks

@@ -19,7 +19,10 @@ from rtrain.data.stores import commit, joined, shards, store
 from rtrain.data.stores.shards import Job
 from rtrain.errors import Problem, UserError
 from rtrain.tasks import base
+from rtrain.tasks.encode import reading_of
 
+PAIR_SPECIALS = 4
+"""Most tokens that a tokenizer puts round two texts: RoBERTa's four, BERT's three."""
 Taught = Callable[[store.Store, Path, Callable[[Path], store.Store]], None]
 """Has a teacher answer the training rows of a store: of (the store, the folder of the model that its rows are tokenised
 for, what makes the store of the same rows for another model)."""
@@ -77,6 +80,17 @@ def problems(recipe: Recipe, begun: bool = False) -> list[Problem]:
         reason = f"several columns, and {task.name} reads one: each combination would be a label of its own"
         fix = "name one, or add task=multi_head to have an answer for each"
         found.append(Problem("data.label", list(recipe.data.label), reason, fix))
+    reading = reading_of(task, recipe.data)
+    most = max(0, (reading.max_tokens - PAIR_SPECIALS) // 2 - 1)
+    # A question has a fourth of a window at most, which leaves more than half of it to the context. A student reads its
+    # rows as its teacher did.
+    paired = recipe.data.text_pair is not None and not task.needs_pair
+    if paired and reading.stride > most and recipe.distill.teacher is None and not begun:
+        reason = "two long texts have half a window each, and neighbours would share all of it"
+        found.append(Problem("data.stride", reading.stride, reason, f"write {most} or less"))
+    if task.packs and reading.stride and recipe.distill.teacher is None and not begun:
+        reason = "blocks of text share no tokens: by windows that do, a block would be cut before it is full"
+        found.append(Problem("data.stride", reading.stride, reason, "write 0"))
     return found
 
 

@@ -17,7 +17,7 @@ from rtrain.data import records
 from rtrain.data.formats import digests
 from rtrain.data.formats.files import Piece, tells_format
 from rtrain.data.stores.store import Store
-from rtrain.errors import ConfigError, Problem
+from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.tasks import base
 
 SETTING = "distill.unlabelled"
@@ -102,10 +102,18 @@ def chosen(rows: Store, labelled: Store, task: base.Task, teacher: str, confiden
     """The rows of a store without labels that are trained on, by its `teacher`'s answers.
 
     Left out are texts that a labelled row has: of training rows the label is known, and a held-out row says less of a
-    student that has learned its answer.
+    student that has learned its answer. Raises `UserError` where the labelled rows' store does not know their texts.
     """
+    known = {split: labelled.keys(split) for split in labelled.manifest.rows}
+    for split, keys in known.items():
+        if len(keys) < labelled.rows(split):
+            raise UserError(
+                f"{SETTING}: an earlier version of rtrain made the token store {labelled.folder}, which does not say "
+                "which texts its rows have: held-out rows among those without labels would be trained on. Remove that "
+                "folder and start again; it is made anew"
+            )
     every = np.arange(rows.rows("train"), dtype=np.int64)
-    fresh = ~np.isin(rows.keys("train"), np.concatenate([labelled.keys(split) for split in labelled.manifest.rows]))
+    fresh = ~np.isin(rows.keys("train"), np.concatenate(list(known.values())))
     sure = np.ones(len(every), dtype=np.bool_)
     if confidence > 0:
         sure = np.concatenate([_sure(rows, task, teacher, part) for part in _blocks(every)]) >= confidence
