@@ -15,6 +15,7 @@ from typing import Any
 
 import fsspec
 import pytest
+import requests
 from aiohttp import ClientPayloadError
 from hypothesis import given, strategies
 
@@ -500,6 +501,44 @@ def test_the_launcher_s_file_and_the_run_s_folder_are_asked_for_first(tmp_path: 
 
 
 # ------------------------------------------------------------------------------------------- a head that goes away
+
+
+class BreaksOff:
+    """A job API that closes the connection by which it is asked for a job, which it has taken or has not."""
+
+    def __init__(self, took: bool, times: int = 1):
+        self._took, self._left = took, times
+        self.jobs: list[str] = []
+
+    def list_jobs(self) -> list[SimpleNamespace]:
+        fields = {"status": "PENDING", "entrypoint": "", "start_time": None, "end_time": None}
+        more = {"driver_exit_code": None, "error_type": None}
+        return [SimpleNamespace(submission_id=job, **fields, **more) for job in self.jobs]
+
+    def submit_job(self, submission_id: str, **named: Any) -> None:
+        self._left -= 1
+        if self._left < 0 or self._took:
+            self.jobs.append(submission_id)
+        if self._left >= 0:
+            raise requests.exceptions.ConnectionError("Connection aborted.", "Remote end closed connection")
+
+
+@pytest.mark.parametrize("took", [True, False])
+def test_a_job_is_asked_for_again_where_the_connection_breaks_off_and_never_twice(
+    took: bool, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
+    api = BreaksOff(took)
+    job = client.Jobs("http://head", api).submit(["train", "intent", "--out", "/x"], upload.of(checkout), print)
+    assert api.jobs == [job]
+
+
+def test_a_head_that_keeps_breaking_off_is_said_in_a_line(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(client, "AGENT_S", 0.0)
+    jobs, words = client.Jobs("http://head", BreaksOff(took=False, times=9)), ["train", "intent", "--out", "/x"]
+    with pytest.raises(UserError, match=r"the head at http://head fails \(the connection broke off\): .* ask again"):
+        jobs.submit(words, upload.of(checkout), print)
 
 
 class Lines:

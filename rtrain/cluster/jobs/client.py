@@ -104,10 +104,13 @@ class Jobs:
                         metadata={"rtrain_run": str(run or "")},
                     )
                     return decided.job
-                except RuntimeError as error:
-                    if "No available agent" not in str(error) or time.monotonic() > give_up:
+                except (RuntimeError, OSError) as error:
+                    broke_off = _broke_off(error)
+                    if not (broke_off or "No available agent" in str(error)) or time.monotonic() > give_up:
                         raise
                 time.sleep(LOOK_EVERY_S)
+                if broke_off and decided.job in self.all():  # it was taken, and its answer lost
+                    return decided.job
 
     def nodes(self) -> str:
         """What the autoscaler says of nodes and demand; as `ray status` prints it."""
@@ -204,9 +207,11 @@ class Jobs:
                     f"{self.address} asks for the cluster's token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to "
                     "the file that ray rsync-down has brought"
                 ) from None
-            if (told := _FAILED.search(text)) is not None:
+            told = _FAILED.search(text)
+            if told is not None or _broke_off(error):
+                why = told[0] if told else "the connection broke off"
                 raise UserError(
-                    f"the head at {self.address} fails ({told[0]}): it is starting, ending or has too much to do; ask "
+                    f"the head at {self.address} fails ({why}): it is starting, ending or has too much to do; ask "
                     "again, and read its logs where that does not help"
                 ) from None
             raise
@@ -219,6 +224,14 @@ _FAILED = re.compile(r"status code 5\d\d.*")
 def _forgotten(job: str) -> TryAgain:
     """Its head was started anew meanwhile."""
     return TryAgain(f"{job} is not known here any more; submit the same command again")
+
+
+def _broke_off(error: Exception) -> bool:
+    """Whether the head closed a connection that it had taken, or took none: its API ends with its process, and on a
+    head that has too much to do."""
+    from requests import exceptions
+
+    return isinstance(error, exceptions.ConnectionError | exceptions.Timeout)
 
 
 def _is_refusal(error: Exception, text: str) -> bool:
