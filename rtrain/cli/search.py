@@ -54,7 +54,7 @@ def searched(
         f"{(told := verdict.of(found.search))}\n",
         *([] if found.gate is None else ["\n".join([f"gate, beside {beside}: {brief[0]}", *brief[1:], ""])]),
         table.text(found.history, headline, settings),
-        f"settings of the winner: {found.search.best}; all trials: {found.search.report}",
+        f"settings of the winner: {found.search.best}; all trials: {found.search.search_page}",
         summary_text(summary, found.winner),
     ]
     document = {**found.to_document(), "winner": summary, "told": told}
