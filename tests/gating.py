@@ -19,9 +19,9 @@ from rtrain.run import Run
 from rtrain.tasks import base
 from tests.trained import Trained, settings
 
-QUICK = {"gate.seconds": 0.5, "gate.speedup": 0.1}
+QUICK = {"gate.seconds": 0.5, "gate.speedup": 0.0}
 """The tiny model answers in less than half a millisecond, and as fast by either engine: a machine that is busy with
-other tests cannot tell which is faster."""
+other work cannot tell which is faster, nor whether one is ten times slower."""
 Change = Callable[[Path, Artifact], Artifact]
 
 

