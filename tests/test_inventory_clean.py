@@ -72,15 +72,32 @@ def test_best_keeps_the_best_checkpoint_of_a_finished_run(tmp_path: Path) -> Non
     assert [path.name for path in one.checkpoints.iterdir()] == ["update-00000010"]
 
 
-@pytest.mark.parametrize(("keep", "kept"), [("artifact", {5, 10, 20}), ("best", {20})])
+@pytest.mark.parametrize(("keep", "kept"), [("artifact", {5, 10, 20}), ("best", {10, 20})])
 def test_a_run_without_an_artefact_keeps_what_it_goes_on_from(tmp_path: Path, keep: Keep, kept: set[int]) -> None:
     one = stock.make(tmp_path / "a", ended="interrupted")
     removals = planned(one.folder, keep)
     removal.carry_out(removals)
     assert {int(path.name[-8:]) for path in one.checkpoints.iterdir()} == kept
-    if keep == "artifact":
+    if keep == "best":
+        assert removals[0].lost == ("1 of its 3 checkpoints; updates 10 and 20 stay",)
+    else:
         assert removals[0].stays == ("checkpoints, 31 kB: it has no artefact yet, and goes on from them",)
         assert Run(one.folder).last("cleaned") is None  # nothing was, so nothing is told of it
+
+
+@pytest.mark.parametrize("state", [None, "{", '{"schema_version": 99}'])
+def test_checkpoints_stay_where_the_newest_one_does_not_tell_which_is_the_best(
+    tmp_path: Path, state: str | None
+) -> None:
+    one = stock.make(tmp_path / "a", ended="interrupted")
+    newest = one.checkpoints / "update-00000020"
+    (newest / "state.json").unlink()
+    if state is not None:
+        (newest / "state.json").write_text(state)
+    manifest.write(newest)
+    [found] = planned(one.folder, "best")
+    assert found.parts == ()
+    assert found.stays == ("checkpoints: the newest one does not tell which of them is the best",)
 
 
 def test_the_checkpoints_of_trials_go_once_the_winner_is_finished(tmp_path: Path) -> None:
@@ -137,7 +154,7 @@ def test_checkpoints_stay_while_what_would_be_left_is_damaged(tmp_path: Path, ru
     assert len(list(tmp_path.rglob("update-*"))) == 6
     (still.checkpoints / "update-00000020" / "model.safetensors").write_bytes(b"c" * stock.WEIGHTS)
     assert run("clean", "runs/open", "--keep", "best")[0] == 0
-    assert len(list(still.checkpoints.iterdir())) == 1
+    assert len(list(still.checkpoints.iterdir())) == 2
 
 
 def test_it_goes_on_past_a_file_that_cannot_be_read(tmp_path: Path, run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
