@@ -201,19 +201,25 @@ def test_a_run_that_is_being_trained_is_left_alone(tmp_path: Path) -> None:
 def test_a_whole_run_goes_without_what_is_not_rtrain_s(tmp_path: Path) -> None:
     searched = stock.search(tmp_path / "s")
     trial = searched.trial(0)
-    for name in ("best.yaml", "search.html", "optuna.journal", "mlflow.json", ".ending", "error-20260101-000000.txt"):
-        (searched.folder / name).write_text("rtrain's")
+    names = ("best.yaml", "search.html", "optuna.journal", "mlflow.json", ".ending", "error-20260101-000000.txt")
+    for path in (*(searched.folder / name for name in names), trial.quantizers, trial.profile(1)):
+        path.write_text("rtrain's")
+    (trial.folder / "wheels").mkdir()
+    (trial.folder / "wheels" / "numpy-2-py3-none-any.whl").write_text("came with an import")
     (trial.folder / "rungs").mkdir()
     trial.rung(5).write_bytes(b"answers")
     (searched.folder / "notes.txt").write_text("mine")
     (trial.folder / "mine").mkdir()
     (trial.folder / "mine" / "rows.csv").write_text("mine")
+    (searched.folder / "wheels").mkdir()
+    (searched.folder / "wheels" / "spokes.csv").write_text("mine")
     [removed] = removals = planned(searched.folder, "none")
-    assert removed.stays == ("notes.txt: it is not rtrain's", "trial-000/mine: it is not rtrain's")
-    assert removed.size == sizes.size(searched.folder) - 2 * len("mine")
+    stay = ("notes.txt", "wheels", "trial-000/mine")
+    assert removed.stays == tuple(f"{name}: it is not rtrain's" for name in stay)
+    assert removed.size == sizes.size(searched.folder) - len(stay) * len("mine")
     for _ in range(2):  # asked for again, it goes no further
         removal.carry_out(removals)
-        assert stock.names(searched.folder) == {"notes.txt", "trial-000/mine/rows.csv"}
+        assert stock.names(searched.folder) == {"notes.txt", "wheels/spokes.csv", "trial-000/mine/rows.csv"}
     assert not walk.look(tmp_path).runs
 
 
