@@ -181,11 +181,12 @@ def test_outputs_of_masked_words_in_a_file_are_not_kept(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("text\n" + "".join(f"{text}\n" for text in CORPUS * 3))
     named = {"data.path": str(tmp_path / "rows.csv"), "data.text": "text", "data.label": None}
     data = score.settings(artifact.read(folders[0]), named)
-    both = answered.of_file(*(predict.Predictor.load(folder) for folder in folders), data)
+    one, other = (predict.Predictor.load(folder) for folder in folders)
+    both = answered.of_file(one, other, data)
     assert [side.answered.outputs for side in (both.base, both.candidate)] == [[], []]
     headline = answered.judge(both).headline
     assert headline is not None
     assert headline.name == "neg_loss"
     assert [headline.first, headline.other] == pytest.approx(
-        [score.run(one, data)["scores"]["neg_loss"] for one in folders]
+        [score.run(folder, data)["scores"]["neg_loss"] for folder in folders]
     )
