@@ -142,8 +142,14 @@ def read(folder: Path, verify: bool = True) -> Artifact:
         raise ArtifactError(
             f"artefact {folder} is of schema {document.get('schema_version')}, this rtrain reads {SCHEMA_VERSION}"
         )
-    document["labels"], document["golden"] = tuple(document["labels"]), tuple(document["golden"])
-    return Artifact(**document)
+    try:
+        document["labels"], document["golden"] = tuple(document["labels"]), tuple(document["golden"])
+        return Artifact(**document)
+    except (KeyError, TypeError) as error:
+        raise ArtifactError(
+            f"artefact {folder}: its {NAME} has other fields than this rtrain writes ({error}); use the version that "
+            "made it, or make it again"
+        ) from None
 
 
 def _answering(folder: Path) -> list[str]:

@@ -62,7 +62,7 @@ def damage(folder: Path, needed: Iterable[str] = ()) -> str | None:
         recorded = {
             name: Entry(size=known["size"], sha256=known["sha256"]) for name, known in document["files"].items()
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, OSError):
             _refuse_unread(folder / NAME, error)
         return f"{NAME} is missing or unreadable"

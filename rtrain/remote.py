@@ -220,8 +220,8 @@ def _folder(url: str, digest: str | None, root: Path, say: Say) -> Path:
 
 def _recorded(url: str, document: bytes) -> list[str]:
     try:
-        names = list(json.loads(document)["files"])
-    except (ValueError, KeyError, TypeError):
+        names = list(json.loads(document)["files"].keys())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ArtifactError(f"the {manifest.NAME} of {_shown(url)} cannot be read") from None
     if wrong := next((name for name in names if not _is_plain(name)), None):
         raise ArtifactError(f"the {manifest.NAME} of {_shown(url)} names {wrong!r}, which leads out of the folder")

@@ -47,7 +47,7 @@ def make(
     if ended is not None:
         log(run, ended, begun + 60)
     for update in updates:
-        checkpoint(run, update)
+        checkpoint(run, update, best if best <= update else None)
     return run
 
 
@@ -82,9 +82,12 @@ def artifact(folder: Path, version: str, **fields: Any) -> Path:
     return folder
 
 
-def checkpoint(run: Run, update: int) -> Path:
+def checkpoint(run: Run, update: int, best: int | None = None) -> Path:
+    """`best`: the update that was best by then."""
     folder = run.checkpoints / f"update-{update:08d}"
     folder.mkdir(parents=True)
+    state = {"schema_version": 3, "update": update, "ledger": "", "best_update": best, "best_score": None}
+    (folder / "state.json").write_text(json.dumps(state))
     (folder / "model.safetensors").write_bytes(b"c" * WEIGHTS)
     manifest.write(folder)
     return folder

@@ -172,6 +172,27 @@ def test_another_schema_is_refused(folder: Path) -> None:
         artifact.read(folder)
 
 
+@pytest.mark.parametrize(("added", "told"), [({"kind": "of a later rtrain"}, "kind"), ({"labels": 3}, "int")])
+def test_fields_of_another_version_are_refused_by_name(folder: Path, added: dict[str, Any], told: str) -> None:
+    change(folder, **added)
+    with pytest.raises(ArtifactError, match=rf"its artifact\.json has other fields .*{told}"):
+        artifact.read(folder)
+
+
+def test_a_field_that_is_missing_is_told(folder: Path) -> None:
+    (folder / artifact.NAME).write_text('{"schema_version": 1}')
+    manifest.write(folder)
+    with pytest.raises(ArtifactError, match="'labels'"):
+        artifact.read(folder)
+
+
+@pytest.mark.parametrize("document", ["[" * 200_000, '{"files": ["a"]}', "[]"])
+def test_a_manifest_that_is_none_is_damage(folder: Path, document: str) -> None:
+    (folder / manifest.NAME).write_text(document)
+    with pytest.raises(ArtifactError, match=r"MANIFEST\.json is missing or unreadable"):
+        artifact.read(folder)
+
+
 def test_without_verification_only_artifact_json_is_read(folder: Path) -> None:
     flip(folder / "model.safetensors")
     assert artifact.read(folder, verify=False).name == NAME

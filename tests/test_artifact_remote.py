@@ -248,6 +248,11 @@ def test_a_folder_that_is_none_or_torn_leaves_nothing(made: Path, storage: str, 
     put(torn, f"{storage}/evil")
     with pytest.raises(ArtifactError, match="leads out of the folder"):
         remote.fetch(f"{storage}/evil", root)
+    for name, text in (("deep", "[" * 200_000), ("numbers", '{"files": [1, 2]}')):
+        (torn / manifest.NAME).write_text(text)
+        put(torn, f"{storage}/{name}")
+        with pytest.raises(ArtifactError, match="cannot be read"):
+            remote.fetch(f"{storage}/{name}", root)
     assert left(root) == []
 
 

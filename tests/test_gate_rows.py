@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from rtrain import artifact, config, predict
+from rtrain import artifact, config, predict, score
 from rtrain.batch import Head
 from rtrain.compress import vocabulary
 from rtrain.data.stores.store import Store
@@ -172,3 +172,21 @@ def test_the_verb_finds_both_stores(tags: Pair) -> None:
     assert beside is not None
     assert beside.folder == tags.whole.folder
     assert sides.trained_from(tags.base, replace(made, lineage={}), beside=tags.store) is None
+
+
+def test_outputs_of_masked_words_in_a_file_are_not_kept(tmp_path: Path) -> None:
+    """A row has one for each piece of the vocabulary and each mask: 10,000 rows of 512 tokens would have 90 GB."""
+    facts = {"mask": "[MASK]", "mask_id": 4, "special": [0, 1, 2, 3, 4], "vocabulary": 300}
+    folders = [make_task_artifact(tmp_path / str(seed), "masked_lm", Head((), facts), seed) for seed in (1, 2)]
+    (tmp_path / "rows.csv").write_text("text\n" + "".join(f"{text}\n" for text in CORPUS * 3))
+    named = {"data.path": str(tmp_path / "rows.csv"), "data.text": "text", "data.label": None}
+    data = score.settings(artifact.read(folders[0]), named)
+    one, other = (predict.Predictor.load(folder) for folder in folders)
+    both = answered.of_file(one, other, data)
+    assert [side.answered.outputs for side in (both.base, both.candidate)] == [[], []]
+    headline = answered.judge(both).headline
+    assert headline is not None
+    assert headline.name == "neg_loss"
+    assert [headline.first, headline.other] == pytest.approx(
+        [score.run(folder, data)["scores"]["neg_loss"] for folder in folders]
+    )

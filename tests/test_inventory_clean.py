@@ -72,15 +72,32 @@ def test_best_keeps_the_best_checkpoint_of_a_finished_run(tmp_path: Path) -> Non
     assert [path.name for path in one.checkpoints.iterdir()] == ["update-00000010"]
 
 
-@pytest.mark.parametrize(("keep", "kept"), [("artifact", {5, 10, 20}), ("best", {20})])
+@pytest.mark.parametrize(("keep", "kept"), [("artifact", {5, 10, 20}), ("best", {10, 20})])
 def test_a_run_without_an_artefact_keeps_what_it_goes_on_from(tmp_path: Path, keep: Keep, kept: set[int]) -> None:
     one = stock.make(tmp_path / "a", ended="interrupted")
     removals = planned(one.folder, keep)
     removal.carry_out(removals)
     assert {int(path.name[-8:]) for path in one.checkpoints.iterdir()} == kept
-    if keep == "artifact":
+    if keep == "best":
+        assert removals[0].lost == ("1 of its 3 checkpoints; updates 10 and 20 stay",)
+    else:
         assert removals[0].stays == ("checkpoints, 31 kB: it has no artefact yet, and goes on from them",)
         assert Run(one.folder).last("cleaned") is None  # nothing was, so nothing is told of it
+
+
+@pytest.mark.parametrize("state", [None, "{", '{"schema_version": 99}'])
+def test_checkpoints_stay_where_the_newest_one_does_not_tell_which_is_the_best(
+    tmp_path: Path, state: str | None
+) -> None:
+    one = stock.make(tmp_path / "a", ended="interrupted")
+    newest = one.checkpoints / "update-00000020"
+    (newest / "state.json").unlink()
+    if state is not None:
+        (newest / "state.json").write_text(state)
+    manifest.write(newest)
+    [found] = planned(one.folder, "best")
+    assert found.parts == ()
+    assert found.stays == ("checkpoints: the newest one does not tell which of them is the best",)
 
 
 def test_the_checkpoints_of_trials_go_once_the_winner_is_finished(tmp_path: Path) -> None:
@@ -137,7 +154,7 @@ def test_checkpoints_stay_while_what_would_be_left_is_damaged(tmp_path: Path, ru
     assert len(list(tmp_path.rglob("update-*"))) == 6
     (still.checkpoints / "update-00000020" / "model.safetensors").write_bytes(b"c" * stock.WEIGHTS)
     assert run("clean", "runs/open", "--keep", "best")[0] == 0
-    assert len(list(still.checkpoints.iterdir())) == 1
+    assert len(list(still.checkpoints.iterdir())) == 2
 
 
 def test_it_goes_on_past_a_file_that_cannot_be_read(tmp_path: Path, run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,19 +201,25 @@ def test_a_run_that_is_being_trained_is_left_alone(tmp_path: Path) -> None:
 def test_a_whole_run_goes_without_what_is_not_rtrain_s(tmp_path: Path) -> None:
     searched = stock.search(tmp_path / "s")
     trial = searched.trial(0)
-    for name in ("best.yaml", "search.html", "optuna.journal", "mlflow.json", ".ending", "error-20260101-000000.txt"):
-        (searched.folder / name).write_text("rtrain's")
+    names = ("best.yaml", "search.html", "optuna.journal", "mlflow.json", ".ending", "error-20260101-000000.txt")
+    for path in (*(searched.folder / name for name in names), trial.quantizers, trial.profile(1)):
+        path.write_text("rtrain's")
+    (trial.folder / "wheels").mkdir()
+    (trial.folder / "wheels" / "numpy-2-py3-none-any.whl").write_text("came with an import")
     (trial.folder / "rungs").mkdir()
     trial.rung(5).write_bytes(b"answers")
     (searched.folder / "notes.txt").write_text("mine")
     (trial.folder / "mine").mkdir()
     (trial.folder / "mine" / "rows.csv").write_text("mine")
+    (searched.folder / "wheels").mkdir()
+    (searched.folder / "wheels" / "spokes.csv").write_text("mine")
     [removed] = removals = planned(searched.folder, "none")
-    assert removed.stays == ("notes.txt: it is not rtrain's", "trial-000/mine: it is not rtrain's")
-    assert removed.size == sizes.size(searched.folder) - 2 * len("mine")
+    stay = ("notes.txt", "wheels", "trial-000/mine")
+    assert removed.stays == tuple(f"{name}: it is not rtrain's" for name in stay)
+    assert removed.size == sizes.size(searched.folder) - len(stay) * len("mine")
     for _ in range(2):  # asked for again, it goes no further
         removal.carry_out(removals)
-        assert stock.names(searched.folder) == {"notes.txt", "trial-000/mine/rows.csv"}
+        assert stock.names(searched.folder) == {"notes.txt", "wheels/spokes.csv", "trial-000/mine/rows.csv"}
     assert not walk.look(tmp_path).runs
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from rtrain import manifest
+from rtrain.config.recipe import TASKS
 from rtrain.errors import UserError
 from rtrain.inventory import parcel, receiving, sending, wheels
 from rtrain.report import html, summary
@@ -411,6 +412,14 @@ def test_the_smallest_set_answers_and_lists_runs(tmp_path: Path) -> None:
         command = [sys.executable, "-c", ALONE, allowed, *words]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+def test_the_smallest_set_answers_by_every_task() -> None:
+    allowed = ",".join(sorted(modules_of(wheels.packages("predict", ["openvino"]))))
+    tasks = f"from rtrain.tasks import base\nfor name in {TASKS!r}: base.get(name)\nimport rtrain.predict\n"
+    command = [sys.executable, "-c", ALONE.partition("from rtrain.cli")[0] + tasks, allowed]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 SERVING = """

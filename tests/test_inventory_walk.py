@@ -178,7 +178,7 @@ def test_stores_and_copies_are_told_with_the_runs_that_use_them(tmp_path: Path) 
     stock.search(tmp_path / "s")
     commit = "0" * 40
     stock.make(tmp_path / "hub", model__name=f"owner/name@{commit}", store="cccc")
-    for name in (f"owner--name@{commit}", "other--model@1"):
+    for name in (f"owner--name@{commit}", "other--model@1", "minilm@53aa51172d142c89"):
         (tmp_path / ".models" / name).mkdir(parents=True)
     found = walk.look(tmp_path)
     used = {one.name: {user.name for user in one.users} for one in found.shared}
@@ -187,6 +187,8 @@ def test_stores_and_copies_are_told_with_the_runs_that_use_them(tmp_path: Path) 
         ".tokens/bbbb": set(),
         f".models/owner--name@{commit}": {"hub"},
         ".models/other--model@1": set(),
+        # What nodes without the package read of the model of the recipe.
+        ".models/minilm@53aa51172d142c89": {"s", "s/trial-000", "s/trial-001", "s/trial-002"},
     }
     text = table.text(found)
     assert ".tokens/aaaa: token store, 502 B, used by s\n" in text

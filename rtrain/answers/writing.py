@@ -94,7 +94,28 @@ def _texts(table: pa.Table, name: str) -> list[Any]:
         if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
             raw = column.cast(pa.large_binary()).to_pylist()
             return [None if value is None else value.decode("utf-8", "replace") for value in raw]
+        if pa.types.is_nested(column.type) or pa.types.is_dictionary(column.type):
+            return [_plain(scalar) for scalar in column]
         return column.cast(pa.string()).to_pylist()  # type: ignore[no-any-return]
+
+
+def _plain(scalar: Any) -> Any:
+    """A value of lists, objects or categories, in which what Python has not is text."""
+    try:
+        return scalar.as_py()
+    except (ValueError, OverflowError):
+        pass
+    if isinstance(scalar, pa.DictionaryScalar):
+        return _plain(scalar.value)
+    if isinstance(scalar, pa.StructScalar):
+        return {name: _plain(inner) for name, inner in scalar.items()}
+    if pa.types.is_map(scalar.type):
+        return [[_plain(inner) for inner in pair.values()] for pair in scalar.values]
+    if pa.types.is_nested(scalar.type):
+        return [_plain(inner) for inner in scalar.values]
+    if pa.types.is_string(scalar.type) or pa.types.is_large_string(scalar.type):
+        return scalar.as_buffer().to_pybytes().decode("utf-8", "replace")
+    return scalar.cast(pa.string()).as_py()
 
 
 def _table(layout: Layout, chunk: Chunk, added: Added) -> pa.Table:

@@ -108,7 +108,7 @@ def of_file(base: Predictor, candidate: Predictor, data: Data) -> Both:
 
     def side(predictor: Predictor) -> Side:
         asked = score.ask(predictor, good)
-        answered = score.answer(predictor, asked.tokens.lengths_of_rows, asked.tokens.pick)
+        answered = score.answer(predictor, asked.tokens.lengths_of_rows, asked.tokens.pick, keep=_keeps(predictor))
         answered = replace(answered, outcomes=asked.outcomes(base.task, answered.outcomes))
         return Side(predictor, asked.tokens, answered, asked.targets, asked.head, asked.unknown)
 
@@ -174,9 +174,7 @@ def of_store(
 
     def side(predictor: Predictor, mine: Rows) -> Side:
         if usable is None:
-            # A masked word's outputs are a number for each piece of the vocabulary; what is judged are their outcomes.
-            keep = predictor.task.output != "tokens"
-            answered = score.answer(predictor, mine.tokens.lengths_of_rows, mine.tokens.pick, keep=keep)
+            answered = score.answer(predictor, mine.tokens.lengths_of_rows, mine.tokens.pick, keep=_keeps(predictor))
         else:
             answered = usable[0 if predictor is base else 1]
         head, answered = _by_name(predictor, answered, mine.head, (base, candidate))
@@ -187,6 +185,12 @@ def of_store(
     source = f"{split} rows of the run" if among is None else f"held-back {split} rows"
     fewer = f", of {asked:,}: both sides' stores have these" if len(positions) < asked else ""
     return Both(side(base, rows[0]), side(candidate, rows[1]), columns, source + fewer, otherwise)
+
+
+def _keeps(side: Predictor) -> bool:
+    """Whether its outputs are kept: a masked word's are a number for each piece of the vocabulary, and what is judged
+    are their outcomes."""
+    return side.task.output != "tokens"
 
 
 def _same_task(base: Predictor, candidate: Predictor) -> None:

@@ -17,7 +17,7 @@ from rtrain.report.live import trackers
 from rtrain.run import Run
 
 SCHEMA_VERSION = 1
-RUN, WHEELS, INSTALL = "run", "wheels", "INSTALL.txt"
+RUN, WHEELS, INSTALL = "run", sizes.WHEELS, "INSTALL.txt"
 SUFFIXES = frozenset({".json", ".jsonl", ".yaml", ".html", ".parquet", ".safetensors", ".txt", ".xml", ".model"})
 """Suffixes of the files of a run that go. `pytorch_model.bin` is not among them: it would be unpickled."""
 NAMES = frozenset(
@@ -44,7 +44,7 @@ def carried(run: Run, int8: bool = False) -> tuple[list[str], list[str]]:
         part = sizes.part_of(run, top)
         if part in (sizes.CHECKPOINTS, sizes.RAY, sizes.LEFT, sizes.TRIALS) or top in never:
             continue
-        if part == sizes.OTHER or top.is_symlink():
+        if part in (sizes.OTHER, sizes.WHEELS) or top.is_symlink():
             stay.append(top.name)
             continue
         for path in [top] if top.is_file() else sorted(top.rglob("*")):

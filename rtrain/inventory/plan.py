@@ -7,6 +7,7 @@ from typing import Literal
 
 from rtrain import manifest
 from rtrain.checkpoints import checkpoint
+from rtrain.errors import UserError
 from rtrain.inventory import log, shared, sizes
 from rtrain.inventory.facts import Known
 from rtrain.inventory.shared import Shared
@@ -175,17 +176,32 @@ def _parts(known: Known, keep: Keep, *, ended: bool) -> Removal:
         lost.append(_lost_checkpoints(known, updates))
     elif keep == "artifact" and held:
         stays.append(f"checkpoints, {sizes.text(held)}: it has no artefact yet, and goes on from them")
-    elif keep == "best" and updates:
-        best = known.best_update if known.best_update in updates else updates[-1]
-        kept = {best} if ended else {best, updates[-1]}  # it goes on from the newest
+    elif keep == "best" and updates and (kept := _best(known, updates, ended=ended)):
         going = [checkpoint.path_of(run.checkpoints, update) for update in updates if update not in kept]
         going += [run.checkpoints / checkpoint.DAMAGED] if (run.checkpoints / checkpoint.DAMAGED).is_dir() else []
         parts += [Part(path, sizes.size(path), sizes.CHECKPOINTS) for path in going]
         if len(kept) < len(updates):
-            lost.append(f"{len(updates) - len(kept)} of its {len(updates)} checkpoints; update {max(kept)} stays")
+            left = " and ".join(str(update) for update in sorted(kept))
+            stay = f"update {left} stays" if len(kept) == 1 else f"updates {left} stay"
+            lost.append(f"{len(updates) - len(kept)} of its {len(updates)} checkpoints; {stay}")
+    elif keep == "best" and updates:
+        stays.append("checkpoints: the newest one does not tell which of them is the best")
     if known.storage and parts:
         stays.append(f"its copy at {known.storage}")
     return Removal(known.name, known, keep, tuple(parts), tuple(lost), tuple(stays))
+
+
+def _best(known: Known, updates: Sequence[int], *, ended: bool) -> set[int]:
+    """The best checkpoint; of a run that goes on from the newest one, that and the best that it names, which its end
+    would load. Empty where it cannot be read: then any may be the best."""
+    newest = updates[-1]
+    if ended:
+        return {known.best_update if known.best_update in updates else newest}
+    try:
+        best = checkpoint.read_state(checkpoint.path_of(known.run.checkpoints, newest)).best_update
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, UserError):
+        return set()
+    return {newest, *([best] if best in updates else [])}
 
 
 def _lost_checkpoints(known: Known, updates: Sequence[int]) -> str:

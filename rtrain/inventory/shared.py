@@ -51,7 +51,10 @@ def inside(root: Path, folder: Path, known: Iterable[Known]) -> list[Shared]:
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or not path.is_dir():
             continue
-        users = tuple(one for one in every if path.name in _used(one, folder.name))
+        # The packaged model's copy is called by its digest too (`rtrain.runs.nodes`), which no settings name.
+        packaged = folder.name == hub.FOLDERS["model"] and path.name.startswith(f"{hub.PACKAGED}@")
+        name = hub.PACKAGED if packaged else path.name
+        users = tuple(one for one in every if name in _used(one, folder.name))
         found.append(Shared(path, path.relative_to(root).as_posix(), KINDS[folder.name], sizes.size(path), users))
     return found
 

@@ -8,15 +8,16 @@ from pathlib import Path
 
 from rtrain.run import ARTIFACT, Run
 
-CHECKPOINTS, ARTIFACTS, RAY, LEFT, TRIALS, RECORD, OTHER = (
-    *("checkpoints", "artefacts", "Ray's own files", "leftovers", "trials", "record", "other files"),
+CHECKPOINTS, ARTIFACTS, RAY, LEFT, TRIALS, RECORD, WHEELS, OTHER = (
+    *("checkpoints", "artefacts", "Ray's own files", "leftovers", "trials", "record", "wheels", "other files"),
 )
 """Parts of a run's folder. `leftovers` are drafts of processes that were killed; `record` is what tells of the run:
-its settings, log, scores, predictions and report; `trials` has what a search asked of a trial too; `other files` are
-not rtrain's."""
+its settings, log, scores, predictions and report; `trials` has what a search asked of a trial too; `wheels` came with
+an imported run; `other files` are not rtrain's."""
 RECORDS = re.compile(
     r"config\.yaml|events\.jsonl|decisions\.json|summary\.json|report\.html|baselines\.json|trials\.jsonl|demo\.json"
     r"|best\.yaml|search\.html|optuna\.journal|study\.(json|html)|mlflow\.json|lock|notice|placement_group|\.ending"
+    r"|quantizers\.safetensors|profile-\d+\.json"
     r"|(scores|attributions)-\w+\.json|predictions-\w+\.parquet|stalled-\d+\.txt|[\w.-]+-\d{8}-\d{6}\.txt"
 )
 DRAFT = re.compile(
@@ -58,6 +59,8 @@ def part_of(run: Run, path: Path) -> str:
     if path.is_dir():
         if path in (run.artifact, run.int8) or (path / ARTIFACT).is_file():
             return ARTIFACTS
+        if path.name == WHEELS and {one.suffix for one in _inside(path)} == {".whl"}:
+            return WHEELS
         return TRIALS if re.fullmatch(r"trial-\d+|rungs", path.name) else OTHER
     return RECORD if RECORDS.fullmatch(path.name) else OTHER
 

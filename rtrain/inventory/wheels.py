@@ -21,11 +21,11 @@ from rtrain.errors import UserError
 What = Literal["predict", "serve", "all"]
 """What the other machine is to do: answer by `rtrain predict`, serve too, or everything that rtrain does."""
 PURPOSES: dict[What, str] = {"predict": "answer", "serve": "serve", "all": "do all that rtrain does"}
-PREDICT = ("numpy", "pyarrow", "pydantic", "PyYAML", "rich", "tokenizers", "typer")
+PREDICT = ("fsspec", "numpy", "pyarrow", "pydantic", "PyYAML", "regex", "rich", "tokenizers", "typer")
 """Needed by the command line, by every answer, and by rows of files (pyarrow)."""
 ENGINE = {"torch": ("torch", "transformers", "safetensors")}
 """Needed by an engine; of those that are not here, the package of its own name."""
-SERVE = ("ray[data,serve]", "fastapi", "limits", "prometheus_client", "psutil", "regex")
+SERVE = ("ray[data,serve]", "fastapi", "limits", "prometheus_client", "psutil")
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "rtrain", "serve", "tune")
 """What rtrain's own wheel is built from, in a checkout."""
 BUILT_AT = "315532800"
