@@ -14,7 +14,7 @@ import pytest
 from rtrain import score
 from rtrain.batch import Head
 from rtrain.cli import app as cli
-from rtrain.cli.output import answer_text
+from rtrain.cli.output import answer_text, show
 from rtrain.predict import Predictor
 from tests.answering import MESSY, read_csv, read_jsonl, texts, write_csv, write_jsonl
 from tests.conftest import STARTUP, write_rows
@@ -348,3 +348,12 @@ def test_evaluate_into_a_file_that_cannot_be_written_is_refused(run: Cli, artifa
     code, _, err = run("evaluate", artifact, "--data", "rows.csv", "--out", "a.xls", "--set", "data.label=number")
     assert code == 2
     assert "end the name by .csv, .jsonl or .parquet" in err
+
+
+def test_a_name_that_is_not_utf_8_is_printed_as_json_escapes_it(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    show({"name": name, "more": "\u00e9"}, True)
+    show({}, False, name, "more")
+    said = capsysbinary.readouterr().out.decode().splitlines()
+    assert json.loads(said[0]) == {"name": name, "more": "\u00e9"}
+    assert said[1:] == ["caf\\udce9", "more"]

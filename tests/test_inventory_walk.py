@@ -240,10 +240,12 @@ def test_each_log_is_read_once_and_its_progress_is_not_parsed(tmp_path: Path, mo
 
 def test_a_name_with_control_codes_does_not_write_on_the_terminal(tmp_path: Path) -> None:
     stock.make(tmp_path / "bad\x1b[31m")
+    (tmp_path / "foreign\x1b[31m").mkdir()
     stock.make(tmp_path / "büro ☕")
     text = table.text(walk.look(tmp_path))
     assert "\x1b" not in text
     assert "bad\\x1b[31m" in text
+    assert "foreign\\x1b[31m" in text
     assert "büro ☕" in text
 
 

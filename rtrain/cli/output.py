@@ -10,7 +10,13 @@ _APART = re.compile(r"[\t\r\n]+")
 
 def show(document: Any, as_json: bool, *lines: str) -> None:
     """What a verb has found: as one JSON object, else as text, whose last line says what to do next."""
-    print(json.dumps(document, ensure_ascii=False) if as_json else "\n".join(lines))
+    print(unicode(json.dumps(document, ensure_ascii=False) if as_json else "\n".join(lines)))
+
+
+def unicode(text: str) -> str:
+    """`text` with the code of each half character, of which a file's name that is not UTF-8 has some, as JSON escapes
+    it. A terminal in a UTF-8 locale takes none."""
+    return re.sub(r"[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
 def answer_text(answer: Any) -> str:

@@ -196,12 +196,13 @@ def _best(known: Known, updates: Sequence[int], *, ended: bool) -> set[int]:
     would load. Empty where it cannot be read: then any may be the best."""
     newest = updates[-1]
     if ended:
-        return {known.best_update if known.best_update in updates else newest}
+        told = known.best_update
+        return {newest if told is None or told not in updates else told}
     try:
         best = checkpoint.read_state(checkpoint.path_of(known.run.checkpoints, newest)).best_update
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, UserError):
         return set()
-    return {newest, *([best] if best in updates else [])}
+    return {newest} if best is None or best not in updates else {newest, best}
 
 
 def _lost_checkpoints(known: Known, updates: Sequence[int]) -> str:

@@ -27,7 +27,7 @@ def text(inventory: Inventory, sort: str = "when", every: bool = False, now: flo
         lines += [_line(trial, inventory, moment, known.winner) for trial in known.trials if every]
     found = _columns([dict(zip(HEADS, HEADS, strict=True)), *lines]) if lines else ["no runs here"]
     found += ["", *_shared(inventory)] if inventory.shared else []
-    found += [f"{one.name}: {one.what}, {sizes.text(one.size)}" for one in inventory.foreign]
+    found += [_safe(f"{one.name}: {one.what}, {sizes.text(one.size)}") for one in inventory.foreign]
     return "\n".join([*found, "", *_totals(inventory)])
 
 
@@ -167,7 +167,8 @@ def _shared(inventory: Inventory) -> list[str]:
 def _totals(inventory: Inventory) -> list[str]:
     trials = sum(len(known.trials) for known in inventory.runs)
     count = f"{len(inventory.runs)} run{'' if len(inventory.runs) == 1 else 's'}"
-    lines = [f"{count}{f' and {trials} trials' if trials else ''}, {sizes.text(inventory.size)} in {inventory.root}"]
+    size = _safe(f"{sizes.text(inventory.size)} in {inventory.root}")
+    lines = [f"{count}{f' and {trials} trials' if trials else ''}, {size}"]
     if may_go := freed(inventory):
         lines.append(f"rtrain clean would free {sizes.text(may_go)}")
         lines.append(f"next: rtrain clean {shown(inventory.root)} --dry-run")
