@@ -10,11 +10,12 @@ import torch
 
 from rtrain import events
 from rtrain.batch import Tokens, single
+from rtrain.config import Optim
 from rtrain.data.order import deal
 from rtrain.exchange import noise
 from rtrain.exchange.noise import Measured
 from rtrain.exchange.replicated import Replicated
-from rtrain.training import step
+from rtrain.training import optim, step
 from tests.reports import make_run, page_of
 from tests.test_training_step import LOSS, by_hand, make_network, make_still_encoder, norm, pick
 from tests.test_training_step_workers import on_workers
@@ -119,6 +120,18 @@ def test_an_update_with_room_in_one_pass_is_measured_by_a_worker_that_is_alone(t
     done = step.run_update(Replicated(network), optimizer, LOSS, passes, pad_id=0, measures=True)
     assert [len(one) for one in passes] == [4, 4]
     assert done.noise is not None
+
+
+def test_what_an_update_makes_is_made_where_the_model_is(tmp_path: Path) -> None:
+    """Whatever is made without saying where is on `meta` here, as it is on the processor beside a GPU: it mixes with
+    nothing of the model's device. (The noise's sums once did that, and ended every training on a GPU.)"""
+    network, rows = make_network(make_still_encoder(tmp_path)), make_alike(16)
+    exchange, optimizer = Replicated(network), optim.build(network, Optim())
+    passes = [pick(rows, one.tolist()) for one in deal(rows.lengths, 1, 0, PASS, at_random=True)]
+    with torch.device("meta"):
+        done = step.run_update(exchange, optimizer, LOSS, passes, pad_id=0, clip_norm=1.0, measures=True)
+    assert done.noise is not None
+    assert np.isfinite(done.loss)
 
 
 # ------------------------------------------------------------------------------------------------------------- by hand

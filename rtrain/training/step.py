@@ -142,7 +142,7 @@ def forward(
     if logits.shape[:2] != (1, len(places)):
         kind = type(network).__name__
         raise UserError(f"model.name: {kind} has a language-model head that reads more than its encoder's last answers")
-    return logits[0]
+    return logits.squeeze(0)  # a view: the gradient of an index is a copy, here of a whole vocabulary for each token
 
 
 @contextlib.contextmanager
@@ -218,7 +218,7 @@ def run_update(
     if square is not None and passes:
         # A single replica has that of its first pass.
         part = _part_of(targets if exchange.world > 1 else loss.counts(passes[0]), totals)
-        terms += torch.tensor(_noise_terms(square / factor**2, part, exchange.world))
+        terms += terms.new_tensor(_noise_terms(square / factor**2, part, exchange.world))
     with exchange.timeline.during(stages.OPTIMIZER):
         if scale is not None:
             exchange.multiply(1.0 / scale)
