@@ -292,3 +292,23 @@ def test_one_worker_exchanges_nothing(network: torch.nn.Module) -> None:
     assert exchange.sum(torch.tensor([3.5])).item() == 3.5
     assert ranks.from_rank_zero(7) == 7
     exchange.barrier()
+
+
+def test_an_update_walks_through_the_module_a_few_times_whatever_its_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A walk through BERT-large's four hundred weights takes milliseconds, in which a GPU waits."""
+    network = make_network(make_encoder(tmp_path))
+    exchange, optimizer = Replicated(network), torch.optim.SGD(network.parameters(), lr=0.1)
+    every, walked = torch.nn.Module.parameters, 0
+
+    def counted(module: torch.nn.Module, recurse: bool = True) -> Any:
+        nonlocal walked
+        for one in every(module, recurse):
+            walked += 1
+            yield one
+
+    monkeypatch.setattr(torch.nn.Module, "parameters", counted)
+    rows = make_rows(12)
+    step.run_update(exchange, optimizer, LOSS, cut(rows, [1] * 12), pad_id=0, clip_norm=1.0)
+    assert walked <= 14  # one for each pass, to learn the device, and one for the update

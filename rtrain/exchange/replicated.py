@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rtrain import torch_internals
-from rtrain.exchange import compression, transport
+from rtrain.exchange import compression, transport, whole
 from rtrain.exchange.alive import Watch
 from rtrain.exchange.exchange import Work
 from rtrain.exchange.own import Own
@@ -36,8 +36,12 @@ class Replicated(Replicas):
         `train.gradient_compression`."""
         super().__init__(module, watch, say)
         self._spent, self.own = Spent(self.timeline), Own()
-        table = table_of(module) if touched_rows else None
+        # A GPU that is alone fills and adds a dense gradient in less time than it waits for which rows were touched.
+        dense = not self.distributed and whole.device(module).type == "cuda"
+        table = table_of(module) if touched_rows and not dense else None
         self.rows = TouchedRows(table[1]) if table else None
+        # Asked for several times an update: to walk through the module takes milliseconds.
+        self._others = [one for one in module.parameters() if self.rows is None or one is not self.rows.weight]
         if self.distributed:
             from torch.nn.parallel import DistributedDataParallel
 
@@ -56,7 +60,7 @@ class Replicated(Replicas):
         sent = self._sent
         made: transport.Transport = transport.Stock(self.world, sent)
         if by == "shared_memory" or (by == "auto" and self.world == transport.SAME_BITS):
-            found = transport.share([one for one in self._others() if one.requires_grad], self.rank, self.world, sent)
+            found = transport.share([one for one in self._others if one.requires_grad], self.rank, self.world, sent)
             reason = found if isinstance(found, str) else None
             made = made if isinstance(found, str) else found
             self._say("transport", asked=by, used=made.name, reason=reason)
@@ -75,8 +79,11 @@ class Replicated(Replicas):
         self.own.begin(measures)
         if self.rows is not None:
             self.rows.begin()
-        # The buckets are where gradients live.
-        self.module.zero_grad(set_to_none=not self.distributed)
+        if self.distributed:  # the buckets are where gradients live
+            self.module.zero_grad(set_to_none=False)
+        else:
+            for one in self._others:
+                one.grad = None
 
     @contextlib.contextmanager
     def during(self, last: bool) -> Iterator[None]:
@@ -109,10 +116,10 @@ class Replicated(Replicas):
         """The complete gradient: one tensor for each parameter that has one. The word embedding's holds its touched
         rows."""
         touched = [] if self.rows is None else [self.rows.gradient]
-        return touched + [one.grad for one in self._others() if one.grad is not None]
+        return touched + [one.grad for one in self._others if one.grad is not None]
 
     def collected(self) -> "list[torch.Tensor]":
-        found = [one.grad for one in self._others() if one.grad is not None]
+        found = [one.grad for one in self._others if one.grad is not None]
         return [*found, *([] if self.rows is None else [self.rows.collected()[1]])]
 
     @property
@@ -123,14 +130,10 @@ class Replicated(Replicas):
         return self.own.square if self.distributed else self._first
 
     def multiply(self, factor: "float | torch.Tensor") -> None:
-        if found := [one.grad for one in self._others() if one.grad is not None]:
+        if found := [one.grad for one in self._others if one.grad is not None]:
             torch_internals.multiply(found, factor)
         if self.rows is not None:
             self.rows.gradient = self.rows.gradient * factor
-
-    def _others(self) -> "list[torch.nn.Parameter]":
-        table = None if self.rows is None else self.rows.weight
-        return [parameter for parameter in self.module.parameters() if parameter is not table]
 
     def mean(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """`tensor`, a part of the gradient, replaced by its mean over the workers."""

@@ -1,5 +1,6 @@
 """Tensors that are spread over workers, and what they are as one: torch's DTensor says how each is cut."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,8 +25,9 @@ COMPUTES = "rtrain_computes"
 def device(module: "torch.nn.Module") -> "torch.device":
     """Where this worker computes the module: where the weights are that it has, unless `COMPUTES` says otherwise;
     `meta`, where nobody has any."""
-    every = list(module.parameters())
-    found: torch.device = next((one.device for one in every if here(one)), every[0].device)
+    every = module.parameters()  # asked for before each pass: to walk through all takes milliseconds
+    first = next(every)
+    found: torch.device = next((one.device for one in itertools.chain([first], every) if here(one)), first.device)
     return getattr(module, COMPUTES, found)
 
 
