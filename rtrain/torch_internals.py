@@ -101,6 +101,33 @@ def softmax_backward(gradient: "torch.Tensor", answer: "torch.Tensor") -> "torch
     return found
 
 
+def flash_attention(
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
+    ends: "torch.Tensor",
+    longest: int,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    reach: int | None = None,
+) -> "torch.Tensor":
+    """A GPU's flash attention over windows one after another (Dao 2023, arXiv:2307.08691): [tokens, heads, dim] of each
+    gives the same of the answers. It is what `torch.nn.attention.varlen.varlen_attn` calls, which has no dropout.
+
+    `ends`, int32 [windows + 1]: 0, and where each window ends; `longest`: tokens of the longest; `dropout`: the rate at
+    which attention weights are dropped, by the GPU's own generator; `reach`: tokens that a token reads on either side,
+    None for all.
+    """
+    import torch
+
+    sides = (ends, ends, longest, longest)
+    found: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        query, key, value, *sides, dropout, False, False, scale=scale, window_size_left=reach, window_size_right=reach
+    )[0]
+    return found
+
+
 def fake_tensors() -> "contextlib.AbstractContextManager[Any]":
     """A context in which a tensor that is made has a shape, a type and a device, and no numbers: it takes no memory,
     and what is computed of it takes no time."""

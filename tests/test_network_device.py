@@ -3,15 +3,16 @@
 torch's `meta` device computes shapes alone, and refuses operations with tensors of another device as a GPU does.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention.varlen import varlen_attn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rtrain import config, env
+from rtrain import config, env, torch_internals
 from rtrain.errors import ConfigError
 from rtrain.network import attention, device, layout, model
 from rtrain.tasks import base
@@ -122,7 +123,7 @@ HOPPER, TURING = (9, 0), (7, 5)
         ("cuda", HOPPER, "bfloat16", 64, 0.0, True, "varlen"),
         ("cuda", HOPPER, "float16", 32, 0.0, False, "varlen"),
         ("cuda", (8, 0), "bfloat16", 256, 0.0, True, "varlen"),
-        ("cuda", HOPPER, "bfloat16", 64, 0.1, True, "fused"),  # the kernel has no dropout
+        ("cuda", HOPPER, "bfloat16", 64, 0.1, True, "varlen"),
         ("cuda", HOPPER, "float32", 64, 0.0, True, "fused"),
         ("cuda", TURING, "float16", 64, 0.0, True, "fused"),  # flash attention begins with Ampere
         ("cuda", HOPPER, "bfloat16", 60, 0.0, True, "fused"),
@@ -143,18 +144,17 @@ def window_after_window(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    ends_of_queries: torch.Tensor,
-    ends_of_keys: torch.Tensor,
-    longest_query: int,
-    longest_key: int,
+    ends: torch.Tensor,
+    longest: int,
     *,
     scale: float,
+    dropout: float,
+    reach: int | None,
 ) -> torch.Tensor:
-    """What `varlen_attn` promises, one window after another: it runs on GPUs alone. [tokens, heads, dim]."""
-    assert torch.equal(ends_of_queries, ends_of_keys)
-    assert (ends_of_queries.dtype, int(ends_of_queries[-1])) == (torch.int32, len(query))
-    spans = list(zip(ends_of_queries[:-1].tolist(), ends_of_queries[1:].tolist(), strict=True))
-    assert longest_query == longest_key == max(end - begin for begin, end in spans)
+    """What `flash_attention` promises, one window after another: it runs on GPUs alone. [tokens, heads, dim]."""
+    assert (ends.dtype, int(ends[-1]), dropout, reach) == (torch.int32, len(query), 0.0, None)
+    spans = list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
+    assert longest == max(end - begin for begin, end in spans)
     found = []
     for begin, end in spans:
         scores = torch.einsum("qhd,khd->hqk", query[begin:end], key[begin:end]) * scale
@@ -181,7 +181,7 @@ def test_a_variable_length_kernel_answers_as_the_padded_groups_do(monkeypatch: p
         if kernel is None:
             answer, _ = attention.packed(torch.nn.Module(), query, key, value, None, scaling=0.3, layout=chosen)
         else:
-            answer = attention.by_window(query, key, value, chosen, 0.3, kernel)
+            answer = attention.by_window(query, key, value, chosen, 0.3, kernel=kernel)
         answer.square().sum().backward()
         answers.append(answer)
         gradients.append([part.grad for part in parts])
@@ -190,12 +190,51 @@ def test_a_variable_length_kernel_answers_as_the_padded_groups_do(monkeypatch: p
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_torch_s_variable_length_kernel_takes_what_it_is_given() -> None:
+@pytest.mark.parametrize(("rate", "reach"), [(0.0, None), (0.1, 2)])
+def test_torch_s_variable_length_kernel_takes_what_it_is_given(rate: float, reach: int | None) -> None:
     """Shapes alone, forward and backward: the kernel itself runs on a GPU."""
     chosen = layout.layout_of(rows(LENGTHS), HEADS, META)
     parts = [part.detach().requires_grad_() for part in vectors(sum(LENGTHS), dtype=torch.bfloat16, device=META)]
-    answer = attention.by_window(parts[0], parts[1], parts[2], chosen, 0.3, varlen_attn)
+    answer = attention.by_window(parts[0], parts[1], parts[2], chosen, 0.3, rate, reach)
     assert (answer.shape, answer.dtype) == ((1, sum(LENGTHS), HEADS, DIM), torch.bfloat16)
     answer.float().sum().backward()
     assert [part.grad.shape for part in parts if part.grad is not None] == [parts[0].shape] * 3
     assert "groups" not in vars(chosen)  # nothing was made that this kernel does not read
+
+
+def test_the_kernel_s_gradients_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index in place of a view made of each gradient a tensor of zeros and a copy into it, a tenth of an update."""
+    chosen = layout.layout_of(rows(LENGTHS), HEADS, META)
+    given = [torch.randn(1, sum(LENGTHS), HEADS * DIM, dtype=torch.bfloat16, device=META) for _ in range(3)]
+    parts = [one.requires_grad_().view(1, sum(LENGTHS), HEADS, DIM).transpose(1, 2) for one in given]
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    answer = attention.by_window(parts[0], parts[1], parts[2], chosen, 0.3)
+    with Watch():  # type: ignore[no-untyped-call]
+        answer.backward(torch.empty_like(answer))
+    assert any("_flash_attention_backward" in one for one in seen)
+    assert not [one for one in seen if "select_backward" in one or "copy_" in one or "clone" in one]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "expected"),
+    [(True, "bf16", torch.bfloat16), (True, "fp32", torch.float32), (False, "bf16", torch.float32)],
+)
+def test_on_a_gpu_what_three_products_share_is_cast_once(
+    tmp_path: Path, gpu: bool, precision: str, expected: torch.dtype
+) -> None:
+    """By tensors without numbers: the kernel itself is a GPU's."""
+    seen = list[torch.dtype]()
+    folder = make_encoder(tmp_path / "encoder")
+    with torch_internals.fake_tensors(), device.standing_for_gpu() if gpu else nullcontext():
+        network: Any = model.shaped(folder, base.get("classification"), 2)
+        layers = network.base_model.encoder.layer
+        for layer in layers:
+            layer.attention.self.query.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+        step.forward(network.train(), rows(LENGTHS), 0, precision).sum().backward()
+    assert seen == [expected] * len(layers)

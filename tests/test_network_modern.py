@@ -187,5 +187,5 @@ def test_by_window_tells_a_kernel_how_far_a_token_reads() -> None:
         return query
 
     query = torch.randn(1, 2, 8, 4)
-    attention.by_window(query, query, query, chosen, 0.5, kernel, reach=3)
-    assert told == {"scale": 0.5, "window_size": (3, 3)}
+    attention.by_window(query, query, query, chosen, 0.5, reach=3, kernel=kernel)
+    assert told == {"scale": 0.5, "dropout": 0.0, "reach": 3}

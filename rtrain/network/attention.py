@@ -2,9 +2,7 @@
 length are padded and multiplied together, and taken apart again; where attention is local, as ModernBERT's is in two
 layers of three, pieces of windows are.
 
-Dropout of attention weights is as the model's configuration says, on every path: where it is not 0, a GPU trains by
-torch's fused kernel over padded groups, since the other one knows none. `model.attention_dropout: 0` makes it the
-faster one; evaluation, which drops nothing, takes that in any case.
+Dropout of attention weights is as the model's configuration says, on every path.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +10,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from rtrain.network import dropout as masks, local, precision
+from rtrain.network.device import kind
 from rtrain.network.layout import Group, Layout
-from rtrain.torch_internals import softmax_backward
+from rtrain.torch_internals import flash_attention, softmax_backward
 
 if TYPE_CHECKING:
     import torch
@@ -44,16 +43,15 @@ def kernel_for(
     """How attention inside a pack is computed. Pure. `reads`: most tokens that a token reads; `firsts`: its window's
     first one among them, wherever it is itself.
 
-    `varlen`, a GPU's flash attention over the pack as it is (Dao 2023, arXiv:2307.08691), knows no dropout, and of
-    tokens that are read but those next to each other. `plain`
-    products train faster on a CPU than torch's fused kernel does, but for long windows. `fused` is that kernel, over
-    padded groups; it holds no square of a window, of which an evaluation's large passes would take gigabytes. With
-    dropout it does.
+    `varlen`, a GPU's flash attention over the pack as it is, knows of tokens that are read but those next to each
+    other. `plain` products train faster on a CPU than torch's fused kernel does, but for long windows. `fused` is that
+    kernel, over padded groups; it holds no square of a window, of which an evaluation's large passes would take
+    gigabytes. With dropout it does.
     """
     if device == "cpu":
         return "plain" if trains and (dropout or reads <= SQUARE) else "fused"
     flash = device == "cuda" and capability >= precision.AMPERE and dtype in ("bfloat16", "float16")
-    return "varlen" if flash and not (dropout or firsts) and dim % 8 == 0 and dim <= FLASH_DIM else "fused"
+    return "varlen" if flash and not firsts and dim % 8 == 0 and dim <= FLASH_DIM else "fused"
 
 
 @lru_cache(maxsize=8)
@@ -101,9 +99,11 @@ def packed(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads, count, dim = query.shape[1:]
     reach = layout.reach if sliding_window is None else sliding_window - 1
+    where = kind(query.device)
+    foretold = where != query.device.type
     name = kernel_for(
-        query.device.type,
-        _capability(query.device),
+        where,
+        precision.AMPERE if foretold else _capability(query.device),
         str(query.dtype).removeprefix("torch."),
         dim,
         dropout=rate,
@@ -112,16 +112,15 @@ def packed(
         firsts=layout.reach is not None,
     )
     if name == "varlen":
-        from torch.nn.attention.varlen import varlen_attn
-
-        return by_window(query, key, value, layout, scale, varlen_attn, reach), None
+        return by_window(query, key, value, layout, scale, rate, reach), None
     groups = layout.groups if reach is None else layout.within(reach)
     q, k, v = (part.transpose(1, 2).reshape(count * heads, dim) for part in (query, key, value))
     found: torch.Tensor
     if name == "plain":
         found = _plain().apply(q, k, v, groups, heads, scale, rate, draw)
     else:
-        found = _fused(q, k, v, groups, heads, scale, rate)
+        # A processor's kernel keeps squares with dropout, a GPU's none.
+        found = _fused(q, k, v, groups, heads, scale, 0.0 if foretold else rate)
     if layout.firsts is not None:
         found = _reading_all(found, q, k, v, layout.firsts, scale, rate, draw)
     return found.view(1, count, heads, dim), None
@@ -133,15 +132,15 @@ def by_window(
     value: "torch.Tensor",
     layout: Layout,
     scale: float,
-    kernel: Callable[..., Any],
+    rate: float = 0.0,
     reach: int | None = None,
+    kernel: "Callable[..., torch.Tensor]" = flash_attention,
 ) -> "torch.Tensor":
-    """[1, heads, tokens, dim] -> [1, tokens, heads, dim] by a kernel that is called as torch's `varlen_attn`. `reach`:
-    tokens that a token reads on either side; None for all."""
-    parts = [part[0].transpose(0, 1) for part in (query, key, value)]
-    near = {} if reach is None else {"window_size": (reach, reach)}
-    answer: torch.Tensor = kernel(*parts, layout.ends, layout.ends, layout.longest, layout.longest, scale=scale, **near)
-    return answer[None]
+    """[1, heads, tokens, dim] -> [1, tokens, heads, dim] by a kernel that is called as `flash_attention`. `rate`: of
+    dropout; `reach`: tokens that a token reads on either side, None for all."""
+    # Views back and forth: the gradient of an index would be a tensor of zeros, and a copy into it.
+    parts = [part.squeeze(0).transpose(0, 1) for part in (query, key, value)]
+    return kernel(*parts, layout.ends, layout.longest, scale=scale, dropout=rate, reach=reach)[None]
 
 
 def _fused(

@@ -3,6 +3,9 @@
 `choose` is pure; `rtrain.runs.preparing` asks it once for a run, with what the cluster has or may start.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +70,25 @@ def named(device: "torch.device") -> str:
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+_STANDS_FOR: ContextVar[str | None] = ContextVar("stands_for", default=None)
+
+
+def kind(device: "torch.device") -> str:
+    """By whose way tensors on `device` are computed: `cpu`, `cuda` and so on."""
+    return _STANDS_FOR.get() or device.type
+
+
+@contextmanager
+def standing_for_gpu() -> Iterator[None]:
+    """Inside, tensors without numbers are computed as a GPU computes them, wherever they are, so that what they take is
+    what they take there. A torch without CUDA makes no such tensor that says of itself that it is on a GPU."""
+    token = _STANDS_FOR.set("cuda")
+    try:
+        yield
+    finally:
+        _STANDS_FOR.reset(token)
 
 
 def backend(device: str) -> str:

@@ -75,6 +75,19 @@ def replace(network: "torch.nn.Module") -> None:
             layer.forward = partial(drop, layer)  # type: ignore[method-assign]
 
 
+def replace_by_native(network: "torch.nn.Module") -> None:
+    """Let the network's dropout layers keep what they keep on a GPU, where torch's own mask is a byte an element; on a
+    CPU it is an element."""
+    import torch
+
+    def native(layer: "torch.nn.Dropout", values: "torch.Tensor") -> "torch.Tensor":
+        return torch.native_dropout(values, layer.p, layer.training)[0] if layer.p else values
+
+    for layer in network.modules():
+        if type(layer) is torch.nn.Dropout:
+            layer.forward = partial(native, layer)  # type: ignore[method-assign]
+
+
 def drop(
     layer: "torch.nn.Dropout",
     values: "torch.Tensor",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rtrain.batch import Floats, Int32s, Ints, Tokens
-from rtrain.network.device import moved
+from rtrain.network.device import kind, moved
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -127,7 +127,7 @@ class Layout:
 
     @property
     def _waste(self) -> int:
-        return GROUP_WASTE["cpu" if self.lengths.device.type == "cpu" else "cuda"]
+        return GROUP_WASTE["cpu" if kind(self.lengths.device) == "cpu" else "cuda"]
 
     def _whole(self, begin: int, end: int) -> Group:
         """The windows from one to another, each read by itself."""

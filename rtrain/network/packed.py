@@ -13,7 +13,7 @@ import numpy as np
 
 from rtrain.batch import Int32s, Ints, Tokens
 from rtrain.network import attention, dropout as masks, local
-from rtrain.network.device import moved
+from rtrain.network.device import kind, moved
 from rtrain.network.inputs import LAYOUT
 from rtrain.network.layout import Layout, layout_of
 
@@ -29,6 +29,8 @@ MARK = "rtrain_packs"
 """Attribute of a network that computes no padding, the name of its attention; copies of the network have it too."""
 HEADS = "rtrain_heads"
 """Attribute of a network that has a share of the attention heads: how many."""
+SHARES = {"query", "q_lin"}
+"""Names of a product whose input is that of two others, by which an attention layer is known."""
 FIRST_POSITION: Mapping[str, Callable[[Any], int]] = {
     "bert": lambda config: 0,
     "distilbert": lambda config: 0,
@@ -57,6 +59,9 @@ def enable(network: "transformers.PreTrainedModel", head: str, *, fast_dropout: 
     AttentionMaskInterface.register(name, mask)
     network.set_attn_implementation(name)
     setattr(network, MARK, name)
+    for module in network.modules():
+        if SHARES & {name for name, _ in module.named_children()}:
+            module.register_forward_pre_hook(_cast)
     if fast_dropout:
         masks.replace(network)
     if head != "tokens":
@@ -99,6 +104,18 @@ def mask(**named: Any) -> Any:
     return None if named["attention_mask"] is None else local.mask(**named)
 
 
+def _cast(attention: Any, inputs: tuple[Any, ...]) -> Any:
+    """On a GPU in half precision, an attention layer's input in that type. Autocast would cast it for each of its three
+    products, and add their gradients in fp32: passes over all of a layer's numbers, which take a GPU as long as
+    products do."""
+    import torch
+
+    where = inputs[0].device
+    if kind(where) != "cuda" or not torch.is_autocast_enabled(where.type):
+        return None
+    return inputs[0].to(torch.get_autocast_dtype(where.type)), *inputs[1:]
+
+
 def _by_window(head: str, encoder: Any, inputs: Any, named: Mapping[str, Any], output: Any) -> Any:
     """The encoder's answers for a pack as those of windows of one token [windows, 1, hidden]: what a head reads."""
     import torch
@@ -106,7 +123,7 @@ def _by_window(head: str, encoder: Any, inputs: Any, named: Mapping[str, Any], o
     layout: Layout | None = named.get(LAYOUT)
     if layout is None:
         return output
-    hidden = output.last_hidden_state[0]
+    hidden = output.last_hidden_state.squeeze(0)
     if head == "first":
         chosen = hidden.index_select(0, layout.starts)
     else:
