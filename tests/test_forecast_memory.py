@@ -161,6 +161,17 @@ def test_half_precision_and_recomputed_layers_keep_less(encoder: Path) -> None:
     assert traced(encoder, [64] * 64, recomputed=True).activations < 0.75 * whole
 
 
+def test_a_gpu_keeps_no_squares_of_windows_and_a_byte_for_each_place_of_a_mask(encoder: Path) -> None:
+    """Its kernel computes attention's weights again, dropout or none; a processor keeps them."""
+    for precision in ("bf16", "fp32"):
+        short, long = ([64] * 32, [512] * 4)
+        on_gpu = [traced(encoder, one, device="gpu", precision=precision).activations for one in (short, long)]
+        on_cpu = [traced(encoder, one, precision=precision).activations for one in (short, long)]
+        assert on_gpu[1] == pytest.approx(on_gpu[0], rel=0.1)
+        assert on_cpu[1] > 2 * on_cpu[0]
+        assert on_gpu[0] < on_cpu[0]
+
+
 def test_gradients_of_an_only_pass_come_to_be_in_it(encoder: Path) -> None:
     before, alone = (traced(encoder, [64] * 64, more_passes=more) for more in (True, False))
     assert alone.gradients < before.gradients
@@ -317,7 +328,7 @@ def test_a_gpu_s_room_says_where_measuring_begins(encoder: Path, monkeypatch: py
 
     recipe = config.load("intent").recipe
     task, found = base.get("classification"), []
-    for room in (200 * MB, 400 * MB):
+    for room in (50 * MB, 100 * MB):
         monkeypatch.setattr(pass_size, "room", lambda network, room=room: room)
         found.append(guess.tried(None, encoder, task, recipe, 64, "bf16"))  # type: ignore[arg-type]
     assert LEAST <= found[0][0] < found[0][1] < found[1][1]

@@ -68,7 +68,13 @@ def needs(
         return max(map(need, every), key=lambda need: need.total)
 
     task, own = base.get(recipe.task), recipe.train.gradient_checkpointing
-    traced_pass = partial(trace.of_pass, folder, task, recipe.model, outputs=passes.outputs, precision=passes.precision)
+    traced_pass = partial(
+        trace.of_pass,
+        *(folder, task, recipe.model),
+        device=device,
+        outputs=passes.outputs,
+        precision=passes.precision,
+    )
     of_pass = partial(traced_pass, passes.lengths)
     for way in ways:
         replicas = workers // way.tensor

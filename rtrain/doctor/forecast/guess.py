@@ -20,8 +20,7 @@ def tried(
 ) -> tuple[int, int]:
     """Fewest tokens of the two passes to measure on the network's GPU. `longest`: tokens of the longest row.
 
-    The trace computes attention as a CPU does, which keeps its squares; a GPU's kernels keep less, so that the passes
-    are rather too small than too large. What cannot be traced is measured at fixed sizes.
+    What cannot be traced is measured at fixed sizes.
     """
     room = pass_size.room(network)
     try:
@@ -35,7 +34,6 @@ def _peak(folder: Path, task: Task, recipe: Recipe, longest: int, tokens: int, p
     """What is there in a pass: weights and gradients included, as when it is measured."""
     window = min(longest, recipe.data.window_tokens)
     lengths = [window] * -(-tokens // window)
-    found = trace.of_pass(
-        folder, task, recipe.model, lengths, precision=precision, recomputed=recipe.train.gradient_checkpointing
-    )
+    again = recipe.train.gradient_checkpointing
+    found = trace.of_pass(folder, task, recipe.model, lengths, device="gpu", precision=precision, recomputed=again)
     return pass_size.Peak(found.tokens, found.weights + found.gradients + found.activations)

@@ -4,6 +4,7 @@ The network is the run's own, with its packed forward pass, dropout, precision a
 are not read. What torch counts is every tensor that is alive at a time, as no formula over layers and widths does.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,8 @@ from rtrain.config import Model
 from rtrain.errors import UserError
 from rtrain.exchange import whole
 from rtrain.exchange.touched_rows import TouchedRows, table_of
-from rtrain.network import cuts, model, precision as formats
+from rtrain.network import cuts, dropout, model, precision as formats
+from rtrain.network.device import standing_for_gpu
 from rtrain.strategies import shares
 from rtrain.strategies.staged import Staged
 from rtrain.tasks.base import Task
@@ -74,6 +76,7 @@ def of_pass(
     chosen: Model,
     lengths: Sequence[int],
     *,
+    device: str = "cpu",
     outputs: int = 2,
     precision: str = "fp32",
     recomputed: bool = False,
@@ -83,16 +86,20 @@ def of_pass(
 ) -> Traced:
     """The memory of a forward and backward pass over windows of these lengths.
 
-    `folder`: the model's; of it config.json alone is read. `outputs`: numbers that the head answers with, per window or
-    token. `recomputed`: `train.gradient_checkpointing`. `more_passes`: the gradients of an earlier pass are there
-    already, as they are in exchanges between workers; else they come to be in this one. `tensor`: of workers that share
-    the layers, one. `stage`: of a pipeline's workers, this one. Raises `Untraceable`.
+    `folder`: the model's; of it config.json alone is read. `device`: whose memory, `cpu` or `gpu`, since their kernels
+    keep different things; the network is traced on a processor in both cases. `outputs`: numbers that the head answers
+    with, per window or token. `recomputed`: `train.gradient_checkpointing`. `more_passes`: the gradients of an earlier
+    pass are there already, as they are in exchanges between workers; else they come to be in this one. `tensor`: of
+    workers that share the layers, one. `stage`: of a pipeline's workers, this one. Raises `Untraceable`.
     """
     import torch
 
-    with torch_internals.fake_tensors():
+    gpu = device == "gpu"
+    with torch_internals.fake_tensors(), standing_for_gpu() if gpu else contextlib.nullcontext():
         network: Any = model.shaped(folder, task, outputs, chosen).train()
         formats.widen(network, precision)
+        if gpu:
+            dropout.replace_by_native(network)
         if recomputed:
             model.keep_inputs_alone(network)
         found, moments = table_of(network), len(shares.MOMENTS)
