@@ -4,14 +4,15 @@ network.
 1. Prepare, where the data and all of rtrain are: `python -m benchmarks.gpu --prepare DATA FOLDER`. DATA holds
    `banking77` and `squadshifts`; FOLDER gets their token stores and the packaged model in half precision, under 64 MB.
 2. Carry the checkout and FOLDER to the machine that has the GPU (inside the checkout, say as `.gpu`, which is where the
-   command looks by itself). It needs Python 3.11 or later with torch, transformers, numpy, pyarrow, pydantic, PyYAML,
-   tokenizers, safetensors and regex. The peer is HF Trainer if `accelerate` is installed too, or else a plain loop.
-   `--only needs` says what is missing. Wheels can be carried beside FOLDER (for pydantic those of pydantic,
+   command looks by itself). It needs Python 3.11 or later with torch, transformers, numpy, scipy, pyarrow, pydantic,
+   PyYAML, tokenizers, safetensors and regex. The peer is HF Trainer if `accelerate` is installed too, or else a plain
+   loop. `--only needs` says what is missing. Wheels can be carried beside FOLDER (for pydantic those of pydantic,
    pydantic-core, typing-inspection and annotated-types).
 3. Run `python -m benchmarks.gpu --json --out gpu.json`. The most important sections come first. Each runs in its own
    process with a share of the minutes, and is cut off when they are over; minutes that it leaves go to the sections
    after it. The file is complete after every line. If a command may take only ten minutes, run several, each with its
-   own file: `--only needs right resume --minutes 9`, then `--only speed --minutes 9`, and so on.
+   own file: `--only needs right resume --minutes 9`, then `--only speed --minutes 9`, and so on. With less time,
+   shorten the timed stretches: `--seconds 1`.
 4. Read the file. A line stands by itself: its key, a value with its unit (with rounds, their median and spread), its
    bounds (`most`, `floor`, `goal`), whether it met them, and the circumstances under `about`. Read `right` and
    `resume` first: a line that is not met there counts for more than any speed. A line with `error` failed alone. Then
@@ -25,7 +26,7 @@ right    attention's kernels against plain attention, packed against padded, dro
 resume   whether a run killed at update 20 of 40 resumes bit for bit; if not, which tensor differs first, and what torch
          says
 speed    tokens a second and share of the peak, side by side with HF Trainer, both at their largest pass
-profile  the five largest kernels of an update and the gaps between kernels
+profile  the ten largest kernels of an update and the gaps between kernels
 pays     compiled encoders, the fused optimizer, CUDA graphs, larger passes
 score    seconds to an accuracy of 0.90 and 0.93 on banking77
 memory   the peak of a pass against its forecast, and what recomputation costs
@@ -61,6 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="minilm", help="of --prepare: the model to carry")
     parser.add_argument("--json", action="store_true", help="print the document on stdout; the table goes to stderr")
     parser.add_argument("--minutes", type=float, default=40)
+    parser.add_argument("--seconds", type=float, help="length of a timed stretch; default 3, and less without a GPU")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/gpu.json"), help="file of the results")
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of {', '.join(runner.SHARES)}")
     parser.add_argument("--plant", metavar="NAME", choices=runner.SHARES, help=argparse.SUPPRESS)
@@ -110,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start = next((way for way in ("fork", "spawn") if (found := runner.in_child(_gpu, way)) is not None), None)
     if start is None:
         raise SystemExit("torch cannot use the device; see above")
-    bench = Bench(chosen.folder.absolute(), model, scratch, found, start)
+    bench = Bench(chosen.folder.absolute(), model, scratch, found, start, chosen.seconds)
     names = [name for name in runner.SHARES if name in (chosen.only or runner.SHARES)]
     plan = runner.Plan(names, 60 * chosen.minutes, out, scratch, bench, chosen.plant)
     try:

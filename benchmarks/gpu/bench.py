@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,13 +92,16 @@ class Bench:
     gpu: bool
     start: str = "fork"
     """How processes are started: by fork, or by spawn if forked processes could not use the GPU."""
+    seconds: float | None = None
+    """Length of a timed stretch; None for that of the size."""
     ends: float = 0.0
     """The time at which the section is killed, by time.monotonic."""
     report: Report = field(default_factory=lambda: Report(Path("/dev/null"), ""))
 
     @property
     def size(self) -> Size:
-        return FULL if self.gpu else TINY
+        size = FULL if self.gpu else TINY
+        return size if self.seconds is None else replace(size, seconds=self.seconds)
 
     @property
     def left(self) -> float:
@@ -270,21 +273,21 @@ def timed(bench: Bench, work: Callable[[int], Any], seconds: float, warm: int = 
 
 
 def largest(attempt: Callable[[int], None], start: int, cap: int, free: Callable[[], None]) -> int:
-    """The largest of `start`, 2 `start`, 4 `start` and so on up to `cap` with which the memory suffices."""
+    """The largest of `start`, 2 `start`, 4 `start` and so on up to `cap` with which the memory suffices. The largest
+    is tried first: on a large GPU it often fits, and each try is a training's start."""
     import torch
 
-    found = 0
-    while start <= cap:
+    size = start << max(0, (cap // start).bit_length() - 1)
+    while size >= start:
         try:
-            attempt(start)
+            attempt(size)
         except torch.OutOfMemoryError:
-            break
+            size //= 2
+        else:
+            return size
         finally:
             free()
-        found, start = start, 2 * start
-    if not found:
-        raise MemoryError(f"not even {start} fit")
-    return found
+    raise MemoryError(f"not even {start} fit")
 
 
 def flops(network: Any, lengths: Any) -> float:

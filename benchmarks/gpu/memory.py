@@ -23,7 +23,7 @@ NEAR = 1.25
 """Largest ratio of a peak to its forecast."""
 
 
-def traced(made: Any, lengths: Sequence[int], precision: str, recompute: bool) -> "Traced":
+def traced(made: Any, lengths: Sequence[int], precision: str, recompute: bool, device: str) -> "Traced":
     """A pass of a network as the forecast computes it, by the network's configuration alone."""
     from rtrain.config import Model
     from rtrain.doctor.forecast import trace
@@ -36,6 +36,7 @@ def traced(made: Any, lengths: Sequence[int], precision: str, recompute: bool) -
             base.get("classification"),
             Model(pooling="own"),
             lengths,
+            device=device,
             outputs=made.config.num_labels,
             precision=precision,
             recomputed=recompute,
@@ -47,7 +48,7 @@ def foretold(found: "Traced") -> float:
     """Bytes of a worker that is alone on its GPU, on which its process is not."""
     from rtrain.doctor.forecast import memory
 
-    return memory.needed(found, 1, process=0.0).total
+    return memory.needed(found, 1, process=0.0, kept=1.0).total
 
 
 def run(bench: Bench) -> None:
@@ -68,7 +69,7 @@ def _one(bench: Bench, model: str, precision: str) -> None:
     for recompute in (False, True):
         made = network(bench, model, recompute=recompute)
         ours = Ours(made, chosen, count, tokens, precision)
-        expecting = traced(made, chosen.lengths.tolist(), precision, recompute)
+        expecting = traced(made, chosen.lengths.tolist(), precision, recompute, "gpu" if bench.gpu else "cpu")
         taken, expected = _peak(bench, ours, expecting)
         bytes_by[recompute] = taken
         times, seconds = common.timed(bench, ours.update, bench.size.seconds / 3)

@@ -8,7 +8,18 @@ from typing import Any
 
 from benchmarks.gpu.bench import PEAKS, Bench
 
-NEEDED = ("torch", "transformers", "numpy", "pyarrow", "pydantic", "PyYAML", "tokenizers", "safetensors", "regex")
+NEEDED = (
+    "torch",
+    "transformers",
+    "numpy",
+    "scipy",
+    "pyarrow",
+    "pydantic",
+    "PyYAML",
+    "tokenizers",
+    "safetensors",
+    "regex",
+)
 ELSE = ("accelerate", "flash_attn", "openvino", "triton", "ray")
 """Packages that are used if they are installed; rtrain's training must do without the last."""
 
