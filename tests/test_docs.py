@@ -43,6 +43,8 @@ NEEDS = (
     "needs DATA",
     "needs a bucket",
     "needs a server",
+    "needs other runs",
+    "needs Ctrl-C",
 )
 RUN = ("rtrain", "curl", "export")
 """First words of the commands that `test_docs_commands` runs."""
