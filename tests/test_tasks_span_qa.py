@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers.normalizers import BertNormalizer
 
 from rtrain import config, score
 from rtrain.batch import Encoded, Head, Ragged, Tokens, Window, pack
+from rtrain.data import records, tokens
 from rtrain.exchange.replicated import Replicated
 from rtrain.metrics import by_output, tables
 from rtrain.network import model
@@ -86,6 +88,55 @@ def test_a_window_without_the_whole_answer_has_none(encoder: Path) -> None:
             assert CONTEXT[row.spans[begin + first][0] : row.spans[begin + last][1]] == "fee of four"
         begin += window.tokens
     assert 0 < held < len(row.windows)
+
+
+ACCENT = "\u0301"
+"""A sign on the letter before it, which the tokenizer drops from a word's last piece, as vowel signs of Hindi and
+Thai."""
+
+
+@pytest.mark.parametrize(("window", "stride"), [(64, 0), (24, 10)])
+def test_an_answer_whose_last_sign_the_tokenizer_drops_is_learned(encoder: Path, window: int, stride: int) -> None:
+    word = f"mondayx{ACCENT}"
+    context = CONTEXT.replace("monday", word)
+    tokenizer = load_tokenizer(encoder, window, stride)
+    tokenizer.normalizer = BertNormalizer(strip_accents=True, lowercase=True)
+    [row] = TASK.encode(tokenizer, ["when?"], [context], 64)
+    every = [span for span in row.spans if context.index(word) <= span[0] < context.index(word) + len(word)]
+    assert max(end for _, end in every) == context.index(word) + len(word) - 1  # else this shows nothing
+    marks = np.reshape(TASK.marks("", context, label(word, context=context), row), (-1, 2))
+    starts = np.cumsum([0, *(window.tokens for window in row.windows)])
+    held = [(int(begin), *place) for begin, place in zip(starts, marks.tolist(), strict=False) if place[1]]
+    assert held
+    output = np.full((len(row.ids), 2), -9.0, dtype=np.float32)
+    for begin, first, last in held:
+        assert context[row.spans[begin + first][0] : row.spans[begin + last][1]] == word[:-1]
+        output[begin + first, 0] = output[begin + last, 1] = 9
+    (answer,) = TASK.decode([output], [{"question": "when?", "context": context}], [row], HEAD, {})
+    assert answer["answer"] == word == context[answer["start"] : answer["end"]]
+
+
+def test_an_answer_behind_the_last_window_is_learned_in_none(encoder: Path) -> None:
+    """Its first tokens alone are there."""
+    [row] = TASK.encode(load_tokenizer(encoder, 20, 6), ["when?"], [CONTEXT], 1)
+    assert row.truncated
+    end = row.spans[row.windows[0].tokens - 2][1]
+    begun = CONTEXT[end - 3 : end + 4]
+    assert TASK.marks("", CONTEXT, label(begun), row) == [0, 0]
+    assert TASK.marks("", CONTEXT, label(CONTEXT[end - 3 : end]), row) != [0, 0]
+
+
+def test_stores_by_the_rule_before_are_not_taken(
+    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.csv").write_text("question,context,answers\nwhen?,on monday,[]\n" * 1)
+    named = {"data.path": str(tmp_path / "a.csv"), "data.label": "answers"}
+    recipe = config.load("squad", named).recipe
+    source = records.inspect(recipe.data)
+    found = [tokens.digest(recipe, source, encoder)]
+    monkeypatch.setattr(SpanQA, "rule_of_marks", 1)
+    found.append(tokens.digest(recipe, source, encoder))
+    assert found[0] != found[1]
 
 
 def test_a_long_question_leaves_room_for_the_context(encoder: Path) -> None:

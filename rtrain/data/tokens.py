@@ -55,6 +55,8 @@ def _digest(recipe: Recipe, source: records.Source, model: Path) -> str:
     # Stores from before a neutral setting existed have this digest.
     data = {name: value for name, value in data.items() if name not in ADDED_TO_DATA or value != ADDED_TO_DATA[name]}
     settings = {"schema": store.SCHEMA_VERSION, "task": recipe.task, **data}
+    if (rule := base.get(recipe.task).rule_of_marks) > 1:
+        settings["marks"] = rule
     if recipe.augment.active:
         models = [_model_digest(name) for name in (recipe.augment.paraphrase, recipe.augment.pivot) if name]
         settings["augment"] = {**recipe.augment.model_dump(mode="json"), "paraphrase": models, "pivot": None}

@@ -86,6 +86,8 @@ class Task(Protocol):
     needs_pair: bool
     never_cuts: bool
     """Long texts are read in windows whatever the settings: an answer may lie anywhere in them."""
+    rule_of_marks: int
+    """The number of the rule by which answers become `marks`: stores by another rule are not taken for these."""
     varies: Variation
     """What augmentation may change in a training text without making its label false."""
     finds_outside: bool

@@ -28,6 +28,7 @@ class Defaults:
     reads_pair = True
     """Where False, a second text is left out."""
     never_cuts = False
+    rule_of_marks = 1
     packs = False
     varies: base.Variation = "nothing"
     finds_outside = False

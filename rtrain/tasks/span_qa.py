@@ -6,6 +6,7 @@ windows, given where it beats the first token's score by more than a threshold, 
 """
 
 import operator
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,6 +63,7 @@ class SpanQA(Defaults):
     fields = ("question", "context")
     needs_pair = True
     never_cuts = True
+    rule_of_marks = 2
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         if pair is None:
@@ -103,9 +105,10 @@ class SpanQA(Defaults):
     def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
         """First and last token of the first answer in each window; 0 and 0, its first token, where it is not in it."""
         answers = _answers(label)
+        whole = _tokens_of(encoded, *answers[0]) if answers else set()
         found: list[int] = []
         for window, span in _windows(encoded):
-            found += _place(window, span, *answers[0]) if answers else (0, 0)
+            found += _place(window, span, whole)
         return found
 
     def targets(self, labels: Sequence[str], marks: Ragged, head: Head) -> Targets:
@@ -208,7 +211,7 @@ class SpanQA(Defaults):
         for given, output, row in zip(asked, outputs, encoded, strict=True):
             assert not isinstance(given, str)  # needs_pair
             best = _best(output, row.windows)
-            start, end = row.spans[best.first][0], row.spans[best.last][1]
+            start, end = row.spans[best.first][0], _end(given["context"], row.spans[best.last][1])
             if best.margin <= threshold(head):
                 answers.append({"answer": "", "score": 1.0 - best.score, "start": 0, "end": 0})
             else:
@@ -285,17 +288,32 @@ def _windows(encoded: Encoded) -> Iterator[tuple[Window, list[tuple[int, int]]]]
         begin += window.tokens
 
 
-def _place(window: Window, span: list[tuple[int, int]], answer: str, start: int) -> tuple[int, int]:
-    """First and last token of the answer in a window that holds it as a whole, else (0, 0)."""
+def _tokens_of(encoded: Encoded, answer: str, start: int) -> set[tuple[int, int]]:
+    """The characters of each of the answer's tokens; none where its end was left out with the text's.
+
+    Characters that the tokenizer drops are in no token: BERT's, which strips accents, drops vowel signs of Hindi and
+    Thai. So an answer may begin or end with some, and its tokens do not reach to its ends.
+    """
     end = start + len(answer)
-    inside = [
-        token
-        for token in range(window.second, window.tokens)
-        if span[token][1] > span[token][0] and span[token][0] < end and span[token][1] > start
-    ]
-    if not inside or span[inside[0]][0] > start or span[inside[-1]][1] < end:
+    every = [one for window, span in _windows(encoded) for one in span[window.second :] if one[1] > one[0]]
+    if encoded.truncated and end > max((one[1] for one in every), default=0):
+        return set()
+    return {one for one in every if one[0] < end and one[1] > start}
+
+
+def _place(window: Window, span: list[tuple[int, int]], whole: set[tuple[int, int]]) -> tuple[int, int]:
+    """First and last token of the answer in a window that holds all of its tokens, else (0, 0)."""
+    inside = [token for token in range(window.second, window.tokens) if span[token] in whole]
+    if not inside or {span[token] for token in inside} != whole:
         return 0, 0
     return inside[0], inside[-1]
+
+
+def _end(text: str, end: int) -> int:
+    """The end of an answer behind the signs that belong to its last character, which a tokenizer may drop."""
+    while end < len(text) and unicodedata.category(text[end]) == "Mn":
+        end += 1
+    return end
 
 
 def _by_window(logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
