@@ -145,7 +145,7 @@ first, second, refused = map(Path, sys.argv[1:])
 document = declared.document({"tiny": first}, Serve(port=port, replicas=2))
 models = document["applications"][0]["deployments"][0]["user_config"]["models"]
 def served():
-    return [one["tiny"] for one in ray.serve.get_app_handle("tiny").broadcast("serves").results()]
+    return [one["tiny"][0] for one in ray.serve.get_app_handle("tiny").broadcast("serves").results()]
 start(document)
 wait(lambda: len(served()) == 2)
 old, before = ask(), processes()
