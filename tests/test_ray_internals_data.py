@@ -81,7 +81,7 @@ def test_a_stream_of_data_asks_for_no_nodes_and_has_its_part(monkeypatch: pytest
 @pytest.mark.ray
 def test_numbers_come_from_tasks_that_reserve_what_is_said_and_are_fused(ray_session: Path) -> None:
     dataset = ray_internals.numbers(10, 2, 0.25).map_batches(lambda batch: batch, batch_size=None, num_cpus=0.25)
-    assert [row["id"] for row in dataset.take_all()] == list(range(10))
+    assert sorted(row["id"] for row in dataset.take_all()) == list(range(10))  # blocks come as they are done
     assert "ReadRange->MapBatches" in dataset.stats()
 
 
