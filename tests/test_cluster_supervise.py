@@ -16,11 +16,14 @@ import pytest
 
 from rtrain import events
 from rtrain.checkpoints import checkpoint
+from rtrain.cli import app as cli
 from rtrain.cluster import supervise
+from rtrain.cluster.jobs.naming import SUPERVISED
 from rtrain.cluster.session import IN_JOB
 from rtrain.report import summary
 from tests.conftest import labelled_rows, write_rows
 from tests.processes import end
+from tests.reports import make_run
 from tests.tiny import make_encoder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -295,3 +298,36 @@ def test_a_driver_that_is_killed_and_then_terminated_resumes_and_ends_its_run(tm
 def started(run: Path) -> list[int]:
     """The updates from which a run was started."""
     return [event["update"] for event in events.read(run) if event["kind"] == "started"]
+
+
+@pytest.mark.parametrize("verb", SUPERVISED)
+def test_in_a_job_every_verb_that_writes_a_run_is_left_to_a_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """Its own command, with the folder by its name: by that the next start goes on with it."""
+    write_rows(tmp_path / "rows.csv", labelled_rows(20))
+    words = {
+        "train": ["train", "intent", "--data", str(tmp_path / "rows.csv")],
+        "tune": ["tune", "intent", "--data", str(tmp_path / "rows.csv")],
+        "distill": ["distill", str(tmp_path / "run")],
+    }[verb]
+    if verb == "distill":
+        make_run(tmp_path)
+    left: list[tuple[list[str], Path]] = []
+
+    def supervised(command: list[str], run: Path) -> int:
+        left.append((command, run))
+        return 7
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(IN_JOB, "{}")
+    monkeypatch.delenv(supervise.CHILD, raising=False)
+    monkeypatch.setattr(supervise, "supervise", supervised)
+    monkeypatch.setattr(sys, "argv", ["rtrain", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 7
+    [(command, folder)] = left
+    assert command == [*words, "--out", str(folder)]
+    begins = {"train": "runs/intent-", "tune": "runs/intent-search-", "distill": "run-student"}[verb]
+    assert str(folder.relative_to(tmp_path)).startswith(begins)

@@ -14,7 +14,8 @@ from rtrain import config, env, ray_internals
 from rtrain.cluster import demand, feasible, supply
 from rtrain.cluster.supply import Host, Needs
 from rtrain.errors import ConfigError
-from rtrain.runs import group
+from rtrain.run import Run
+from rtrain.runs import group, preparing
 from tests.conftest import STARTUP
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,6 +86,16 @@ found = driver.fit(preparing.prepare(chosen, folder / "run"))
 print(json.dumps({"status": found["status"], "workers": found["workers"]}))
 ray.shutdown()
 """
+
+
+@pytest.mark.ray
+def test_a_run_that_began_on_a_gpu_goes_on_by_none_elsewhere(tmp_path: Path, ray_session: Path) -> None:
+    """What it began on is a decision, which is made once; what to write is in the error."""
+    chosen, run = config.load("intent", {"train.workers": 2}), Run(tmp_path)
+    assert preparing.device_of(chosen, run).device == "cpu"  # this cluster's
+    run.decide(preparing.DEVICE, "gpu")
+    with pytest.raises(ConfigError, match="the cluster has 0 GPUs, and its autoscaler may start no more"):
+        preparing.device_of(chosen, run)
 
 
 @pytest.mark.ray
