@@ -71,9 +71,12 @@ if [ -z "$$python$$broken" ]; then
     "macOS: brew install python@3.12. One that is elsewhere: make ... PYTHON=/path/to/python3"; exit 1
 fi
 if [ -z "$$python" ]; then no_venv "$$broken"; fi
-free=$$(df -Pk . | awk 'NR == 2 { print int($$4 / 1048576) }') has=$$(du -sk .venv 2>/dev/null | awk '{ print int($$1 / 1048576) }')
+# .venv may be a link to a folder on a larger disk. venv refuses a link, so it is told of the folder.
+venv=$$(cd -P .venv 2>/dev/null && pwd || true)
+free=$$(df -Pk "$${venv:-.}" | awk 'NR == 2 { print int($$4 / 1048576) }')
+has=$$([ -z "$$venv" ] || du -sk "$$venv" | awk '{ print int($$1 / 1048576) }')
 if [ $$(($${free:-999} + $${has:-0})) -lt "$$NEED_GB" ]; then
-  say "too little disk space: $$free GB free in $$(pwd); installing takes about $$NEED_GB GB." \
+  say "too little disk space: $$free GB free in $${venv:-$$(pwd)}; installing takes about $$NEED_GB GB." \
     "Free some. On Linux without a GPU 4 GB are enough: make ... TORCH_INDEX=https://download.pytorch.org/whl/cpu" \
     "To try with what there is: make ... NEED_GB=$$free"; exit 1
 fi
@@ -91,7 +94,7 @@ wanted=$$({ pwd; cat pyproject.toml constraints.txt; } | cksum)
 if [ -x .venv/bin/python ] && [ "$$(cat .venv/installed 2>/dev/null)" = "$$wanted" ]; then exit 0; fi
 $(PREFLIGHT)
 rm -f .venv/installed
-.venv/bin/python -m pip --version >/dev/null 2>&1 || "$$python" -m venv --clear .venv || no_venv "$$python"
+.venv/bin/python -m pip --version >/dev/null 2>&1 || "$$python" -m venv --clear "$${venv:-.venv}" || no_venv "$$python"
 echo "make: installing into .venv with $$(.venv/bin/python -V); the first time takes some minutes" >&2
 pip() { .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt "$$@"; }
 { [ -z "$$TORCH_INDEX" ] || pip --no-deps --index-url "$$TORCH_INDEX" torch; } && pip -e '.[train,demo,test]' || {

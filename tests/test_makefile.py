@@ -19,14 +19,15 @@ ROOT = Path(__file__).resolve().parent.parent
 PROXIES = [f"{kind}_proxy" for kind in ("http", "https", "all", "no")]
 OURS = ("PYTHON", "TORCH_INDEX", "NEED_GB", "ARGS", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
 
-# Notes how it was called and answers what the Makefile asks of a Python. `-m venv` copies it into .venv.
+# Notes how it was called and answers what the Makefile asks of a Python. `-m venv` copies it to where it is told, if
+# that is no link (Python's own refuses one).
 PYTHON = """\
 #!/bin/sh
 echo "$*" >> "{log}"
 case "$*" in
   *version_info*) echo {version} ;;
   *ensurepip*) exit {ensurepip} ;;
-  "-m venv"*) [ {venv} = 0 ] || exit {venv}; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+  "-m venv"*) [ {venv} = 0 ] || exit {venv}; [ ! -L "$4" ] || exit 1; mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
   "-m pip install"*) exit {pip} ;;
   "-m rtrain demo"*) echo "demo under $no_proxy $NO_PROXY" ;;
 esac
@@ -150,6 +151,15 @@ def test_venv_fails(machine: Machine) -> None:
     assert code != 0
     assert "cannot create virtual environments" in said
     assert not machine.installs()
+
+
+def test_an_environment_may_lie_on_another_disk(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> None:
+    machine.python()
+    elsewhere = tmp_path_factory.mktemp("another disk")
+    (machine.root / ".venv").symlink_to(elsewhere)
+    assert machine.make("install")[0] == 0
+    assert (elsewhere / "bin" / "python").exists()
+    assert (machine.root / ".venv").is_symlink()
 
 
 def test_little_disk_space(machine: Machine) -> None:
