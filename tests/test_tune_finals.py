@@ -353,6 +353,33 @@ def test_who_alone_reaches_the_target_wins() -> None:
     assert (found.verdict.best, found.verdict.first, found.verdict.other) == (1, None, -9.0)
 
 
+def test_who_reaches_the_target_with_one_of_its_seeds_is_before_who_never_does() -> None:
+    """Of trial 1 the first seed misses the target, after its 90 seconds of training; the next one comes to it."""
+    found = play(
+        searched(0.8, 0.8),
+        world(0.8, 0.8),
+        2.4,
+        lambda run: 20.0 if run.of and run.seed is not None else None,
+        aim=Aim("time", 0.7),
+    ).verdict
+    assert (found.kind, found.best, found.seeds) == ("unclear", 1, 2)
+    assert (found.first, found.other) == (None, -110.0)
+    assert (found.first_reached, found.other_reached) == (0, 1)
+
+
+def test_the_expected_seconds_count_the_trainings_that_missed_the_target() -> None:
+    """Trial 1 is faster where it comes to the target, with every second seed; trial 0 always comes to it in 60 s."""
+    found = play(
+        searched(0.8, 0.8),
+        world(0.8, 0.8),
+        2.4,
+        lambda run: 60.0 if not run.of else 20.0 if run.seed is not None else None,
+        aim=Aim("time", 0.7),
+    ).verdict
+    assert (found.kind, found.best) == ("default", 0)
+    assert (found.first, found.other) == (-60.0, -110.0)
+
+
 def test_of_the_front_the_fastest_of_those_as_good_is_taken() -> None:
     """Trial 2 takes 80 seconds, trial 1 takes 90; 1 has the higher score, by less than the seeds differ."""
     right = {0: (0.5, 0.5), 1: (0.91, 0.81), 2: (0.9, 0.8)}

@@ -69,6 +69,17 @@ def test_seconds_to_a_target_are_told_as_such() -> None:
     assert "rows" not in told
     alone = verdict.ended(replace(found, first=None), 0.9)
     assert alone.startswith(f"trial 3 is better than {OWN}: the target 0.9 was reached by trial 3 alone")
+    never = verdict.ended(replace(found, kind="default", best=0, first=None, other=None), 0.9)
+    assert never == f"the default is at the top (trial 0, {OWN}): the target 0.9 was reached by neither, with 2 seeds"
+
+
+def test_who_reaches_the_target_with_some_seeds_alone_is_told_so() -> None:
+    found = replace(CLOSE, name=SECONDS, first=None, other=-60.0, low=None, needed_rows=None, needed_seeds=None)
+    found = replace(found, first_reached=0, other_reached=1)
+    assert verdict.ended(found, 0.9) == (
+        f"trial 3 is taken, and whether it is better than {OWN} cannot be told, with 2 seeds: the target 0.9 was "
+        "reached by trial 3 with 1 of 2 seeds and by trial 0 with 0 of 2 seeds"
+    )
 
 
 def test_the_verdict_rests_on_the_rows_that_were_held_back(tmp_path: Path) -> None:

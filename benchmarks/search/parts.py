@@ -1,6 +1,7 @@
 """What searches of banking77 gain, against random search, and in time. Each part resumes where it was stopped."""
 
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -204,7 +205,7 @@ def time(work: Work, keep: Any) -> dict[str, Any]:
     rows = space.evaluated_every(searched)
     each = {"train.aggregation_frequency": 1, "train.rows_per_update": None}
     slow = [until(work, "k1", each, seed, rows) for seed in SEEDS]
-    target = work.target or round(min(map(best_valid, slow)), 4)
+    target = work.target or math.floor(1e4 * min(map(best_valid, slow))) / 1e4  # rounded up, none would come to it
     keep({"target": target})
     made = commands.tune(work.place(f"time-search-{target}"), RECIPE, work.files(), {**work.values, **aim(target)})
     chosen = ended(made, 0)

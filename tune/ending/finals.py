@@ -19,7 +19,7 @@ nearly).
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from tune.ending import chance
 from tune.ending.chance import Gap, Held
 from tune.known import spread
 from tune.known.aim import Aim
-from tune.known.history import History, Trial, numbered
+from tune.known.history import Finished, History, Trial, numbered
 
 SCORE = Aim()
 OTHERS = 2
@@ -92,6 +92,9 @@ class Verdict:
     """With the objective `front`: whether the winner was taken for its cost, among those within the spread."""
     cost: str = "training"
     """`tune.cost`."""
+    first_reached: int | None = None
+    other_reached: int | None = None
+    """With the objective `time`: how many of the seeds of trial 0, and of `against`, have come to the target."""
 
     def to_document(self) -> dict[str, Any]:
         return asdict(self)
@@ -209,8 +212,10 @@ class _Seen:
     """(first, other) -> their gap, and whether it is more than chance that the other one is better."""
     costs: Mapping[int, float]
     """By `tune.cost`; seconds of training are a mean over the seeds."""
-    near: float
+    near: float = 0.0
     """Scores that are apart by no more than this count as equal; 0 unless the objective is `front`."""
+    reached: Mapping[int, int] = field(default_factory=dict)
+    """With the objective `time`: by trial, how many of its seeds have come to the target."""
 
     @staticmethod
     def of(
@@ -230,14 +235,7 @@ class _Seen:
             for number, found in ends.items()
         }
         if objective == "time":
-            return _by_time(
-                {
-                    number: [math.inf if end is None or end.to_target is None else end.to_target for end in found]
-                    for number, found in ends.items()
-                },
-                costs,
-                alpha,
-            )
+            return _by_time({number: [end for end in found if end] for number, found in ends.items()}, costs, alpha)
         nested = parts > 1
         table = chance.aligned({number: [judged[Run(number, one)] for one in seeds] for number in alive}, nested)
         means = {number: float(np.mean([one.score for one in found])) for number, found in table.items()}
@@ -291,6 +289,8 @@ class _Seen:
             blank,
             kind="default" if best == 0 else "better" if better else "unclear",
             against=against,
+            first_reached=self.reached.get(0),
+            other_reached=self.reached.get(against),
             **{name: _finite(value) for name, value in asdict(found).items()},
         )
 
@@ -299,22 +299,37 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _by_time(targets: Mapping[int, Sequence[float]], costs: Mapping[int, float], alpha: float) -> _Seen:
-    """The verdict by seconds to the target, endless where it was not reached. They are few, and an evaluation may be
-    slow for reasons of the machine: so the range is told, and one trial is faster than another where all of its seeds
-    are faster than all of the other's. With S seeds each that happens once in (2 S over S) times where both are as
-    fast (the exact rank test of Wilcoxon 1945), which has to be no more than alpha / 2: four seeds for 2.5 %."""
-    means = {number: -float(np.mean(found)) for number, found in targets.items()}
+def _by_time(ends: Mapping[int, Sequence[Finished]], costs: Mapping[int, float], alpha: float) -> _Seen:
+    """The verdict by seconds to the target. A trial is worth the expected seconds until one of its trainings comes to
+    it, each begun when the last has ended without (Hansen et al. 2009, INRIA RR-6828, section 5): the mean where all
+    seeds have come to it, endless where none has. So one that does half of the time is before one that never does.
+
+    The seconds are few, and an evaluation may be slow for reasons of the machine: so the range is told, and one trial
+    is faster than another where all of its seeds are faster than all of the other's. With S seeds each that happens
+    once in (2 S over S) times where both are as fast (the exact rank test of Wilcoxon 1945), which has to be no more
+    than alpha / 2: four seeds for 2.5 %."""
+    targets = {number: np.array([_endless(end.to_target) for end in found]) for number, found in ends.items()}
+    reached = {number: int(np.isfinite(found).sum()) for number, found in targets.items()}
+
+    def expected(number: int) -> float:
+        spent = sum(end.seconds if end.to_target is None else end.to_target for end in ends[number])
+        return spent / reached[number] if reached[number] else math.inf
+
+    means = {number: -expected(number) for number in ends}
 
     def gaps(first: int, other: int) -> tuple[Gap, bool]:
-        before, after = (np.array(targets[number]) for number in (first, other))
+        before, after = targets[first], targets[other]
         with np.errstate(invalid="ignore"):  # neither has reached the target
             apart = before - after
             difference = means[other] - means[first]
         count = len(before)
         rare = 1 / math.comb(2 * count, count) <= alpha / 2
-        ends = float(apart.min()), float(apart.max())
-        found = Gap(SECONDS, means[first], means[other], difference, *ends, 0, count, None, None)
+        span = float(apart.min()), float(apart.max())
+        found = Gap(SECONDS, means[first], means[other], difference, *span, 0, count, None, None)
         return found, rare and bool(after.max() < before.min())
 
-    return _Seen(means, gaps, costs, 0.0)
+    return _Seen(means, gaps, costs, reached=reached)
+
+
+def _endless(seconds: float | None) -> float:
+    return math.inf if seconds is None else seconds

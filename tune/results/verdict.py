@@ -49,8 +49,7 @@ def ended(one: Verdict, target: float | None = None) -> str:
         return f"no other trial came to a score: the default stands (trial 0, {OWN})"
     where = _rows(one)
     if one.kind == "default":
-        other = f"of trial {one.against}, the next best"
-        return f"the default is at the top (trial 0, {OWN}): {_figures(one, target, first=True)} {other}{where}"
+        return f"the default is at the top (trial 0, {OWN}): {_figures(one, target, first=True)}{where}"
     faster = f", the {CHEAPEST[one.cost]} of those that are as good," if one.faster else ""
     if one.kind == "better":
         return f"trial {one.best}{faster} is better than {OWN}: {_figures(one, target)}{where}"
@@ -61,10 +60,14 @@ def ended(one: Verdict, target: float | None = None) -> str:
 
 
 def _figures(one: Verdict, target: float | None, first: bool = False) -> str:
-    """Both scores, that of trial 0 first or last, and the difference with its interval."""
+    """Both scores, that of trial 0 last with the difference and its interval, or first; or who has come to any."""
     seconds = one.name == finals.SECONDS
+    what = f"the target {target:g}" if seconds and target is not None else "a finite score"
+    times = {one.against: one.other_reached or 0, 0: one.first_reached or 0}
+    if any(0 < count < one.seeds for count in times.values()):
+        by = (f"by trial {number} with {count} of {one.seeds} seeds" for number, count in times.items())
+        return f"{what} was reached {' and '.join(by)}"
     if one.first is None or one.other is None:
-        what = f"the target {target:g}" if seconds and target is not None else "a finite score"
         reached = [str(trial) for trial, score in ((0, one.first), (one.against, one.other)) if score is not None]
         return f"{what} was reached by {f'trial {reached[0]} alone' if reached else 'neither'}"
     low, high = (one.difference if end is None else end for end in (one.low, one.high))
@@ -76,7 +79,7 @@ def _figures(one: Verdict, target: float | None, first: bool = False) -> str:
     name = f"seconds to {target:g}" if seconds and target is not None else verdict.named(shown)
     other, own = verdict.score(shown, one.other), verdict.score(shown, one.first)
     if first:
-        return f"{name} {own} against {other}"
+        return f"{name} {own} against {other} of trial {one.against}, the next best"
     return f"{name} {other} against {own}, {verdict.change(shown)}"
 
 
