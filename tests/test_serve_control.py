@@ -3,7 +3,9 @@
 import json
 import socket
 import stat
+import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,13 @@ from rtrain.errors import UserError
 from serve.change import control, judge
 
 
+@pytest.fixture
+def folder() -> Iterator[str]:
+    """Where a path is short enough for a socket, wherever temporary files lie: it has 107 bytes at most."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as found:
+        yield f"{found}/own"
+
+
 def answer(question: dict[str, Any]) -> str:
     if question.get("update") == "bad":
         raise UserError("bad is damaged")
@@ -24,8 +33,7 @@ def answer(question: dict[str, Any]) -> str:
     return f"did {question}"
 
 
-def test_a_question_is_answered_and_an_error_is_handed_on(tmp_path: Path) -> None:
-    folder = str(tmp_path / "own")
+def test_a_question_is_answered_and_an_error_is_handed_on(folder: str) -> None:
     with control.listening(8000, answer, folder):
         socket = control.path(8000, folder)
         assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
@@ -42,14 +50,14 @@ def test_a_question_is_answered_and_an_error_is_handed_on(tmp_path: Path) -> Non
         control.ask(8000, {}, folder)
 
 
-def test_an_answer_may_be_longer_than_a_question(tmp_path: Path) -> None:
-    folder, long = str(tmp_path / "own"), "é" * 300_000
+def test_an_answer_may_be_longer_than_a_question(folder: str) -> None:
+    long = "é" * 300_000
     with control.listening(8000, lambda question: long, folder):
         assert control.ask(8000, {"status": True}, folder) == long
 
 
-def test_nobody_waits_behind_a_change_or_one_who_asks_nothing(tmp_path: Path) -> None:
-    folder, asked, over = str(tmp_path / "own"), threading.Event(), threading.Event()
+def test_nobody_waits_behind_a_change_or_one_who_asks_nothing(folder: str) -> None:
+    asked, over = threading.Event(), threading.Event()
 
     def slow(question: dict[str, Any]) -> str:
         if "update" in question:
@@ -67,8 +75,7 @@ def test_nobody_waits_behind_a_change_or_one_who_asks_nothing(tmp_path: Path) ->
         assert changed.result() == "{'update': 'b'}"
 
 
-def test_one_port_is_one_endpoint_s_whatever_its_address(tmp_path: Path) -> None:
-    folder = str(tmp_path / "own")
+def test_one_port_is_one_endpoint_s_whatever_its_address(folder: str) -> None:
     with control.listening(8000, lambda question: "the first one", folder):
         with (
             pytest.raises(UserError, match="has port 8000 at another address"),
@@ -78,8 +85,7 @@ def test_one_port_is_one_endpoint_s_whatever_its_address(tmp_path: Path) -> None
         assert control.ask(8000, {}, folder) == "the first one"
 
 
-def test_a_socket_that_was_left_behind_is_replaced(tmp_path: Path) -> None:
-    folder = str(tmp_path / "own")
+def test_a_socket_that_was_left_behind_is_replaced(folder: str) -> None:
     control.path(8000, folder).write_text("")
     with control.listening(8000, answer, folder):
         assert control.ask(8000, {}, folder) == "did {}"

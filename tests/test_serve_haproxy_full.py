@@ -47,12 +47,17 @@ def test_more_than_the_replicas_take_is_refused_at_once_on_a_connection_that_sta
 
 
 class Full(Replica):
-    """Has a full queue, and says when it will have room."""
+    """Has a full queue, and says when it will have room. A request that asks for it is answered once it may be."""
+
+    taken: threading.Event
+    may: threading.Event
 
     def do_POST(self) -> None:
-        seconds = float(self.rfile.read(int(self.headers["content-length"])))
-        time.sleep(seconds)
-        self.send_response(200 if seconds else 503)
+        held = float(self.rfile.read(int(self.headers["content-length"]))) > 0
+        if held:
+            self.taken.set()
+            self.may.wait(20)
+        self.send_response(200 if held else 503)
         self.send_header("retry-after", "7")
         self.send_header("content-length", "0")
         self.end_headers()
@@ -71,8 +76,10 @@ def test_what_a_replica_has_said_of_when_to_come_again_is_said_for_it() -> None:
         with contextlib.closing(connection):
             for before, later in ((False, "1"), (True, "7")):
                 assert not before or told(connection) == ("7", "")  # by the replica itself
-                taken = threading.Thread(target=ask, args=(port, 1.0))
-                taken.start()
-                time.sleep(0.3)
+                Full.taken, Full.may = threading.Event(), threading.Event()
+                client = threading.Thread(target=ask, args=(port, 1.0))
+                client.start()
+                assert Full.taken.wait(20)
                 assert told(connection) == (later, busy.format(later))
-                taken.join()
+                Full.may.set()
+                client.join()
