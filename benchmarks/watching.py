@@ -61,7 +61,7 @@ def measured(folder: Path, updates: int, precision: str) -> dict[str, Any]:
     plain = [
         one / other
         for number, (one, other) in enumerate(zip(*(sums[kind] for kind in KINDS), strict=True))
-        if not noise.due(number)
+        if not noise.due(number, noise.RULE)
     ]
     totals = {kind: sum(of) for kind, of in sums.items()}
     ratio = totals["watched"] / totals["alone"]
@@ -94,7 +94,7 @@ def pairs(folder: Path, updates: int, precision: str, rank: int) -> dict[str, li
         rows = drawn(1 + number, ROWS)
         for kind in KINDS if number % 2 else reversed(KINDS):
             exchange.timeline = exchange._spent._timeline = timelines[kind]
-            measures = kind == "watched" and noise.due(number)
+            measures = kind == "watched" and noise.due(number, noise.RULE)
             dealt = deal(rows.lengths, WORKERS, rank, None, MOST_TOKENS, at_random=measures)
             passes = [rows.pick(one) for one in dealt]
             dist.barrier()

@@ -203,7 +203,12 @@ def test_a_run_s_noise_scale_is_that_of_its_latest_measurements_each_counted_onc
 
 
 def test_one_update_in_eight_measures_and_never_the_first() -> None:
-    assert [number for number in range(24) if noise.due(number)] == [4, 12, 20]
+    assert [number for number in range(24) if noise.due(number, noise.RULE)] == [4, 12, 20]
+    assert not any(noise.due(number, 0) for number in range(24))
+
+
+def test_every_second_update_of_a_pilot_measures() -> None:
+    assert [number for number in range(6) if noise.due(number, noise.PILOT)] == [1, 3, 5]
 
 
 def test_a_run_s_page_draws_the_noise_scale_beside_the_rows_of_an_update(tmp_path: Path) -> None:

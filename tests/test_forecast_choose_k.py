@@ -1,5 +1,6 @@
 """Which aggregation frequency trains soonest, by the noise scale and the clock of a pilot."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def test_noise_asks_for_large_updates_where_the_step_is_dear() -> None:
 
 
 def test_a_slow_exchange_asks_for_fewer_of_them() -> None:
-    quick, slow = (chosen(options(pilot(200.0, seconds), Compute(0.0, 0.1))).k for seconds in (0.0, 1.0))
+    quick, slow = (chosen(options(pilot(200.0), Compute(seconds, 0.1))).k for seconds in (0.0, 1.0))
     assert quick < slow
 
 
@@ -47,15 +48,36 @@ def test_of_equal_times_the_smaller_updates_are_taken() -> None:
     assert chosen(options(pilot(1e9), Compute(0.0, 0.1))).k == 1
 
 
+def test_a_noise_scale_of_a_run_s_beginning_is_taken_for_the_upper_end_of_its_interval() -> None:
+    """Noise of 150 rows, up to 300: passes of 0.03 s, and 0.08 s beside them."""
+    found, compute = pilot(150.0, high=300.0), Compute(0.08, 0.03)
+    assert chosen(options(found, compute)).k == 4
+    assert chosen(options(found, compute), early=True).k == 8
+    unknown = options(pilot(150.0, high=None), compute)
+    assert chosen(unknown, early=True).k == 4
+
+
 def test_an_open_interval_has_no_upper_time() -> None:
     assert {one.high for one in options(pilot(100.0, high=None), Compute(0.1, 0.2))} == {None}
 
 
-def test_the_pilot_s_clock_is_parted() -> None:
+def test_passes_are_what_is_forward_and_backward() -> None:
+    found = choose_k.work(replace(pilot(100.0, exchange_s=0.2), passes_s=0.6), 180e6, 18e9)
+    assert found.step_s == pytest.approx(0.4)
+    assert found.pass_s == pytest.approx(0.15)
+
+
+def test_on_a_gpu_the_step_is_foretold_by_the_weights() -> None:
     """1 s of 4 passes: 0.2 s exchange, a step of 7 x 180 MB at 18 GB/s, and the passes have the rest."""
     found = choose_k.work(pilot(100.0, exchange_s=0.2), 180e6, 18e9)
-    assert found.step_s == pytest.approx(0.07)
+    assert found.step_s == pytest.approx(0.27)
     assert found.pass_s == pytest.approx((1.0 - 0.2 - 0.07) / 4)
+
+
+def test_updates_of_another_frequency_tell_what_passes_take() -> None:
+    found = choose_k.work(replace(pilot(100.0), passes_s=0.9), 1.0, 1.0, (1.0, 0.4))
+    assert found.step_s == pytest.approx(0.2)
+    assert found.pass_s == pytest.approx(0.2)
 
 
 LOG: list[dict[str, Any]] = [
@@ -66,6 +88,29 @@ LOG: list[dict[str, Any]] = [
     ),
     {"kind": "trained", "updates": 80, "seconds": {"train": 40.0}, "exchange": {"seconds": 0.1, "bytes": 1}},
 ]
+STAGES = [{"forward": 0.12, "backward": 0.2}, {"forward": 0.1, "backward": 0.18}]
+"""Seconds of an update of each worker."""
+
+
+def test_a_pilot_s_update_is_the_median_of_those_that_measure_nothing() -> None:
+    """The first one takes 3 s, those that measure 1.5, the others 1."""
+    clock, log = 0.0, [{"kind": "started", "update": 0}]
+    for number in range(1, 9):
+        clock += 3.0 if number == 1 else 1.5 if number % 2 == 0 else 1.0
+        log.append({"kind": "progress", "update": number, "train_s": clock})
+        if number % 2 == 0:
+            log.append({"kind": "noise", "update": number})
+    ended = {"kind": "trained", "updates": 8, "seconds": {"train": clock}}
+    assert choose_k.update_s([*log, ended]) == 1.0
+    every_one_measures = [event for event in log if event.get("update") not in (3, 5, 7)]
+    assert choose_k.update_s([*every_one_measures, ended]) == pytest.approx(1.25)
+    assert choose_k.update_s([log[0], ended]) == clock / 8
+
+
+def test_stages_tell_a_pilot_s_passes_but_not_on_a_gpu() -> None:
+    ended = {**LOG[-1], "stages": STAGES}
+    assert of_run([*LOG[:-1], ended], 4).passes_s == pytest.approx(0.3)
+    assert of_run([{**LOG[0], "device": "gpu"}, *LOG[1:-1], ended], 4).passes_s is None
 
 
 def test_a_pilot_is_read_from_its_log() -> None:

@@ -14,11 +14,12 @@ from tests import trained
 
 
 @pytest.mark.parametrize(
-    ("rows", "expected"),
-    [(10_000, 46), (10 * 24 * 32, 36), (5120, 24), (5088, None), (100_000, 200)],
+    ("rows", "k", "expected"),
+    [(5120, 4, 22), (3840, 4, 16), (3808, 4, None), (6016, 2, 16), (5952, 2, None), (100_000, 4, 50), (8544, 1, 16)],
 )
-def test_a_pilot_is_long_enough_for_three_measurements_and_short_beside_a_run(rows: int, expected: int | None) -> None:
-    assert frequency.updates(Order("digest", rows, 32, 1, 0)) == expected
+def test_a_pilot_is_long_enough_to_measure_and_short_beside_a_run(rows: int, k: int, expected: int | None) -> None:
+    """With 6 updates of another frequency: of one pass each, or of four beside a pilot of fewer."""
+    assert frequency.updates(Order("digest", rows, 32, 1, 0), k) == expected
 
 
 def test_the_learning_rate_is_carried_as_a_search_carries_it() -> None:
@@ -56,14 +57,20 @@ def test_a_decision_says_what_to_write() -> None:
     assert frequency.text(DOCUMENT) == [
         "noise scale 200 rows (150 to unknown), by 24 updates of 64 rows",
         "k 2: 32 rows in 0.25 s, lr 0.0002; 1.00 x the shortest time",
+        "k 2 is chosen",
         "write --set train.aggregation_frequency=2 --set train.rows_per_update=null",
     ]
+
+
+def test_a_decision_says_for_which_noise_it_was_made() -> None:
+    known = {**DOCUMENT, "noise_scale": {**DOCUMENT["noise_scale"], "high": 300.0}}
+    assert frequency.text(known)[-2] == "k 2 is chosen, by 300 rows: the noise scale grows while a model learns"
 
 
 @pytest.mark.slow
 @pytest.mark.ray
 def test_a_pilot_is_trained_and_decides(ray_session: Path) -> None:
-    """40 epochs of some 200 rows: 24 updates of 16 rows are less than a seventh of them."""
+    """40 epochs of some 200 rows: the updates of both runs are less than a seventh of them."""
     chosen = {"train.workers": 2, "train.epochs": 40, "train.micro_batch": 2, "train.rows_per_update": None}
     config = trained.settings(ray_session / "frequency", **chosen)
     folder, events = ray_session / "frequency" / "out", list[dict[str, Any]]()
@@ -72,11 +79,13 @@ def test_a_pilot_is_trained_and_decides(ray_session: Path) -> None:
     assert found == json.loads((folder / frequency.JSON).read_text())
     assert [path.name for path in folder.iterdir()] == [frequency.JSON]
     assert [one["k"] for one in found["options"]] == [1, 2, 4, 8]
-    assert found["noise_scale"]["measurements"] >= 3
-    (begun,) = [event for event in events if event["kind"] == "started"]
-    (ended,) = [event for event in events if event["kind"] == "trained"]
-    assert begun["rows_per_update"] == 16
-    assert frequency.FEWEST <= ended["updates"] == found["pilot"]["updates"] <= 0.15 * begun["of"]
+    begun, other = (event for event in events if event["kind"] == "started")
+    ended, timed = (event for event in events if event["kind"] == "trained")
+    assert (begun["rows_per_update"], other["rows_per_update"]) == (16, 4)
+    assert frequency.FEWEST <= ended["updates"] == found["pilot"]["updates"]
+    assert timed["updates"] == frequency.CLOCK
+    assert ended["rows_seen"] + timed["rows_seen"] <= 0.15 * 16 * begun["of"]
+    assert found["noise_scale"]["measurements"] == ended["updates"] // 2
     configuration.with_overrides(config, found["settings"])
 
 
@@ -86,6 +95,6 @@ def test_a_run_that_is_too_short_for_a_pilot_is_refused(ray_session: Path) -> No
     config = trained.settings(ray_session / "short", **{"train.workers": 2, "train.rows_per_update": None})
     folder = ray_session / "short" / "out"
     folder.mkdir()
-    with pytest.raises(UserError, match="a pilot has 24 updates at least"):
+    with pytest.raises(UserError, match="a pilot has 16 updates at least"):
         frequency.run(config, folder, lambda event: None)
     assert not any(folder.iterdir())

@@ -11,53 +11,75 @@ from typing import Any, Final
 from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.data.order import Order
-from rtrain.doctor.forecast import choose_k
+from rtrain.doctor.forecast import choose_k, pace
 from rtrain.errors import UserError
 from rtrain.exchange import noise
 from rtrain.network import model
 from rtrain.run import Run
-from rtrain.runs import driver, preparing
+from rtrain.runs import driver, kept, preparing
 from tune.asking import space
 
 JSON: Final = "choose-k.json"
 PILOT: Final = "pilot"
-"""Name of the pilot's folder within that of the decision."""
+BESIDE: Final = "beside"
+WORKERS: Final = "workers"
+"""Folders within that of the decision: of the pilot, of the updates beside it, and of the processes of both."""
 SHARE: Final = 0.15
 """Share of a run's updates that its pilot has, at most."""
 FREQUENCIES: Final = (4, 2, 1)
 """Those of a pilot; a smaller one where the share of the run would be too few updates of a larger one."""
-FEWEST: Final = 3 * noise.EVERY
-"""Updates of a pilot: a noise scale needs three measurements."""
-MOST: Final = noise.LATEST * noise.EVERY
+FEWEST: Final = 16
+"""Updates of a pilot: eight measurements of the noise."""
+MOST: Final = 2 * noise.LATEST
 """And no more of them tell it."""
+CLOCK: Final = 6
+"""Updates by which the time of another frequency is told: one takes as long as the next."""
 
 
-def updates(order: Order) -> int | None:
-    """Updates of the pilot of a run with this order; None where its share of the run is too short."""
-    found = min(MOST, math.floor(SHARE * order.updates))
+def updates(order: Order, k: int) -> int | None:
+    """Updates of the pilot of a run with this order, of `k` passes each; None where its share of the run is too short
+    for it and for the updates of the other frequency."""
+    beside = math.ceil(CLOCK * other(k) / k)
+    found = min(MOST, math.floor(SHARE * order.updates) - beside)
     return found if found >= FEWEST else None
 
 
-def train(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], None]) -> Run:
-    """Train a pilot of the recipe into `folder`, on the Ray that the process is connected to. Raises `UserError` where
-    a run of it is too short for one."""
+def other(k: int) -> int:
+    """The frequency of the updates beside those of a pilot: 1 and 4 passes tell how long 8 take, but 1 and 2 do not."""
+    return 1 if k == FREQUENCIES[0] else FREQUENCIES[0]
+
+
+def train(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], None]) -> tuple[Run, Run]:
+    """Train a pilot of the recipe into `folder`, and beside it some updates of another frequency, on the Ray that the
+    process is connected to. Raises `UserError` where a run of the recipe is too short for one."""
     for k in FREQUENCIES:
-        prepared = preparing.prepare(piloted(config, k), folder, tokens_root=folder.parent.parent)
-        if (length := updates(prepared.order)) is not None:
-            driver.fit(prepared, until=length, reports=False, on_event=on_event)
-            return prepared.run
-        shutil.rmtree(folder)
-    raise UserError(
-        f"--choose-k: a pilot has {FEWEST} updates at least, and may be {SHARE:.0%} of a run: this run has "
-        f"{prepared.order.updates} updates of {prepared.config.recipe.rows_per_update} rows. Train on more rows or "
-        "epochs, or name a pilot of your own: rtrain plan --choose-k --like RUN"
-    )
+        prepared = preparing.prepare(piloted(config, k), folder / PILOT, tokens_root=folder.parent)
+        length = updates(prepared.order, k)
+        if length is not None:
+            break
+        shutil.rmtree(prepared.run.folder)
+    else:
+        raise UserError(
+            f"--choose-k: a pilot has {FEWEST} updates at least, and may be {SHARE:.0%} of a run: this run has "
+            f"{prepared.order.updates} updates of {prepared.config.recipe.rows_per_update} rows. Train on more rows or "
+            "epochs, or name a pilot of your own: rtrain plan --choose-k --like RUN"
+        )
+    beside = preparing.prepare(piloted(config, other(k)), folder / BESIDE, tokens_root=folder.parent)
+    workers = kept.Kept(Run(folder / WORKERS), kept.post())
+    try:
+        prepared.run.decide("noise", noise.PILOT)
+        driver.fit(prepared, until=length, reports=False, workers=workers, on_event=on_event)
+        driver.fit(beside, until=CLOCK, reports=False, workers=workers, on_event=on_event)
+    finally:
+        workers.end()
+    return prepared.run, beside.run
 
 
 def piloted(config: Config, k: int) -> Config:
-    """The configuration of a pilot. It keeps no copies: it goes in the end, and they would stay, under the name that
-    every pilot has."""
-    return configuration.with_overrides(config, settings(config, k) | {"cluster.storage": None})
+    """The configuration of a pilot. Its rate rises within the pilot, not all along it: the noise is to be that of a
+    training. It keeps no copies: it goes in the end, and they would stay, under the name that every pilot has."""
+    own = {"optim.warmup": SHARE * config.recipe.optim.warmup, "train.log_every": 1, "cluster.storage": None}
+    return configuration.with_overrides(config, settings(config, k) | own)
 
 
 def settings(config: Config, k: int) -> dict[str, Any]:
@@ -65,12 +87,13 @@ def settings(config: Config, k: int) -> dict[str, Any]:
     return space.overrides(config, {space.FREQUENCY: k})
 
 
-def decided(config: Config, pilot: Run) -> dict[str, Any]:
-    """The decision as JSON: for a recipe, by a pilot of it. Raises `UserError` where its log tells too little."""
+def decided(config: Config, pilot: Run, beside: Run | None = None) -> dict[str, Any]:
+    """The decision as JSON: for a recipe, by a pilot of it, and by a run with another frequency `beside` it. Raises
+    `UserError` where their logs tell too little."""
     recipe = configuration.load(str(pilot.config)).recipe
     size = choose_k.weights(model.resolve(recipe.model.name, pilot.folder.parent))
-    found, options = choose_k.of_log(pilot.events(), recipe, size)
-    best = choose_k.chosen(options)
+    found, options = choose_k.of_log(pilot.events(), recipe, size, another=None if beside is None else _timed(beside))
+    best = choose_k.chosen(options, early=True)
     carried = {one.k: settings(config, one.k) for one in options}
     return {
         "noise_scale": dataclasses.asdict(found.scale),
@@ -88,6 +111,11 @@ def decided(config: Config, pilot: Run) -> dict[str, Any]:
     }
 
 
+def _timed(run: Run) -> tuple[float, float]:
+    recipe = configuration.load(str(run.config)).recipe
+    return pace.passes(recipe, recipe.train.workers), choose_k.update_s(run.events())
+
+
 def pilot_updates(pilot: Run) -> int:
     last = pilot.last("trained")
     return 0 if last is None else int(last["updates"])
@@ -95,10 +123,10 @@ def pilot_updates(pilot: Run) -> int:
 
 def run(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Train a pilot, decide, and leave the decision in `folder`; the pilot goes."""
-    pilot = train(config, folder / PILOT, on_event)
-    document = decided(config, pilot)
+    document = decided(config, *train(config, folder, on_event))
     (folder / JSON).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    shutil.rmtree(pilot.folder)
+    for name in (PILOT, BESIDE, WORKERS):
+        shutil.rmtree(folder / name)
     return document
 
 
@@ -115,8 +143,9 @@ def text(document: Mapping[str, Any]) -> list[str]:
         f"{one['relative']:.2f} x the shortest time"
         for one in document["options"]
     ]
-    given = (f"--set {name}={_written(value)}" for name, value in document["settings"].items())
-    return [*lines, f"write {' '.join(given)}"]
+    given = " ".join(f"--set {name}={_written(value)}" for name, value in document["settings"].items())
+    why = "" if scale["high"] is None else f", by {high} rows: the noise scale grows while a model learns"
+    return [*lines, f"k {document['aggregation_frequency']} is chosen{why}", f"write {given}"]
 
 
 def _written(value: Any) -> Any:

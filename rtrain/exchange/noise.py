@@ -21,6 +21,8 @@ RULE = 3
 there is room for, and often all, which tells nothing; 1 differs in the layouts that measure (`runs.decisions`)."""
 HALVED = 3
 """The first rule by which that pass has half of the rows at most."""
+PILOT = 4
+"""The rule of a run that is made to measure: every second update does, and those between tell how long one takes."""
 KIND = "noise"
 """The event of a measurement, with `trace` (S), `square` (|G|^2) and `rows`, those of the update."""
 LATEST = 25
@@ -28,10 +30,11 @@ LATEST = 25
 CONFIDENCE = 0.95
 
 
-def due(number: int) -> bool:
-    """Whether update `number`, from 0, measures. Its rows are dealt at random (`order.deal`): shares of like lengths
-    would resemble each other more than chance has it."""
-    return number % EVERY == EVERY // 2
+def due(number: int, rule: int) -> bool:
+    """Whether update `number`, from 0, measures by a rule; by rule 0 none does. Its rows are dealt at random
+    (`order.deal`): shares of like lengths would resemble each other more than chance has it."""
+    every = 2 if rule >= PILOT else EVERY
+    return rule > 0 and number % every == every // 2
 
 
 @dataclass(frozen=True)

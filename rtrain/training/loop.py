@@ -393,7 +393,7 @@ def one_update(
             clip_norm=job.recipe.optim.clip_norm,
             rows=expected,
             observer=observer,
-            measures=job.measures > 0 and noise.due(update.number),
+            measures=noise.due(update.number, job.measures),
         )
     except (step.NonFinite, step.WrongRows) as error:
         raise type(error)(f"{_named(job, update.number)}: {error}") from None

@@ -6,6 +6,7 @@ spares nothing. An update of k passes takes t(k). So time(k) = (1 + B_noise / B(
 is and how t grows with k a short pilot tells.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,10 +16,11 @@ from typing import Any, Final
 
 from rtrain import events
 from rtrain.config import Recipe
-from rtrain.doctor.forecast.pace import CPU
-from rtrain.doctor.forecast.scaling import STEP, Compute
+from rtrain.doctor.forecast.pace import CPU, passes
+from rtrain.doctor.forecast.scaling import STEP, Compute, between
 from rtrain.errors import UserError
 from rtrain.exchange import noise
+from rtrain.training.stages import BACKWARD, FORWARD
 
 TRIED: Final = (1, 2, 4, 8)
 SEARCHED: Final = (*TRIED, 16, 32, 64)
@@ -49,6 +51,9 @@ class Pilot:
     """Passes of `micro_batch` rows on each worker, of an update: its aggregation frequency."""
     update_s: float
     exchange_s: float
+    """Of these, for which a worker stood still for the exchange."""
+    passes_s: float | None = None
+    """Of these, in which a worker went forward and backward; None on a GPU, whose kernels run beside its spans."""
 
 
 def of_run(log: Sequence[Mapping[str, Any]], k: float) -> Pilot:
@@ -59,26 +64,62 @@ def of_run(log: Sequence[Mapping[str, Any]], k: float) -> Pilot:
             "--choose-k: this run has too few measurements of its gradients' noise (one in "
             f"{noise.EVERY} updates, at least 3); train for more updates, with the whole model on each worker"
         )
+    started, ended = _last(log)
+    exchange = (ended.get("exchange") or {}).get("seconds", 0.0)
+    stages = () if started.get("device", "cpu") != "cpu" else ended.get("stages") or ()
+    computing = statistics.fmean(one[FORWARD] + one[BACKWARD] for one in stages) if stages else None
+    return Pilot(scale, started["rows_per_update"], k, update_s(log), exchange, computing)
+
+
+def update_s(log: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds of an update by the newest start of a run's log: their median. The first one of a start is left out, as
+    it makes what later ones find, and so are those that measure the noise, where it is told how long others take.
+    Raises `UserError` where no start has come to its end."""
+    started, ended = _last(log)
+    ours = log[max(place for place, event in enumerate(log) if event is started) :]
+    measuring = {event["update"] for event in ours if event["kind"] == noise.KIND}
+    told = [event for event in ours if event["kind"] == "progress"]
+    plain, every = list[float](), list[float]()
+    for one, other in itertools.pairwise(told):
+        updates = other["update"] - one["update"]
+        every.append((other["train_s"] - one["train_s"]) / updates)
+        if not any(number in measuring for number in range(one["update"] + 1, other["update"] + 1)):
+            plain.append(every[-1])
+    if found := plain or every:
+        return statistics.median(found)
+    seconds: float = ended["seconds"]["train"] / (ended["updates"] - started["update"])
+    return seconds
+
+
+def _last(log: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     last = events.trained(log)
     if last is None or last[1]["updates"] <= last[0]["update"]:
         raise UserError("--choose-k: this run has not come to its end: its log has no event `trained`")
-    started, ended = last
-    seconds = ended["seconds"]["train"] / (ended["updates"] - started["update"])
-    exchange = (ended.get("exchange") or {}).get("seconds", 0.0)
-    return Pilot(scale, started["rows_per_update"], k, seconds, exchange)
+    return last
 
 
-def work(pilot: Pilot, weights: float, memory_per_s: float) -> Compute:
-    """A worker's own work, by the pilot's one aggregation frequency: what is neither the exchange nor the optimizer's
-    step, over `weights` bytes at so many a second, are its passes."""
-    step = min(STEP * weights / memory_per_s, pilot.update_s / 2)
-    return Compute(step, max(0.0, pilot.update_s - pilot.exchange_s - step) / pilot.passes)
+def work(pilot: Pilot, weights: float, memory_per_s: float, another: tuple[float, float] | None = None) -> Compute:
+    """What an update takes whatever its passes, its exchange included, and what each of them.
+
+    By `another` update, of (passes, seconds), where there is one. Else the passes are what was forward and backward:
+    calls of operators, which take as long for few rows as for many, are then counted with the rows, and updates of
+    fewer passes are told as a little too quick. On a GPU nothing tells them apart, and the step is foretold by the
+    `weights`, in bytes, and the bytes that memory moves in a second.
+    """
+    if another is not None:
+        return between((pilot.passes, pilot.update_s), another)
+    computing = pilot.passes_s
+    if computing is None:
+        step = min(STEP * weights / memory_per_s, pilot.update_s / 2)
+        computing = pilot.update_s - pilot.exchange_s - step
+    computing = min(max(computing, 0.0), pilot.update_s)
+    return Compute(pilot.update_s - computing, computing / pilot.passes)
 
 
 def options(pilot: Pilot, compute: Compute, tried: Iterable[int] = TRIED) -> list[Option]:
     """Each frequency with its time, at the learning rate that suits its rows."""
     rows = {k: round(pilot.rows_per_update * k / pilot.passes) for k in tried}
-    seconds = {k: compute.seconds(k) + pilot.exchange_s for k in rows}
+    seconds = {k: compute.seconds(k) for k in rows}
 
     def relative(scale: float) -> dict[int, float]:
         times = {k: (1 + scale / rows[k]) * seconds[k] for k in rows}
@@ -95,12 +136,16 @@ def weights(folder: Path) -> int:
 
 
 def of_log(
-    log: Sequence[Mapping[str, Any]], recipe: Recipe, size: float, tried: Iterable[int] = TRIED
+    log: Sequence[Mapping[str, Any]],
+    recipe: Recipe,
+    size: float,
+    tried: Iterable[int] = TRIED,
+    another: tuple[float, float] | None = None,
 ) -> tuple[Pilot, list[Option]]:
-    """A pilot of the recipe with `size` bytes of weights, by its log. Raises `UserError` where that tells too
-    little."""
-    pilot = of_run(log, recipe.rows_per_update / recipe.train.workers / recipe.train.micro_batch)
-    return pilot, options(pilot, work(pilot, size, CPU.memory_per_s), tried)
+    """A pilot of the recipe with `size` bytes of weights, by its log; `another` as in `work`. Raises `UserError` where
+    that tells too little."""
+    pilot = of_run(log, passes(recipe, recipe.train.workers))
+    return pilot, options(pilot, work(pilot, size, CPU.memory_per_s, another), tried)
 
 
 @dataclass(frozen=True)
@@ -123,9 +168,14 @@ def prior(log: Sequence[Mapping[str, Any]], recipe: Recipe, size: float) -> Prio
     return Prior(min(math.ceil(scale.high), worth), chosen(found).rows_per_update)
 
 
-def chosen(found: Sequence[Option]) -> Option:
-    """The one that trains soonest; of those within a hundredth of it the smallest, whose updates are more."""
-    return min((one for one in found if one.relative <= 1.01), key=lambda one: one.k)
+def chosen(found: Sequence[Option], early: bool = False) -> Option:
+    """The one that trains soonest; of those within a hundredth of it the smallest, whose updates are more.
+
+    `early`: the noise scale is that of a run's beginning, and it grows while a model learns (as McCandlish et al. 2018
+    find too): it is taken for the upper end of its interval, where that has one.
+    """
+    times = {one.k: one.high if early and one.high is not None else one.relative for one in found}
+    return min((one for one in found if times[one.k] <= 1.01), key=lambda one: one.k)
 
 
 def miss(measured: Mapping[int, Sequence[float]], choice: int) -> float:

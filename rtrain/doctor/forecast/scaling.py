@@ -47,7 +47,7 @@ class Compute:
         return self.step_s + passes * self.pass_s
 
 
-def between(first: tuple[int, float], second: tuple[int, float], spread: float = 0.0) -> Compute:
+def between(first: tuple[float, float], second: tuple[float, float], spread: float = 0.0) -> Compute:
     """The work by which two updates, of (passes, seconds), took as long as they did."""
     (few, short), (many, long) = sorted([first, second])
     pass_s = max(0.0, (long - short) / (many - few))
