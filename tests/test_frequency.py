@@ -15,10 +15,19 @@ from tests import trained
 
 @pytest.mark.parametrize(
     ("rows", "k", "expected"),
-    [(5120, 4, 22), (3840, 4, 16), (3808, 4, None), (6016, 2, 16), (5952, 2, None), (100_000, 4, 50), (8544, 1, 16)],
+    [
+        (5120, 4, 22),
+        (3840, 4, 16),
+        (3808, 4, None),
+        (5568, 2, 16),
+        (5440, 2, None),
+        (5984, 1, 8),
+        (5920, 1, None),
+        (100_000, 4, 50),
+    ],
 )
 def test_a_pilot_is_long_enough_to_measure_and_short_beside_a_run(rows: int, k: int, expected: int | None) -> None:
-    """With 6 updates of another frequency: of one pass each, or of four beside a pilot of fewer."""
+    """With 5 updates of another frequency: of one pass each, or of four beside a pilot of fewer."""
     assert frequency.updates(Order("digest", rows, 32, 1, 0), k) == expected
 
 
@@ -95,6 +104,6 @@ def test_a_run_that_is_too_short_for_a_pilot_is_refused(ray_session: Path) -> No
     config = trained.settings(ray_session / "short", **{"train.workers": 2, "train.rows_per_update": None})
     folder = ray_session / "short" / "out"
     folder.mkdir()
-    with pytest.raises(UserError, match="a pilot has 16 updates at least"):
+    with pytest.raises(UserError, match="a pilot has 8 updates at least"):
         frequency.run(config, folder, lambda event: None)
     assert not any(folder.iterdir())

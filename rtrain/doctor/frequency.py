@@ -28,11 +28,13 @@ SHARE: Final = 0.15
 """Share of a run's updates that its pilot has, at most."""
 FREQUENCIES: Final = (4, 2, 1)
 """Those of a pilot; a smaller one where the share of the run would be too few updates of a larger one."""
-FEWEST: Final = 16
+ENOUGH: Final = 16
 """Updates of a pilot: eight measurements of the noise."""
+FEWEST: Final = 8
+"""Those of the pilot of a short run, whose updates have one pass."""
 MOST: Final = 2 * noise.LATEST
 """And no more of them tell it."""
-CLOCK: Final = 6
+CLOCK: Final = 5
 """Updates by which the time of another frequency is told: one takes as long as the next."""
 
 
@@ -41,7 +43,7 @@ def updates(order: Order, k: int) -> int | None:
     for it and for the updates of the other frequency."""
     beside = math.ceil(CLOCK * other(k) / k)
     found = min(MOST, math.floor(SHARE * order.updates) - beside)
-    return found if found >= FEWEST else None
+    return found if found >= (ENOUGH if k > 1 else FEWEST) else None
 
 
 def other(k: int) -> int:
@@ -60,7 +62,8 @@ def train(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], Non
         shutil.rmtree(prepared.run.folder)
     else:
         raise UserError(
-            f"--choose-k: a pilot has {FEWEST} updates at least, and may be {SHARE:.0%} of a run: this run has "
+            f"--choose-k: a pilot has {FEWEST} updates at least, {CLOCK} of another k beside it take as long as "
+            f"{CLOCK * other(1)}, and both may be {SHARE:.0%} of a run: this run has "
             f"{prepared.order.updates} updates of {prepared.config.recipe.rows_per_update} rows. Train on more rows or "
             "epochs, or name a pilot of your own: rtrain plan --choose-k --like RUN"
         )
