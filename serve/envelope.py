@@ -19,6 +19,7 @@ from rtrain.artifact import Artifact
 from rtrain.config import Serve
 from rtrain.predict import Predictor
 from serve.door import guard
+from serve.front import haproxy
 from serve.schema import RequestError
 from serve.watching.access_log import AccessLog
 from serve.watching.tracing import Span, Spans
@@ -31,7 +32,8 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 """What a client may send as x-request-id; in place of anything else it gets one of ours."""
 HAS_LEFT = "has_left"
 """The key of `scope["state"]` that says, where the server knows, whether the client has left."""
-HEADERS = (b"traceparent", b"tracestate", b"x-request-id")
+_WAITED, _MS = haproxy.WAITED.encode(), re.compile(rb"[0-9]{1,7}")
+HEADERS = (b"traceparent", b"tracestate", b"x-request-id", _WAITED)
 
 
 @dataclass
@@ -65,10 +67,7 @@ class Envelope:
         self._process, self._numbers = secrets.token_hex(10), itertools.count()
         names, self._model = {}, {}
         if predictor is not None:
-            artifact = predictor.artifact
-            revisions = {f"x-{part}-version": digest for part, digest in predictor.revisions.items()}
-            names = {"x-model-name": quote(artifact.name), **revisions}
-            self._model = model_of(artifact)
+            names, self._model = parts_of(predictor), model_of(predictor.artifact)
         self._headers = [(name.encode(), value.encode()) for name, value in names.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,6 +81,8 @@ class Envelope:
         state = scope.setdefault("state", {})
         state["record"] = record
         record.has_left = state.get(HAS_LEFT, record.has_left)
+        told = given.get(_WAITED, b"")
+        state["waited_s"] = int(told) / 1000 if _MS.fullmatch(told) else 0.0  # who sends it itself waits less for it
 
         async def send_enveloped(message: Message) -> None:
             nonlocal status
@@ -149,6 +150,12 @@ def tell(
         **model,
         **({"trace": span.trace} if span.trace else {}),
     )
+
+
+def parts_of(predictor: "Predictor") -> dict[str, str]:
+    """Headers by which a reply tells the model, and the versions of its parts."""
+    revisions = {f"x-{part}-version": digest for part, digest in predictor.revisions.items()}
+    return {"x-model-name": quote(predictor.artifact.name), **revisions}
 
 
 def model_of(made: Artifact) -> dict[str, str]:

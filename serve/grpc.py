@@ -22,7 +22,7 @@ from tritonclient.grpc import service_pb2 as messages, service_pb2_grpc as inter
 import rtrain
 from rtrain.config import Serve
 from serve import protocol, schema
-from serve.envelope import CLIENT_GONE, REQUEST_ID, Record, model_of, tell
+from serve.envelope import CLIENT_GONE, REQUEST_ID, Record, model_of, parts_of, tell
 from serve.schema import RequestError
 from serve.watching import tracing
 
@@ -163,6 +163,7 @@ class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  #
                 began, status = time.monotonic(), CLIENT_GONE
                 try:
                     reply = await _infer(service, request, context.time_remaining(), client, record)
+                    context.set_trailing_metadata(tuple(parts_of(service.predictor).items()))
                     status = 200
                     return reply
                 except RequestError as error:
@@ -178,7 +179,7 @@ class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  #
 
 async def _infer(service: "Service", request: Any, remaining_s: float | None, client: str, record: Record) -> Any:
     deadline_s = service.settings.deadline_s
-    deadline = asyncio.get_running_loop().time() + min(deadline_s, remaining_s or deadline_s)
+    deadline = asyncio.get_running_loop().time() + min(deadline_s, deadline_s if remaining_s is None else remaining_s)
     service.named(request.model_name, request.model_version)
     reply, cut = await service.infer(*_asked(request), deadline, record, client)
     outputs = reply.pop("outputs")

@@ -10,6 +10,7 @@ import pytest
 from rtrain.config import Serve
 from rtrain.predict import Predictor
 from serve.app import build_app
+from serve.front import haproxy
 from tests import serving
 from tests.serving import INFER, TEXT, Gate, call, client, error, tensor
 from tests.tiny import CORPUS
@@ -94,6 +95,16 @@ def test_the_deadline_counts_from_before_the_body(predictor: Predictor, monkeypa
     for path, document in (("/predict", {"inputs": TEXT}), (INFER, {"inputs": [tensor([TEXT], [1])]})):
         assert call(app, "POST", path, content=body(document)).status_code == 200
     assert [end - settings.deadline_s <= began for end, began in zip(deadlines, read, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("told", "status"), [("60000", 504), ("10", 200), ("-5", 200), ("1e3", 200), ("99999999999", 200), ("", 200)]
+)
+def test_the_deadline_counts_what_haproxy_has_waited_for_the_body(predictor: Predictor, told: str, status: int) -> None:
+    """What is no such number is nobody's of ours."""
+    app = build_app(predictor, Serve())
+    for path, document in (("/predict", {"inputs": TEXT}), (INFER, {"inputs": [tensor([TEXT], [1])]})):
+        assert call(app, "POST", path, json=document, headers={haproxy.WAITED: told}).status_code == status
 
 
 def test_the_texts_of_a_client_that_left_never_reach_the_engine(predictor: Predictor, gate: Gate) -> None:

@@ -8,15 +8,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
 from huggingface_hub import InferenceClient, constants
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from rtrain.config import Serve
 from rtrain.predict import Predictor
+from serve import protocol
 from serve.app import build_app
 from serve.front.address import free_address
 from tests.serving import HEADS, LABELS, listening, predictor_of
@@ -239,6 +242,19 @@ def test_tritons_http_client_works_as_it_is(
             client.infer(name, [tensor], "0")
         with pytest.raises(InferenceServerException, match="input 0 is empty; send a text"):
             client.infer(name, [texts(tritonclient.http, "text", [" "])])
+
+
+def test_a_reply_over_grpc_tells_the_versions_of_the_model_s_parts(
+    addresses: dict[str, str], predictors: dict[str, Predictor]
+) -> None:
+    predictor = predictors["classification"]
+    question = service_pb2.ModelInferRequest(model_name="tiny", raw_input_contents=[protocol.packed([TEXT.encode()])])
+    question.inputs.add(name="text", datatype="BYTES", shape=[1])
+    with grpc.insecure_channel(addresses["classification grpc"]) as channel:
+        _, call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer.with_call(question, timeout=20)
+    told = {name: value for name, value in call.trailing_metadata() if name.startswith("x-")}
+    assert told == {"x-model-name": "tiny", **{f"x-{part}-version": of for part, of in predictor.revisions.items()}}
+    assert set(predictor.revisions) == {"model", "tokenizer", "labels"}
 
 
 def test_tritons_grpc_client_works_as_it_is(addresses: dict[str, str], predictors: dict[str, Predictor]) -> None:

@@ -24,6 +24,7 @@ from ray.serve._private import constants, haproxy as theirs
 from ray.serve.config import HTTPOptions
 
 from rtrain.config import Serve
+from serve.door import security
 from serve.front import haproxy, ingress, supervisor
 from serve.front.address import free_address
 from serve.front.haproxy import Front, UnknownFile, bound, rewrite
@@ -109,6 +110,8 @@ def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
         *("stick-table type integer size 1", "http-request track-sc0"),
         *("http-request del-header x-haproxy-errors", "http-request set-header x-haproxy-errors"),
         *("http-response set-var(txn.theirs)", "http-after-response sc-inc-gpc"),
+        *("http-request set-var(txn.began)", "http-request del-header x-haproxy-waited-ms"),
+        *("http-request set-header x-haproxy-waited-ms", "http-after-response set-header "),
     )
     assert [line for line in after if line not in before and not line.startswith(added)] == []
 
@@ -411,6 +414,42 @@ def test_without_a_replica_the_answer_is_ours_and_says_at_once_when_to_come_agai
             answer = connection.getresponse()
             assert (answer.status, answer.headers["retry-after"]) == (503, "1")
             assert json.loads(answer.read())["error"]["message"] == "no replica can answer now"
+            assert {name: answer.headers[name] for name in security.of(tls=False)} == security.of(tls=False)
+
+
+class Waited(Replica):
+    """Answers for how long it was told that its body had been waited for, in milliseconds."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.answer(self.headers.get(haproxy.WAITED, "").encode())
+
+    def do_GET(self) -> None:
+        self.answer(self.headers.get(haproxy.WAITED, "none").encode())
+
+
+def test_a_replica_is_told_for_how_long_a_body_was_waited_for() -> None:
+    with serving(Waited) as server, proxy([server]) as (port, _, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        with contextlib.closing(connection):
+            connection.putrequest("POST", "/predict")
+            for name, value in (("content-length", "2"), (haproxy.WAITED, "5000")):
+                connection.putheader(name, value)
+            connection.endheaders(b"a")
+            time.sleep(0.5)
+            connection.send(b"b")
+            assert 400 <= int(connection.getresponse().read()) < 5000
+            connection.request("GET", "/", headers={haproxy.WAITED: "5000"})
+            assert connection.getresponse().read() == b"none"
+
+
+def test_a_header_larger_than_ours_may_be_comes_to_the_replica_which_says_so() -> None:
+    with serving(Replica) as server, proxy([server]) as (port, _, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("POST", "/predict", "0", {"x-long": "a" * (Serve().max_header_bytes + 4000)})
+            answer = connection.getresponse()
+            assert (answer.status, answer.read()) == (200, str(server).encode())
 
 
 class Held(Replica):

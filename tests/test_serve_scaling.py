@@ -4,7 +4,6 @@ import itertools
 import json
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -213,13 +212,13 @@ def test_replicas_follow_the_load_on_ray_serve_and_no_request_is_lost(
     monkeypatch.setattr(scaling, "HIGH", 0.2)
     monkeypatch.setattr(scaling, "LOW", 0.1)
     artifact = openvino_artifact(tmp_path / "artifact")
-    body = json.dumps({"inputs": ["a long text " * 100] * 64}).encode()
+    many, one_text = (json.dumps({"inputs": given}).encode() for given in (["a long text " * 100] * 64, "hello"))
     statuses: Counter[int] = Counter()
     over = threading.Event()
 
-    def ask(url: str) -> None:
+    def ask(url: str, body: bytes, pause: float = 0.0) -> None:
         with httpx.Client(timeout=60, trust_env=False) as client:
-            while not over.is_set():
+            while not over.wait(pause):
                 statuses[client.post(f"{url}/predict", content=body).status_code] += 1
 
     def running() -> int:
@@ -233,17 +232,20 @@ def test_replicas_follow_the_load_on_ray_serve_and_no_request_is_lost(
     settings = Serve(port=0, replicas=1, max_replicas=2, deadline_s=60, ungated=True)
     with deployment.start(artifact, settings) as endpoint, ThreadPoolExecutor(4) as pool:
         assert running() == 1
-        asked = [pool.submit(ask, endpoint.url) for _ in range(4)]
+        asked = [pool.submit(ask, endpoint.url, many) for _ in range(4)]
         try:
             assert reaches(2)
         finally:
             over.set()
         assert [one.result() for one in asked] == [None] * 4
         over.clear()
-        gentle = pool.submit(ask, endpoint.url)  # one client goes on while a replica ends
-        time.sleep(1)
-        over.set()
-        gentle.result()
-        assert reaches(1)
+        asked_many = statuses.total()
+        gentle = [pool.submit(ask, endpoint.url, one_text, 0.02) for _ in range(2)]  # they go on while a replica ends
+        try:
+            assert reaches(1)
+        finally:
+            over.set()
+        assert [one.result() for one in gentle] == [None, None]
+        assert statuses.total() > asked_many + 100
         assert httpx.post(f"{endpoint.url}/predict", json={"inputs": "hello"}, trust_env=False).status_code == 200
     assert set(statuses) == {200}

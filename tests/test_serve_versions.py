@@ -19,6 +19,7 @@ from rtrain.predict import Predictor
 from serve.app import build_app
 from serve.batching.batcher import EngineError
 from serve.change.versions import Versions
+from serve.schema import RequestError
 from tests.tiny import CORPUS, make_artifact
 
 Check = Callable[[Versions, httpx.AsyncClient], Coroutine[Any, Any, None]]
@@ -182,5 +183,8 @@ def test_before_the_first_version_there_is_no_answer() -> None:
     async def check(versions: Versions, client: httpx.AsyncClient) -> None:
         with pytest.raises(RuntimeError, match="no artefact is loaded yet"):
             await client.get("/v2")
+        with pytest.raises(RequestError, match="no model is loaded yet") as refused, versions.answering(""):
+            pass
+        assert (refused.value.status, refused.value.headers) == (503, {"retry-after": "1"})
 
     run(check)

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -184,8 +185,12 @@ def overload(work: Work, times: Sequence[int] = (4, 20)) -> dict[str, Any]:
 
 def replicas(one: Running) -> list[psutil.Process]:
     """Newest last."""
-    named = [each for each in one.tree() if REPLICA in " ".join(each.cmdline())]
-    return sorted(named, key=lambda each: each.create_time())
+    found = []
+    for each in one.tree():
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if REPLICA in " ".join(each.cmdline()):
+                found.append((each.create_time(), each))
+    return [each for _, each in sorted(found, key=lambda pair: pair[0])]
 
 
 def kills(work: Work, number: int = 10, copies: int = 2) -> dict[str, Any]:

@@ -190,8 +190,8 @@ class Serve(Section):
     """Most bytes of a request's body; a larger one is answered 413."""
     min_body_rate: Positive = 1_000
     """Least bytes a second at which a body must arrive, after its first 2 seconds; a slower one is answered 408."""
-    max_header_bytes: Positive = 16_384
-    """Most bytes of a request's address and headers; more is answered 431."""
+    max_header_bytes: Positive = 8_192
+    """Most bytes of a request's address and headers; more is answered 431. HAProxy itself answers 400 beyond 15,360."""
     deadline_s: Annotated[float, Field(gt=0)] = 10.0
     """Seconds after which a request without an answer is answered 504, and one whose body has not arrived 408."""
     shadow: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -19,6 +19,7 @@ from rtrain.errors import UserError
 from serve.answering import ASKING, Service
 from serve.change.trial import Trial
 from serve.door import guard
+from serve.schema import RequestError
 
 Make = Callable[[Path], Awaitable[FastAPI]]
 """Loads an artefact, proves that it gives its golden answers, and builds its application."""
@@ -160,7 +161,10 @@ class Versions:
     @contextmanager
     def answering(self, version: str | None) -> Iterator[Service]:
         """The service for one request over another protocol: that of the version that it names, where it is here;
-        with an empty name by weight; with None, of what is no question to the model, the one that answers."""
+        with an empty name by weight; with None, of what is no question to the model, the one that answers. Raises
+        `RequestError` before the first artefact is loaded: its port is open a moment before that."""
+        if self.current is None:
+            raise RequestError(503, "no model is loaded yet; try again in a moment", retry_after=1)
         taken = self._taken(version)
         try:
             yield taken.service

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rtrain.config import Serve
-from serve.door import keys
+from serve.door import keys, security
 from serve.schema import RequestError
 
 MOST_HEADERS = 100
@@ -21,19 +21,6 @@ READ = (b"authorization", b"content-encoding", b"content-length", b"transfer-enc
 """The headers that are looked at here."""
 GRACE_S = 2.0
 """Seconds in which a body may stand still, whatever its rate: a lost packet is sent again within them."""
-HEADERS = {
-    "cache-control": "no-store",
-    "cross-origin-resource-policy": "same-origin",
-    "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-}
-"""On every answer: it is nobody's to store, to embed or to take for another type."""
-CONTENT_POLICY = b"content-security-policy"
-NO_CONTENT = b"default-src 'none'; frame-ancestors 'none'"
-"""The content security policy of answers that are no page."""
-ONLY_TLS = "max-age=31536000"
-
 Pairs = list[tuple[bytes, bytes]]
 """Headers, as ASGI has them."""
 
@@ -47,8 +34,8 @@ def door(settings: Serve) -> keys.Door | None:
 
 def security_headers(settings: Serve) -> Pairs:
     """What `hardened` adds to each answer."""
-    added = HEADERS if settings.tls_cert is None else {**HEADERS, "strict-transport-security": ONLY_TLS}
-    return [*((name.encode(), value.encode()) for name, value in added.items()), (CONTENT_POLICY, NO_CONTENT)]
+    added = security.of(settings.tls_cert is not None)
+    return [(name.encode(), value.encode()) for name, value in added.items()]
 
 
 def hardened(headers: Pairs, added: Pairs) -> Pairs:
@@ -56,7 +43,7 @@ def hardened(headers: Pairs, added: Pairs) -> Pairs:
     own gets none that would keep it from showing."""
     own = dict(headers)
     if own.get(b"content-type", b"").startswith(b"text/html"):
-        own.setdefault(CONTENT_POLICY, b"")
+        own.setdefault(security.CONTENT_POLICY.encode(), b"")
     return [*headers, *(pair for pair in added if pair[0] not in own)]
 
 

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from serve.door import security
+
 PATIENCE_S = 2
 """Seconds after a request's deadline for which the only replica may still answer a health check."""
 PAGES = (500, 502, 503, 504)
@@ -16,6 +18,8 @@ COUNTED = (503, 504)
 """The statuses of those answers, by which HAProxy counts them since it has begun; it tells replicas that are asked for
 their metrics, in the header ERRORS, e.g. `503=12 504=0`."""
 ERRORS = "x-haproxy-errors"
+WAITED = "x-haproxy-waited-ms"
+"""The header by which a replica is told for how long HAProxy has waited for the body: its deadline counts that too."""
 LATER = "%[var(txn.later)]"
 """The seconds after which to come again, in what HAProxy answers where the replicas are full."""
 TOLD_S = 10
@@ -65,7 +69,13 @@ def rewrite(text: str, front: Front, socket: Path) -> str:
     # Browsers open connections that they may never use; without the option each would be answered 408.
     # HAProxy can give to another replica only what it had whole before it gave it to the first.
     tls = f" ssl crt {front.certificate} alpn http/1.1 ssl-min-ver TLSv1.2" if front.certificate else ""
-    address = rf"\g<1>{front.host}:\2{tls}\n    http-request wait-for-body time {front.body_s}s if METH_POST"
+    body = [
+        "http-request set-var(txn.began) date(0,ms) if METH_POST",
+        f"http-request wait-for-body time {front.body_s}s if METH_POST",
+        f"http-request del-header {WAITED}",  # a client's
+        f"http-request set-header {WAITED} %[date(0,ms),sub(txn.began)] if METH_POST",
+    ]
+    address = "\n    ".join([rf"\g<1>{front.host}:\2{tls}", *body, *_secured(front)])
     header = f"    timeout http-request {front.header_s}s\n    option http-ignore-probes"
     changes = {
         "the log on the syslog port": (r"^    log \S+ local0 info\n", ""),
@@ -126,12 +136,20 @@ def _counted() -> list[str]:
     ]
 
 
+def _secured(front: Front) -> list[str]:
+    """What HAProxy answers itself has the headers that the replicas' answers have."""
+    return [
+        f'http-after-response set-header {name} "{value}" if !{{ var(txn.theirs) -m found }}'
+        for name, value in security.of(bool(front.certificate)).items()
+    ]
+
+
 def _limited(front: Front) -> list[str]:
     """503 where the replicas have all that they take. They would say so themselves, each time for some of the time that
     an answer takes; and where more connections come at once than a replica's socket holds, one fails, by which HAProxy
     takes the replica for gone: then nobody is answered. Who only looks, at metrics or the page, is answered by one that
     is full of questions (`MOST_LOOKS`), and who asks whether it is well always is."""
-    headers = f"hdr retry-after {LATER} hdr cache-control no-cache hdr x-request-id %[uuid]"
+    headers = f"hdr retry-after {LATER} hdr x-request-id %[uuid]"
     body = f"status 503 content-type application/json lf-file {front.pages}"
     answers = [
         f"http-request return {body}/{page} {headers} if up full {which}"

@@ -278,7 +278,7 @@ def error_pages() -> dict[int, bytes]:
             "content-type: application/json",
             f"content-length: {len(body)}",
             *again,
-            *("cache-control: no-cache", "connection: close", "", body),
+            *("connection: close", "", body),
         ]
         pages[status] = "\r\n".join(lines).encode()
     return pages
