@@ -166,13 +166,13 @@ def grow(folder: Path) -> dict[str, Any]:
     return {
         "workers": [one["workers"] for one in run.events("started")],
         "seconds": seconds,
-        "needed": small.needed(4, supply.data_cpus(None, 4), "cpu"),
+        "needed": small.needed(4, supply.Needs()),
         "smaller_s": smaller,
         "lost": [
             max(one["update"] for one in run.events("progress") if one["time"] < start["time"]) - start["update"]
             for start in run.events("started")[1:]
         ],
-        "needed_by_one": small.needed(1, supply.data_cpus(None, 4), "cpu"),
+        "needed_by_one": small.needed(1, supply.Needs(data_cpus=supply.data_cpus(None, 4))),
         "left_of_one": left,
         "started": len(machines),
         "at_a_time": measured.most_at_a_time(

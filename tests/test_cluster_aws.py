@@ -62,6 +62,7 @@ def test_an_instance_is_what_the_file_says(ours: Launched, kind: str, market: st
     [facts] = [one.facts for one in ours.instances if one.kind == kind]
     assert facts == {
         "InstanceType": plan.by_name[kind].instance,
+        "ImageId": "ami-FILL-IN",
         "SubnetId": "subnet-FILL-IN",
         "SecurityGroupIds": ["sg-FILL-IN"],
         "profile": f"FILL-IN-{kind}",
@@ -74,6 +75,12 @@ def test_an_instance_is_what_the_file_says(ours: Launched, kind: str, market: st
         },
         **{"disk VolumeSize": 60, "disk VolumeType": "gp3", "disk Encrypted": True, "disk DeleteOnTermination": True},
     }
+
+
+def test_what_moto_does_not_tell_of_a_spot_instance_is_said_to_be_compared_with_nothing() -> None:
+    market = {"MarketType": "spot", "SpotOptions": {"MaxPrice": "0.1"}}
+    found = instances.compared_not({"ImageId": "a", "Placement": {}, "InstanceMarketOptions": market})
+    assert found == ["InstanceMarketOptions.SpotOptions", "Placement"]
 
 
 @pytest.mark.slow

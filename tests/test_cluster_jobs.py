@@ -16,10 +16,11 @@ from typing import Any
 import fsspec
 import pytest
 import requests
+import typer
 from aiohttp import ClientPayloadError
 from hypothesis import given, strategies
 
-from rtrain.cli import cluster
+from rtrain.cli import app, cluster
 from rtrain.cluster.jobs import client, copied, entry, launcher, naming, stored, upload
 from rtrain.cluster.jobs.naming import Attach, Start
 from rtrain.errors import ConfigError, Ended, TryAgain, UserError
@@ -43,7 +44,7 @@ def test_a_run_s_jobs_are_found_by_its_name(name: str) -> None:
 
 
 def test_an_endpoint_of_other_models_is_another_job() -> None:
-    asked = [("/a/m",), ("/a/m", "/b/m"), ("/a/m", "/c/m"), ("--insecure", "/d/m")]
+    asked = [("/a/m",), ("/a/m", "/b/m"), ("/a/m", "/c/m"), ("--insecure", "/d/m"), ("--alone", "/e/m")]
     assert len({naming.identity(("serve", *words), None) for words in asked}) == len(asked)
     again = naming.identity(("serve", "--set", "serve.replicas=2", "/a/m/"), None)
     assert again.rpartition("-")[2] == naming.identity(("serve", "/a/m"), None).rpartition("-")[2]
@@ -521,6 +522,32 @@ class BreaksOff:
             self.jobs.append(submission_id)
         if self._left >= 0:
             raise requests.exceptions.ConnectionError("Connection aborted.", "Remote end closed connection")
+
+
+def test_options_without_a_value_are_known() -> None:
+    """The word behind one that is not would be taken for its value, and a job be called after another."""
+    verbs = getattr(typer.main.get_command(app.app), "commands")  # noqa: B009  # a group's
+    of_verbs = [one for verb in verbs.values() for one in verb.params if one.param_type_name == "option"]
+    flags, others = (
+        {name for one in of_verbs if one.is_flag == is_flag for name in one.opts} for is_flag in (True, False)
+    )
+    assert flags - others == set(naming.FLAGS)
+
+
+class Taken(BreaksOff):
+    """A job API that another command asks for the same job, a moment before."""
+
+    def submit_job(self, submission_id: str, **named: Any) -> None:
+        self.jobs.append(submission_id)
+        raise RuntimeError(f"Job with submission_id {submission_id} already exists. Please use a different one.")
+
+
+def test_a_job_that_another_command_has_asked_for_meanwhile_is_there_already(checkout: Path) -> None:
+    api, said = Taken(took=True), list[str]()
+    words = ["train", "intent", "--out", "/x"]
+    job = client.Jobs("http://head", api).submit(words, upload.of(checkout), said.append)
+    assert api.jobs == [job]
+    assert said[-1] == f"{job} is there already: nothing is started"
 
 
 @pytest.mark.parametrize("took", [True, False])

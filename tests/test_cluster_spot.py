@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -50,6 +51,21 @@ def test_aws_s_token_is_renewed_where_it_has_run_out(machine: Told, service: Ser
     machine.tokens.clear()
     machine.ends = 2_000_000_000.0
     assert look() == Notice("spot terminate", 2_000_000_000.0)
+    assert machine.asked.count("PUT /latest/api/token") == 2
+
+
+class Forgets(set[str]):
+    """Tokens that a service has given and takes for none."""
+
+    def add(self, token: str) -> None:
+        pass
+
+
+def test_a_service_that_refuses_every_token_is_an_error_and_no_silence(machine: Told, service: Service) -> None:
+    """It would be taken for "no notice" for ever, and the node be taken away unheard."""
+    machine.ends, machine.tokens = 2_000_000_000.0, Forgets()
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        Aws(service)()
     assert machine.asked.count("PUT /latest/api/token") == 2
 
 

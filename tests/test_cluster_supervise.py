@@ -213,8 +213,9 @@ def test_a_supervisor_that_was_killed_is_not_there(tmp_path: Path, monkeypatch: 
     assert supervise.running() == []
     with supervise.registered():
         (tmp_path / "jobs" / "1").touch()
+        (tmp_path / "jobs" / "2.draft").touch()  # of one that is not locked yet
         assert supervise.running() == [os.getpid()]
-    assert list((tmp_path / "jobs").iterdir()) == []
+    assert [path.name for path in (tmp_path / "jobs").iterdir()] == ["2.draft"]
     (tmp_path / "taken").touch()
     monkeypatch.setattr(supervise, "_folder", lambda: tmp_path / "taken")
     with supervise.registered():

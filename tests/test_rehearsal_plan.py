@@ -60,6 +60,10 @@ def test_declared_gpus_labels_and_own_prices_are_taken() -> None:
         2.5,
     )
     assert plan.head.dollars is None
+    without = plans.of(changed(available_node_types=types, metadata={"prices": None}))
+    assert [kind.dollars for kind in without.kinds] == [None]
+    with pytest.raises(ConfigError, match=r"metadata\.prices\.x9\.large"):
+        plans.of(changed(available_node_types=types, metadata={"prices": {"x9.large": "two"}}))
     assert plan.least == 1
 
 
@@ -98,7 +102,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("workers", "data", "needed"), [(6, 2, 1), (7, 2, 2), (30, 2, 4), (31, 2, None)])
 def test_the_nodes_that_a_run_needs_are_counted_by_what_they_hold(workers: int, data: int, needed: int | None) -> None:
-    assert PLAN.needed(workers, data, "cpu") == needed
+    assert PLAN.needed(workers, supply.Needs("cpu", data)) == needed
 
 
 def mixed(**types: dict[str, float]) -> plans.Plan:
@@ -116,20 +120,28 @@ def mixed(**types: dict[str, float]) -> plans.Plan:
 )
 def test_nodes_of_several_types_are_needed_together(workers: int, data: int, device: str, needed: int | None) -> None:
     both = mixed(gpu={"GPU": 1.0}, cpu={"CPU": 8.0})
-    assert both.needed(workers, data, device) == needed
+    assert both.needed(workers, supply.Needs(device, data)) == needed
 
 
 def test_large_nodes_are_taken_before_small_ones_and_only_those_with_the_labels() -> None:
     sizes = mixed(small={"CPU": 2.0}, large={"CPU": 8.0})
-    assert [sizes.needed(workers, 0, "cpu") for workers in (8, 9, 24, 28, 29)] == [1, 2, 3, 5, None]
+    assert [sizes.needed(workers, supply.Needs("cpu", 0)) for workers in (8, 9, 24, 28, 29)] == [1, 2, 3, 5, None]
     labelled = replace(sizes, kinds=(replace(sizes.kinds[0], labels={"for": "training"}), sizes.kinds[1]))
-    assert labelled.needed(4, 0, "cpu", {"for": "training"}) == 2
-    assert labelled.needed(7, 0, "cpu", {"for": "training"}) is None
+    assert labelled.needed(4, supply.Needs("cpu", 0, {"for": "training"})) == 2
+    assert labelled.needed(7, supply.Needs("cpu", 0, {"for": "training"})) is None
+
+
+def test_data_tasks_run_on_nodes_without_the_workers_labels_and_workers_share_gpus() -> None:
+    types = mixed(gpu={"GPU": 1.0}, cpu={"CPU": 8.0})
+    labelled = replace(types, kinds=(replace(types.kinds[0], labels={"for": "training"}), types.kinds[1]))
+    assert labelled.needed(3, supply.Needs("gpu", 9, {"for": "training"})) == 5
+    assert labelled.needed(3, supply.Needs("gpu", 9, {"for": "training"}, share=0.5)) == 4
+    assert labelled.needed(3, supply.Needs("gpu", 1, {"for": "training"}, {"for": "training"})) is None
 
 
 def test_many_types_of_many_nodes_are_counted_at_once() -> None:
     kinds = tuple(replace(PLAN.kinds[0], name=str(n), resources={"CPU": n, "GPU": n % 3}, most=100) for n in range(8))
-    assert replace(PLAN, kinds=kinds, most=100).needed(180, 40, "gpu") == 90
+    assert replace(PLAN, kinds=kinds, most=100).needed(180, supply.Needs("gpu", 40)) == 90
 
 
 def test_resources_that_are_no_whole_numbers_are_refused_as_ray_s_launcher_does() -> None:

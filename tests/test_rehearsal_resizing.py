@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from rtrain.cluster import supply
 from rtrain.cluster.rehearsal import plan as plans, rehearse, resizing
 from rtrain.cluster.rehearsal.faults import Fault
 from rtrain.errors import ConfigError
@@ -21,10 +22,10 @@ def test_the_cluster_is_as_small_as_the_run_and_a_run_without_a_node_is_smaller(
     tight = PLAN.tight(workers, resizing.DATA_CPUS)
     assert tight is not None
     assert (tight.most, tight.kinds[0].most, tight.kinds[0].resources) == (nodes, nodes, {"CPU": 2.0})
-    assert tight.needed(workers, resizing.DATA_CPUS, "cpu") == nodes
+    assert tight.needed(workers, supply.Needs("cpu", resizing.DATA_CPUS)) == nodes
     fewer = replace(tight, kinds=(replace(tight.kinds[0], most=nodes - 1),), most=nodes - 1)
-    assert fewer.needed(1, resizing.DATA_CPUS, "cpu") is not None
-    assert fewer.needed(workers, resizing.DATA_CPUS, "cpu") is None
+    assert fewer.needed(1, supply.Needs("cpu", resizing.DATA_CPUS)) is not None
+    assert fewer.needed(workers, supply.Needs("cpu", resizing.DATA_CPUS)) is None
 
 
 def test_what_cannot_shrink_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -38,10 +38,14 @@ class Price:
 def table(file: Path | None = None, metadata: Mapping[str, Any] | None = None) -> dict[str, Price]:
     """Prices by name of the instance type: those that are known, then the cluster file's `metadata`, then the file's.
     Raises `ConfigError` with every entry that is none."""
-    found = {one.name: of(one.dollars) for one in INSTANCES}
-    own = (metadata or {}).get("prices") or {}
-    found |= {str(name): of(number(dollars, f"metadata.prices.{name}")) for name, dollars in own.items()}
+    found = {one.name: of(one.dollars) for one in INSTANCES} | own(metadata or {})
     return found if file is None else found | read(file)
+
+
+def own(metadata: Mapping[str, Any]) -> dict[str, Price]:
+    """Those of a cluster's file, by its `metadata`. Raises `ConfigError` for what is no number."""
+    prices = metadata.get("prices") or {}
+    return {str(name): of(number(dollars, f"metadata.prices.{name}")) for name, dollars in prices.items()}
 
 
 def of(on_demand: float, spot: float | None = None, interruptions: float | None = None) -> Price:

@@ -91,17 +91,17 @@ class Aws:
         return None
 
     def _get(self, path: str) -> str | None:
-        for _ in range(2):
+        for last in (False, True):
             if self._token is None:
                 life = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
                 self._token = self.service.ask("/latest/api/token", life, method="PUT")
             try:
                 return self.service.ask(path, {"X-aws-ec2-metadata-token": self._token or ""})
             except urllib.error.HTTPError as error:
-                if error.code != 401:
+                if error.code != 401 or last:
                     raise
                 self._token = None  # it has run out
-        return None
+        raise AssertionError("the second answer is given or raised")
 
 
 @dataclass

@@ -129,6 +129,9 @@ def child(arguments: Sequence[str]) -> int:
             signal.signal(number, handler)
 
 
+DRAFT = ".draft"
+
+
 def _folder() -> Path:
     return Path(tempfile.gettempdir()) / f"rtrain-jobs-{os.getuid()}"
 
@@ -140,9 +143,11 @@ def registered() -> Iterator[None]:
         with suppress(OSError):  # a job runs without it; nobody could ask it to end, that is all
             _folder().mkdir(mode=0o700, exist_ok=True)
             path = _folder() / str(os.getpid())
-            lock = held.enter_context(path.open("w"))
+            draft = path.with_suffix(DRAFT)
+            lock = held.enter_context(draft.open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
             held.callback(path.unlink, missing_ok=True)
+            draft.rename(path)  # it has its name once it is locked: who asks would take it for one that was left
         yield
 
 
@@ -150,6 +155,8 @@ def running() -> list[int]:
     """The ids of the supervisors on this machine that are this user's."""
     found = []
     for path in _folder().iterdir() if _folder().is_dir() else ():
+        if path.suffix == DRAFT:
+            continue
         with suppress(FileNotFoundError), path.open("r") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -105,6 +105,9 @@ class Jobs:
                     )
                     return decided.job
                 except (RuntimeError, OSError) as error:
+                    if "already exists" in str(error):  # another command has asked for it meanwhile
+                        say(f"{decided.job} is there already: nothing is started")
+                        return decided.job
                     broke_off = _broke_off(error)
                     if not (broke_off or "No available agent" in str(error)) or time.monotonic() > give_up:
                         raise

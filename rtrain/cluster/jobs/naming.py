@@ -16,8 +16,12 @@ MAKE_RUNS = (*SUPERVISED, "demo")
 LOGS = ".jobs"
 """Folder beside the runs, with a log for each."""
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
-FLAGS = ("--resume", "--new", "--json", "--search", "--insecure", "--ungated")
-"""Options of these verbs that take no value."""
+FLAGS = (
+    *("--all", "--alone", "--choose-k", "--dry-run", "--full", "--insecure", "--int8", "--json", "--measure", "--new"),
+    *("--overwrite", "--planted", "--print-config", "--resume", "--rollback", "--search", "--stores", "--text"),
+    *("--ungated", "--update", "--with-wheels", "--yes"),
+)
+"""Options that take no value, whichever verb has them."""
 ENTRY = "rtrain.cluster.jobs.entry"
 LONGEST = 60
 DIGITS = 8

@@ -44,7 +44,8 @@ files. What it remembers of them for a minute would let a node miss a spot notic
 mounted, neither append to a file nor rename one: a run's log needs the one, its checkpoints the other.)"""
 CLIENTS = {"rtrain-client": "true"}
 """Pods with this label may ask the endpoint."""
-OPERATOR = {"app.kubernetes.io/name": "kuberay"}
+OPERATOR = {"app.kubernetes.io/component": "kuberay-operator"}
+"""Of KubeRay's pod, by its Helm chart and by its own manifests; under `name` they call it otherwise."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rtrain.cluster import supply
+from rtrain.cluster import prices as priced, supply
 from rtrain.cluster.instances import BY_NAME
 from rtrain.cluster.lint import clouds, document as documents, shell
 from rtrain.cluster.lint.document import Document, Unreadable
@@ -120,20 +120,20 @@ class Plan:
         small = replace(kind, resources={"CPU": float(TIGHT_CPUS)}, least=0, most=nodes)
         return replace(self, kinds=(small,), most=nodes)
 
-    def needed(self, workers: int, data_cpus: int, device: str, labels: supply.Labels = supply.ANY) -> int | None:
-        """The fewest worker nodes that have room for a run beside its data tasks, of one type or of several, with those
-        labels. None where no number of them has."""
-        wanted = (workers + data_cpus, 0) if device == "cpu" else (data_cpus, workers)
-        fewest = {(0, 0): 0}
-        """Nodes by the places for CPUs and GPUs that they have together; of these no more than are wanted count."""
+    def needed(self, workers: int, needs: supply.Needs) -> int | None:
+        """The fewest worker nodes that have room for a run beside its data tasks, of one type or of several. None where
+        no number of them has."""
+        wanted = needs.of(workers)
+        fewest = {supply.Room(0, 0, 0): 0}
+        """Nodes by the room that they have together; of which no more than is wanted counts."""
         for kind in (self.head, *self.kinds):
-            places = int(kind.resources.get("CPU", 0)), int(kind.resources.get("GPU", 0))
-            if not supply.has(kind.labels, labels):
-                continue
+            own = needs.offered([supply.Host(kind.resources, kind.labels)])
             number, counts = (1, 0) if kind is self.head else (kind.most, 1)
-            for (cpus, gpus), before in list(fewest.items()):
+            for room, before in list(fewest.items()):
                 for more in range(1, number + 1):
-                    sums = min(wanted[0], cpus + more * places[0]), min(wanted[1], gpus + more * places[1])
+                    sums = supply.Room(
+                        *map(min, wanted, (has + more * each for has, each in zip(room, own, strict=True)))
+                    )
                     fewest[sums] = min(fewest.get(sums, self.most + 1), before + more * counts)
                     if sums == wanted:
                         break
@@ -150,7 +150,7 @@ def of(text: str) -> Plan:
     if head not in kinds:
         reason = f"head_node_type is {head}, which is none of {', '.join(map(str, kinds))}"
         raise ConfigError([Problem(FILE, None, reason, "name the head's type")])
-    prices = found.get("metadata", "prices", default={})
+    prices = priced.own(found.get("metadata", default={}))
     most = _whole(found.get("max_workers", default=2), "max_workers")
     known = {node.name: node for node in clouds.nodes(found)}
     made, problems = [], []
@@ -181,7 +181,7 @@ def of(text: str) -> Plan:
                 most=0 if name == head else min(most, _whole(kind.get("max_workers", most), f"{name}.max_workers")),
                 is_spot=node is not None and node.is_spot,
                 instance=instance,
-                dollars=float(prices[instance]) if instance in prices else listed.dollars if listed else None,
+                dollars=prices[instance].on_demand if instance in prices else listed.dollars if listed else None,
             )
         )
     if problems:

@@ -153,12 +153,11 @@ class Rehearsal:
         settings = configuration.load(str(control.config))
         train = settings.recipe.train
         device = "gpu" if self.plan.counts_gpus and train.device != "cpu" else "cpu"
-        spare = supply.data_cpus(settings.deploy.cluster.data_cpus, train.workers)
         return Certificate(
             plan=self.plan,
             nodes=nodes,
             most_at_a_time=measured.most_at_a_time(workers_nodes),
-            needed=self.plan.needed(train.workers, spare, device, settings.deploy.cluster.labels),
+            needed=self.plan.needed(train.workers, supply.needs(settings, device)),
             scale_up_s=None if first is None else round(first, 1),
             scale_down_s=self._scale_down,
             upload={"files": len(files.files), "bytes": files.size, "largest": files.files[: upload.LARGEST]},

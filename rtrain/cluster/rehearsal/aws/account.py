@@ -50,9 +50,10 @@ def planted(document: Mapping[str, Any]) -> Iterator[Planted]:
 
 def _plant(document: Mapping[str, Any], ec2: Any, iam: Any) -> Planted:
     vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
-    image = ec2.describe_images()["Images"][0]["ImageId"]
+    there = (str(image["ImageId"]) for image in ec2.describe_images()["Images"])
     zones = [zone.strip() for zone in str(document["provider"].get("availability_zone", "")).split(",") if zone.strip()]
     ids: dict[str, str] = {}
+    images: dict[str, str] = {}
 
     def subnet(name: str) -> str:
         number, zone = len(ids), zones[len(ids) % len(zones)] if zones else None
@@ -79,14 +80,16 @@ def _plant(document: Mapping[str, Any], ec2: Any, iam: Any) -> Planted:
         if "SecurityGroupIds" in node:
             node["SecurityGroupIds"] = [of(name, group) for name in node["SecurityGroupIds"]]
         if "ImageId" in node:
-            node["ImageId"] = image
+            if node["ImageId"] not in images:
+                images[node["ImageId"]] = next(there)
+            node["ImageId"] = images[node["ImageId"]]
         profile = node.get("IamInstanceProfile") or {}
         if (name := profile.get("Name") or str(profile.get("Arn", "")).rpartition("/")[2]) and name not in profiles:
             profiles.add(name)
             iam.create_instance_profile(InstanceProfileName=name)
         kinds[kind] = {**value, "node_config": node}
     config = {**document, "available_node_types": kinds}
-    return Planted(ec2, config, {made: name for name, made in ids.items()})
+    return Planted(ec2, config, {made: name for name, made in (ids | images).items()})
 
 
 @contextmanager

@@ -45,6 +45,7 @@ def wanted_of(node: Mapping[str, Any], cluster: str) -> dict[str, Any]:
     profile = node.get("IamInstanceProfile") or {}
     found = {
         "InstanceType": node.get("InstanceType"),
+        "ImageId": node.get("ImageId"),
         "SubnetId": (node.get("SubnetIds") or [None])[0],
         "SecurityGroupIds": sorted(node.get("SecurityGroupIds", [])) or None,
         "profile": profile.get("Name") or str(profile.get("Arn", "")).rpartition("/")[2] or None,
@@ -54,6 +55,14 @@ def wanted_of(node: Mapping[str, Any], cluster: str) -> dict[str, Any]:
         **{f"disk {name}": value for name, value in (disks[0] if disks else {}).items() if name in DISK},
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def compared_not(node: Mapping[str, Any]) -> list[str]:
+    """What of a configuration is handed to EC2 and not looked at again."""
+    market = node.get("InstanceMarketOptions") or {}
+    return sorted(
+        [*(node.keys() - COMPARED), *(f"InstanceMarketOptions.{name}" for name in market.keys() - {"MarketType"})]
+    )
 
 
 def facts_of(account: Planted, instance: str) -> dict[str, Any]:
@@ -68,6 +77,7 @@ def facts_of(account: Planted, instance: str) -> dict[str, Any]:
         disk["DeleteOnTermination"] = mapping["Ebs"]["DeleteOnTermination"]
     facts = {
         "InstanceType": one["InstanceType"],
+        "ImageId": one["ImageId"],
         "SubnetId": one["SubnetId"],
         "SecurityGroupIds": sorted(group["GroupId"] for group in one["SecurityGroups"]),
         "profile": one.get("IamInstanceProfile", {}).get("Arn", "").rpartition("/")[2],

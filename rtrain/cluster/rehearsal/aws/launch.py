@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rtrain.cluster.rehearsal.aws.account import MOTO, Planted, planted
-from rtrain.cluster.rehearsal.aws.instances import COMPARED, Instance, facts_of, wanted_of
+from rtrain.cluster.rehearsal.aws.instances import Instance, compared_not, facts_of, wanted_of
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.errors import ConfigError, Problem
 from rtrain.ray_internals import launcher
@@ -194,7 +194,7 @@ def _instances(account: Planted, cloud: Any, config: Mapping[str, Any], kind: st
     asked = account.config["available_node_types"][kind].get("node_config") or {}
     facts = facts_of(account, there[0]) if there else {}
     wanted = {name: account.named(value) for name, value in wanted_of(asked, config["cluster_name"]).items()}
-    return Instance(kind, len(there), most, facts, wanted, sorted(asked.keys() - COMPARED))
+    return Instance(kind, len(there), most, facts, wanted, compared_not(asked))
 
 
 def _groups(ec2: Any) -> set[str]:
