@@ -1,22 +1,27 @@
 """The same training in every layout: shown by two figures, and seen to fail where a bug is planted."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
 from rtrain import config
 from rtrain.config import Config
-from rtrain.data.order import Order, chain, rows_digest
+from rtrain.data.order import Order, chain, deal, rows_digest
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
-from rtrain.proof import plan, planted, verify
-from rtrain.proof.cases import Measured
+from rtrain.proof import cases, plan, planted, verify
+from rtrain.proof.cases import Measured, Slice
 from rtrain.proof.plan import SINGLE, Case, LeftOut
 from rtrain.training.loop import GENESIS
 from tests.conftest import labelled_rows, write_rows
@@ -189,9 +194,48 @@ def test_a_frozen_embedding_has_no_gradient_to_be_stale(settings: Config) -> Non
     assert [case.bug for group in todo.groups for case in group if case.bug] == BUGS[:-1] + SHARED_BUGS
 
 
-def test_full_plan_is_three_by_three_on_1003_rows(settings: Config) -> None:
+@pytest.mark.parametrize(("asked", "per_update", "rows"), [(64, 49, 1030), (256, 97, 1068)])
+def test_every_replica_of_the_full_plan_is_idle_once_and_makes_another_number_of_passes(
+    settings: Config, asked: int, per_update: int, rows: int
+) -> None:
+    todo = plan.plan(with_train(settings, rows_per_update=asked), 10_000, 20.0, full=True)
+    assert (todo.rows, todo.rows_per_update) == (rows, per_update)
+    lengths = np.random.default_rng(0).integers(4, 60, todo.rows).astype(np.int32)
+    seen = set[str]()
+    for case in (case for group in todo.groups for case in group):
+        train = plan.train_of(settings.recipe.train, case.layout, case.workers)
+        replicas = case.workers // (train.tensor * train.pipeline * train.context)
+        if replicas == 1 or replicas > 3:
+            continue
+        seen.add(case.layout)
+        for first, counts in ((0, None), (todo.rows - 1, 0)):
+            own = lengths[first : first + todo.rows_per_update]
+            passes = [len(deal(own, replicas, rank, case.micro_batch)) for rank in range(replicas)]
+            assert min(passes) < max(passes), case.name
+            assert counts is None or min(passes) == counts
+    assert seen == {"", "shard 2", "shard 3", *plan.GRIDS, *plan.CUBES} - {"pipeline, tensor 2"}  # of all workers
+
+
+def test_a_tensor_whose_gradient_is_lost_is_seen(tmp_path: Path) -> None:
+    """Weights would hardly show it: AdamW moves what has a small gradient as far as what has a large one."""
+    network = torch.nn.Linear(3, 2)
+    network(torch.ones(1, 3)).sum().backward()
+    exchange: Any = SimpleNamespace(module=network, whole=lambda own: own)
+    case, of = Case(1, 8), cast(Slice, SimpleNamespace(scratch=tmp_path, updates=4))
+    first = cases._Reference(case, of, active=True)
+    first.gradient(exchange, 1, Measured())
+    whole, lost = Measured(), Measured()
+    first.is_made_here = False
+    first.gradient(exchange, 1, whole)
+    network.bias.grad = None
+    first.gradient(exchange, 1, lost)
+    assert whole.gradient_ratio == 0.0
+    assert (lost.gradient_ratio, lost.worst_tensor, lost.worst_update) == (math.inf, "bias", 1)
+
+
+def test_full_plan_is_three_by_three_on_some_1000_rows(settings: Config) -> None:
     todo = plan.plan(with_train(settings, rows_per_update=64), 10_000, 20.0, full=True)
-    assert (todo.rows, todo.rows_per_update, todo.updates, todo.workers) == (1003, 64, 16, 8)
+    assert (todo.rows, todo.rows_per_update, todo.updates, todo.workers) == (1030, 49, 22, 8)
     *threes, grids, cubes = todo.groups
     assert {(case.workers, case.micro_batch) for group in threes for case in group} == {
         (workers, size) for workers in (1, 2, 3) for size in (8, 4, 2)

@@ -33,7 +33,7 @@ def verify(
     out: Out = None,
     assignments: Set = None,
     address: Address = None,
-    full: Annotated[bool, typer.Option("--full", help="The large matrix, on up to 1,003 rows.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="The large matrix, on some 1,000 rows.")] = False,
     planted: Annotated[bool, typer.Option("--planted", help="Plant bugs: each must be seen.")] = False,
     as_json: Json = False,
 ) -> None:

@@ -6,6 +6,7 @@ true gradient is zero. What is trained with is the run's own stream, loop and st
 
 import copy
 import hashlib
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -207,6 +208,9 @@ class _Reference:
             ratio = _difference(grad, known, name) / max(norms.get(name, 0.0), self._floor * total)
             if not ratio <= measured.gradient_ratio:  # a NaN is the worst of all
                 measured.gradient_ratio, measured.worst_tensor, measured.worst_update = ratio, name, update
+        if missing := norms.keys() - gradients.keys():  # as wrong as a gradient of zeros
+            measured.gradient_ratio = math.inf
+            measured.worst_tensor, measured.worst_update = min(missing), update
 
     def weights(self, start: "torch.nn.Module", exchange: Exchange, measured: Measured) -> None:
         found = dict(exchange.whole({name: value.detach() for name, value in exchange.module.named_parameters()}))
@@ -218,6 +222,8 @@ class _Reference:
             return
         difference = moved = 0.0
         before, known = dict(start.named_parameters()), _read(path)
+        if missing := known.keys() - found.keys():
+            raise AssertionError(f"weights that one worker trains are not there: {', '.join(sorted(missing))}")
         for name, value in found.items():
             difference += float((value - known[name]).norm()) ** 2
             moved += float((known[name] - before[name].detach()).norm()) ** 2

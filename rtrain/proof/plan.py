@@ -1,6 +1,7 @@
 """What `rtrain verify` trains: how many rows, in which layouts, and which of these are left out and why. Pure, but for
 the model's config.json."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -50,13 +51,17 @@ PLAIN = {
 """Settings of a case without a layout. Compression is left out: the user asked for what it loses, and the sums are not
 at fault."""
 
-ROWS_PER_UPDATE, FULL_ROWS_PER_UPDATE = 32, 64
-FULL_ROWS = 1003
-"""A prime beyond 1,000: no layout divides it, so every layout has ragged passes and a short last update."""
+ROWS_PER_UPDATE, FULL_ROWS_PER_UPDATE = 32, 97
+UNEQUAL = 48
+"""Updates of the full matrix have a multiple of these rows, which two and three replicas share in whole passes of 8, 4
+and 2; and one row more, for which one replica makes one pass more."""
+FULL_ROWS = 1000
+"""The full matrix has so many rows or more."""
 TOKENS, FULL_TOKENS = 4_000, 40_000
 """Long texts get fewer rows, so that the time of a slice does not depend on them."""
 UPDATES = 4
-"""Full updates of the default slice; one update of a single row follows, in which all workers but one are idle."""
+"""Full updates of the default slice. In both, one update of a single row follows, in which all workers but one are
+idle."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +172,12 @@ def plan(
     rows_per_update = min(rows_per_update, budget // UPDATES, train_rows // UPDATES)
     # Four rows for each worker at least: in passes of three they make two, and the second is short.
     rows_per_update = max(rows_per_update, 4 * most)
-    rows = min(FULL_ROWS, budget) if full else UPDATES * rows_per_update + 1
-    rows = min(max(rows, UPDATES * rows_per_update + 1), train_rows)
+    if full and rows_per_update > UNEQUAL:
+        rows_per_update -= (rows_per_update - 1) % UNEQUAL
+    updates = min(math.ceil(FULL_ROWS / rows_per_update), max(UPDATES, budget // rows_per_update)) if full else UPDATES
+    rows = min(updates * rows_per_update + 1, train_rows)
+    if rows > rows_per_update:
+        rows -= (rows - 1) % rows_per_update
     return Plan(rows, rows_per_update, tuple(groups), tuple(left_out))
 
 
