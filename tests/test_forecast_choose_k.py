@@ -86,7 +86,13 @@ LOG: list[dict[str, Any]] = [
         {"kind": "noise", "update": 5 + 8 * n, "trace": 900.0 + 50 * (n % 3), "square": 9.0, "rows": 64}
         for n in range(9)
     ),
-    {"kind": "trained", "updates": 80, "seconds": {"train": 40.0}, "exchange": {"seconds": 0.1, "bytes": 1}},
+    {
+        "kind": "trained",
+        "updates": 80,
+        "finished": True,
+        "seconds": {"train": 40.0},
+        "exchange": {"seconds": 0.1, "bytes": 1},
+    },
 ]
 STAGES = [{"forward": 0.12, "backward": 0.2}, {"forward": 0.1, "backward": 0.18}]
 """Seconds of an update of each worker."""

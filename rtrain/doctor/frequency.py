@@ -96,11 +96,14 @@ def decided(config: Config, pilot: Run, beside: Run | None = None) -> dict[str, 
     recipe = configuration.load(str(pilot.config)).recipe
     size = choose_k.weights(model.resolve(recipe.model.name, pilot.folder.parent))
     found, options = choose_k.of_log(pilot.events(), recipe, size, another=None if beside is None else _timed(beside))
-    best = choose_k.chosen(options, early=True)
+    last = pilot.last("trained")
+    assert last is not None  # `of_log` refuses a run without one
+    early = not last["finished"]
+    best = choose_k.chosen(options, early)
     carried = {one.k: settings(config, one.k) for one in options}
     return {
         "noise_scale": dataclasses.asdict(found.scale),
-        "pilot": {"updates": pilot_updates(pilot), "rows_per_update": found.rows_per_update},
+        "pilot": {"updates": last["updates"], "rows_per_update": found.rows_per_update, "early": early},
         "options": [
             {
                 **dataclasses.asdict(one),
@@ -117,11 +120,6 @@ def decided(config: Config, pilot: Run, beside: Run | None = None) -> dict[str, 
 def _timed(run: Run) -> tuple[float, float]:
     recipe = configuration.load(str(run.config)).recipe
     return pace.passes(recipe, recipe.train.workers), choose_k.update_s(run.events())
-
-
-def pilot_updates(pilot: Run) -> int:
-    last = pilot.last("trained")
-    return 0 if last is None else int(last["updates"])
 
 
 def run(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -147,7 +145,8 @@ def text(document: Mapping[str, Any]) -> list[str]:
         for one in document["options"]
     ]
     given = " ".join(f"--set {name}={_written(value)}" for name, value in document["settings"].items())
-    why = "" if scale["high"] is None else f", by {high} rows: the noise scale grows while a model learns"
+    by_high = pilot["early"] and scale["high"] is not None
+    why = f", by {high} rows: the noise scale grows while a model learns" if by_high else ""
     return [*lines, f"k {document['aggregation_frequency']} is chosen{why}", f"write {given}"]
 
 
