@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rtrain import config
-from rtrain.errors import Problem
-from rtrain.strategies import allowed, schedules, staged
+from rtrain.errors import ConfigError, Problem
+from rtrain.strategies import allowed, mesh, schedules, staged
 
 BERT = {"model_type": "bert", "num_attention_heads": 12, "intermediate_size": 3072, "num_hidden_layers": 6}
 MODERN = {
@@ -167,3 +167,8 @@ def test_layers_are_dealt_in_order_and_as_even_as_can_be(layers: int, parts: int
     found = staged.ranges(layers, parts)
     assert [number for part in found for number in part] == list(range(layers))
     assert [len(part) for part in found] == sizes
+
+
+def test_a_process_alone_shares_no_replica() -> None:
+    with pytest.raises(ConfigError, match="2 workers share a replica, and there are 1"):
+        mesh.grid({"tensor": 2}, "cpu")

@@ -27,7 +27,7 @@ def grid(sizes: Mapping[str, int], device: str) -> "DeviceMesh":
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    workers = dist.get_world_size()
+    workers = dist.get_world_size() if dist.is_initialized() else 1
     within = {name: sizes[name] for name in WITHIN if sizes.get(name, 1) > 1}
     if workers % (whole := math.prod(within.values())):  # fewer workers than asked for: there were fewer GPUs
         (name, size), *_ = within.items()
