@@ -157,8 +157,8 @@ def test_a_search_tries_no_update_that_costs_more_than_it_gains() -> None:
     _, found = choose_k.of_log(LOG, RECIPE, 1.0, choose_k.SEARCHED)
     told = choose_k.prior(LOG, RECIPE, 1.0)
     assert told is not None
-    worth = [one.rows_per_update for one in found if one.relative <= 1.1]
-    assert told.rows == choose_k.chosen(found).rows_per_update
+    worth = [one.rows_per_update for one in found if one.high is not None and one.high <= 1.1]
+    assert told.rows == choose_k.chosen(found, early=True).rows_per_update
     assert told.rows <= told.most_rows
     assert told.most_rows == min(max(worth), MOST_ROWS) < max(one.rows_per_update for one in found)
 

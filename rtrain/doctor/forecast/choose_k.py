@@ -164,8 +164,10 @@ def prior(log: Sequence[Mapping[str, Any]], recipe: Recipe, size: float) -> Prio
     if scale is None or scale.high is None or events.trained(log) is None:
         return None
     _, found = of_log(log, recipe, size, SEARCHED)
-    worth = max(one.rows_per_update for one in found if one.relative <= WORTH)
-    return Prior(min(math.ceil(scale.high), worth), chosen(found).rows_per_update)
+    # The first trial's first rung is a run's beginning.
+    best = chosen(found, early=True).rows_per_update
+    worth = max(one.rows_per_update for one in found if time_of(one, early=True) <= WORTH)
+    return Prior(min(math.ceil(scale.high), worth), best)
 
 
 def chosen(found: Sequence[Option], early: bool = False) -> Option:
@@ -174,8 +176,12 @@ def chosen(found: Sequence[Option], early: bool = False) -> Option:
     `early`: the noise scale is that of a run's beginning, and it grows while a model learns (as McCandlish et al. 2018
     find too): it is taken for the upper end of its interval, where that has one.
     """
-    times = {one.k: one.high if early and one.high is not None else one.relative for one in found}
-    return min((one for one in found if times[one.k] <= 1.01), key=lambda one: one.k)
+    return min((one for one in found if time_of(one, early) <= 1.01), key=lambda one: one.k)
+
+
+def time_of(one: Option, early: bool) -> float:
+    """Its relative time, `early` as in `chosen`."""
+    return one.high if early and one.high is not None else one.relative
 
 
 def miss(measured: Mapping[int, Sequence[float]], choice: int) -> float:
