@@ -34,7 +34,7 @@ def test_a_replica_that_hangs_is_passed_by_and_replaced(tmp_path: Path) -> None:
     without an answer, 8 s at most, and the 504 comes 2 s after the deadline."""
     with (
         start(openvino_artifact(tmp_path), Serve(ungated=True, port=0, replicas=2, deadline_s=7)) as endpoint,
-        load(endpoint.port, pause_s=0.02, again=True) as seen,
+        load(endpoint.port, pause_s=0.02, again_s=0) as seen,
     ):
         time.sleep(2)
         victim = replicas()[0]

@@ -16,8 +16,9 @@ import ray.serve
 from rtrain.config import Serve
 from serve import deployment
 from serve.deployment import start
+from serve.front.address import free_address
 from tests.test_serve_deployment import openvino_artifact, processes
-from tests.test_serve_rollout import Seen, load, replicas
+from tests.test_serve_rollout import Seen, grpc_load, load, replicas
 
 pytestmark = [pytest.mark.slow, pytest.mark.serve, pytest.mark.usefixtures("ray_session")]
 
@@ -25,6 +26,8 @@ REQUESTS = 10_000
 BETWEEN = ("ConnectionRefusedError", "RemoteDisconnected", "ConnectionResetError", "BrokenPipeError")
 """How a client learns that the endpoint has ended between two of its questions."""
 KILLS = 10
+RETRY_AFTER_S = 1.0
+"""Of a 503 of HAProxy's own."""
 
 
 def tell(what: str, seen: Seen, **others: object) -> None:
@@ -68,7 +71,7 @@ def test_replicas_that_are_killed_under_load(tmp_path: Path, copies: int) -> Non
     outages: list[float] = []
     with (
         start(openvino_artifact(tmp_path), Serve(ungated=True, port=0, replicas=copies)) as endpoint,
-        load(endpoint.port, pause_s=0.02, again=True) as seen,
+        load(endpoint.port, pause_s=0.02) as seen,
     ):
         for _ in range(KILLS):
             time.sleep(2)
@@ -80,8 +83,40 @@ def test_replicas_that_are_killed_under_load(tmp_path: Path, copies: int) -> Non
         assert told["trial"] is None
     tell(f"{KILLS} kills, {copies} replicas", seen, back_s=[round(one, 1) for one in outages])
     assert seen.versions.total() > 500
+    assert len(seen.labels) == 1
     if copies > 1:
-        assert seen.again == []
+        assert seen.errors == [], "raw: of clients that never ask again"
+
+
+def test_replicas_that_are_killed_cut_calls_over_grpc_which_are_answered_when_asked_once_more(tmp_path: Path) -> None:
+    """Each connection leads to one replica: of its death gRPC says that it is unavailable. A client that comes back in
+    the same moment may meet the dying one once more, and then gRPC waits for a second before it connects again."""
+    port = free_address("127.0.0.1", 0).port
+
+    def calls(replica: psutil.Process) -> int:
+        """Clients that are connected to it; each has a call under way at most."""
+        found = replica.net_connections("tcp")
+        return sum(one.status == psutil.CONN_ESTABLISHED and one.laddr[1] == port for one in found)
+
+    cut, outages = 0, list[float]()
+    with (
+        start(openvino_artifact(tmp_path), Serve(ungated=True, port=0, grpc_port=port, replicas=2)),
+        grpc_load(port, clients=8, pause_s=0.02, again_s=2 * RETRY_AFTER_S) as seen,
+    ):
+        for _ in range(KILLS):
+            time.sleep(2)
+            wait_for(2)
+            victim = max(replicas(), key=calls)
+            cut += calls(victim)
+            victim.kill()
+            time.sleep(1)
+            outages.append(1 + wait_for(2))
+    tell(f"{KILLS} kills over gRPC, of {cut} connections", seen, back_s=[round(one, 1) for one in outages])
+    assert seen.versions.total() > 500
+    assert len(seen.labels) == 1
+    assert 0 < len(seen.errors) <= cut
+    assert [error for error in seen.errors if not error.startswith("StatusCode.UNAVAILABLE ")] == []
+    assert seen.again == []
 
 
 HAPROXY, SUPERVISOR, MANAGER, CONTROLLER = (
@@ -99,7 +134,7 @@ def test_the_proxy_and_the_controller_are_killed_under_load(tmp_path: Path, what
 
     with (
         start(openvino_artifact(tmp_path), Serve(ungated=True, port=0, replicas=2)) as endpoint,
-        load(endpoint.port, pause_s=0.02, again=True) as seen,
+        load(endpoint.port, pause_s=0.02, again_s=RETRY_AFTER_S) as seen,
     ):
         time.sleep(2)
         [victim] = up()
@@ -112,5 +147,8 @@ def test_the_proxy_and_the_controller_are_killed_under_load(tmp_path: Path, what
         time.sleep(5)
         assert len(seen.errors) == late, "it does not come back"
     tell(f"{what} killed", seen, back_s=round(back, 1))
+    assert len(seen.labels) == 1
     if what in (MANAGER, CONTROLLER):
         assert seen.errors == []
+    if what == HAPROXY:
+        assert seen.again == []

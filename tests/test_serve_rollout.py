@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from rtrain.predict import Predictor
 from serve.change import judge, overview
 from serve.deployment import Endpoint, start
 from serve.front.address import free_address
+from tests.processes import end
 from tests.test_serve_deployment import openvino_artifact, processes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,6 +42,8 @@ REPLICAS = 2
 @dataclass
 class Seen:
     versions: Counter[str] = field(default_factory=Counter)
+    labels: Counter[str] = field(default_factory=Counter)
+    """Best labels of the answers, all to the same text."""
     errors: list[str] = field(default_factory=list)
     """Whatever was no 200, raw."""
     again: list[str] = field(default_factory=list)
@@ -62,43 +65,93 @@ class Seen:
         return max(0.0, self.last_at[old] - self.first_at[new])
 
 
+Ask = Callable[[], tuple[str, str, str]]
+"""A question of a client: what went wrong, and of an answer its version and its best label."""
+
+
 @contextmanager
-def load(port: int, pause_s: float = 0.0, again: bool = False) -> Iterator[Seen]:
-    """Clients that ask, with a pause between two questions, over kept connections, for the block. `again`: they ask
-    once more after what was no 200."""
+def load(port: int, pause_s: float = 0.0, again_s: float | None = None) -> Iterator[Seen]:
+    """Clients that ask, with a pause between two questions, over kept connections, for the block. `again_s`: so many
+    seconds after what was no 200 they ask once more."""
+
+    @contextmanager
+    def client() -> Iterator[Ask]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+
+        def ask() -> tuple[str, str, str]:
+            try:
+                connection.request("POST", "/predict", b'{"inputs": "hello"}', {"content-type": "application/json"})
+                answer = connection.getresponse()
+                body = answer.read()
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                return repr(error), "", ""
+            if answer.status != 200:
+                return f"{answer.status} {body!r}", "", ""
+            return "", answer.headers["x-model-version"], json.loads(body)[0][0]["label"]
+
+        with closing(connection):
+            yield ask
+
+    with _asked(client, CLIENTS, pause_s, again_s) as seen:
+        yield seen
+
+
+@contextmanager
+def grpc_load(port: int, clients: int = 1, pause_s: float = 0.0, again_s: float | None = None) -> Iterator[Seen]:
+    """The same over gRPC."""
+
+    @contextmanager
+    def client() -> Iterator[Ask]:
+        text = tritonclient.grpc.InferInput("text", [1], "BYTES")
+        text.set_data_from_numpy(np.array([b"hello"], dtype=np.object_))
+
+        def ask() -> tuple[str, str, str]:
+            try:
+                reply = asked.infer("tiny", [text], client_timeout=30)
+            except tritonclient.utils.InferenceServerException as error:
+                return f"{error.status()} {error.message()}", "", ""
+            return "", reply.get_response().model_version, str(reply.as_numpy("label")[0], "utf-8")
+
+        # Else all clients of a process share one connection.
+        own = [("grpc.use_local_subchannel_pool", 1)]
+        with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{port}", channel_args=own) as asked:
+            yield ask
+
+    with _asked(client, clients, pause_s, again_s) as seen:
+        yield seen
+
+
+@contextmanager
+def _asked(
+    client: Callable[[], AbstractContextManager[Ask]], clients: int, pause_s: float, again_s: float | None
+) -> Iterator[Seen]:
     seen, over, lock = Seen(), threading.Event(), threading.Lock()
 
-    def ask(connection: http.client.HTTPConnection) -> tuple[str, str]:
-        """What went wrong, and the version that has answered."""
-        try:
-            connection.request("POST", "/predict", b'{"inputs": "hello"}', {"content-type": "application/json"})
-            answer = connection.getresponse()
-            body = answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            return repr(error), ""
-        return "" if answer.status == 200 else f"{answer.status} {body!r}", answer.headers["x-model-version"]
-
     def run() -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        while not over.wait(pause_s):
-            began = time.monotonic()
-            problem, version = ask(connection)
-            second = ask(connection)[0] if problem and again else ""
-            with lock:
-                now = time.monotonic()
-                seen.slowest_s = max(seen.slowest_s, now - began)
-                if problem:
-                    seen.errors.append(problem)
-                    seen.failed_at.append(began)
-                    seen.again += [second] if second else []
-                else:
-                    seen.versions[version] += 1
-                    seen.first_at.setdefault(version, now)
-                    seen.last_at[version] = now
-        connection.close()
+        with client() as ask:
+            while not over.wait(pause_s):
+                began = time.monotonic()
+                problem, version, label = ask()
+                took = time.monotonic() - began
+                second = ""
+                if problem and again_s is not None:
+                    time.sleep(again_s)
+                    second = ask()[0]
+                with lock:
+                    now = time.monotonic()
+                    seen.slowest_s = max(seen.slowest_s, took)
+                    if problem:
+                        seen.errors.append(problem)
+                        seen.failed_at.append(began)
+                        seen.again += [second] if second else []
+                    else:
+                        seen.versions[version] += 1
+                        seen.labels[label] += 1
+                        seen.first_at.setdefault(version, now)
+                        seen.last_at[version] = now
 
-    threads = [threading.Thread(target=run) for _ in range(CLIENTS)]
+    threads = [threading.Thread(target=run) for _ in range(clients)]
     for thread in threads:
         thread.start()
     try:
@@ -107,30 +160,6 @@ def load(port: int, pause_s: float = 0.0, again: bool = False) -> Iterator[Seen]
         over.set()
         for thread in threads:
             thread.join()
-
-
-@contextmanager
-def grpc_load(port: int) -> Iterator[Seen]:
-    """A client that asks over gRPC without a pause, on one connection."""
-    seen, over = Seen(), threading.Event()
-
-    def run() -> None:
-        text = tritonclient.grpc.InferInput("text", [1], "BYTES")
-        text.set_data_from_numpy(np.array([b"hello"], dtype=np.object_))
-        with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{port}") as client:
-            while not over.is_set():
-                try:
-                    seen.versions[client.infer("tiny", [text]).get_response().model_version] += 1
-                except tritonclient.utils.InferenceServerException as error:
-                    seen.errors.append(repr(error))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        over.set()
-        thread.join()
 
 
 def tampered(artifact: Path, folder: Path) -> Path:
@@ -277,6 +306,23 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "rtrain", "serve", *words]
 
 
+@contextmanager
+def answering(*words: str, group: bool = False) -> Iterator[tuple["subprocess.Popen[str]", int]]:
+    """The command, and its port of 127.0.0.1 once it answers there. `group`: it has one of its own, as in a shell."""
+    given, pipe = command(*words, "--port", "0"), subprocess.PIPE
+    with subprocess.Popen(given, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=group) as process:
+        try:
+            assert process.stderr is not None
+            said = ""
+            while not (found := re.search(r"serving .* at http://127\.0\.0\.1:(\d+) ", said)):
+                line = process.stderr.readline()
+                assert line, said
+                said += line
+            yield process, int(found[1])
+        finally:
+            end(process)
+
+
 def run(*words: str) -> tuple[int, str]:
     done = subprocess.run(command(*words), cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     return done.returncode, done.stdout + done.stderr
@@ -288,16 +334,9 @@ def test_commands_change_what_another_one_serves_and_sigterm_ends_it_in_silence(
     first = openvino_artifact(tmp_path / "first")
     second = openvino_artifact(tmp_path / "second", seed=1)
     old, new = (rtrain.artifact.read(folder).version for folder in (first, second))
-    words = command(str(first), "--ungated", "--port", "0")
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        said = ""
-        while not (found := re.search(r"serving .* at http://127\.0\.0\.1:(\d+) ", said)):
-            line = process.stderr.readline()
-            assert line, said
-            said += line
-        port = found[1]
-        with load(int(port)) as seen:
+    with answering(str(first), "--ungated") as (process, number):
+        port = str(number)
+        with load(number) as seen:
             assert run("--update", str(second), "--port", port) == (0, f"{new} answers in place of {old}\n")
             assert run("--rollback", "--port", port) == (0, f"{old} answers in place of {new}\n")
             code, text = run("--update", str(tmp_path), "--port", port)
