@@ -1,12 +1,17 @@
 """What hangs, what Ray itself loses, and more than can be answered: an endpoint under load by real clients. By hand:
 the figures are on stderr."""
 
+import http.client
+import json
+import os
 import re
 import signal
-import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 
 import httpx
@@ -16,16 +21,28 @@ import pytest
 from benchmarks.serve import load as loops
 from rtrain.cluster import session
 from rtrain.config import Serve
+from serve import deployment
 from serve.deployment import start
+from serve.front.address import Address
 from tests.test_serve_deployment import openvino_artifact
-from tests.test_serve_lossless import tell, wait_for
-from tests.test_serve_rollout import ROOT, command, load, replicas
+from tests.test_serve_lossless import BETWEEN, tell, wait_for
+from tests.test_serve_rollout import CLIENTS, answering, load, replicas
 
 pytestmark = [pytest.mark.slow, pytest.mark.serve]
 
 NAMES = ("rtrain_requests", "rtrain_haproxy_errors")
 LONG = "where is my parcel " * 2000
 """A text that takes so long that a client of this machine can ask for more than the engine does."""
+
+
+def haproxy_folder(family: list[psutil.Process]) -> Path:
+    """That of a command's HAProxy, of which a process may end just now: another one has taken over."""
+    found = set[Path]()
+    for one in family:
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            found |= {Path(word).parent for word in one.cmdline() if word.endswith("/haproxy.cfg")}
+    [folder] = found
+    return folder
 
 
 @pytest.mark.usefixtures("ray_session")
@@ -47,6 +64,104 @@ def test_a_replica_that_hangs_is_passed_by_and_replaced(tmp_path: Path) -> None:
         assert len(seen.errors) == late, "it is not passed by"
     tell("one of two replicas hangs", seen, back_s=round(back, 1))
     assert seen.again == []
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_the_only_replica_that_hangs_is_replaced(tmp_path: Path) -> None:
+    """Whoever asks waits for it, as there is no other one, and is answered 504; the last of them when its successor
+    answers already. Of an answer that it had begun, one at most, the rest is missing."""
+    with (
+        start(openvino_artifact(tmp_path), Serve(ungated=True, port=0, replicas=1, deadline_s=7)) as endpoint,
+        load(endpoint.port, pause_s=0.02) as seen,
+    ):
+        time.sleep(2)
+        [victim] = replicas()
+        assert seen.errors == []
+        began = time.monotonic()
+        victim.suspend()
+        time.sleep(1)
+        before = seen.versions.total()
+        assert deployment._until(lambda: seen.versions.total() > before, 90), "none takes its place"
+        back = time.monotonic() - began
+        victim.wait(60)
+        ended = time.monotonic() - began
+        wait_for(1)
+        time.sleep(1)
+        late, before = len(seen.errors), seen.versions.total()
+        time.sleep(2)
+        assert len(seen.errors) == late, "it does not come back"
+        assert seen.versions.total() > before
+    tell("the only replica hangs", seen, back_s=round(back, 1), ended_s=round(ended, 1))
+    begun = [error for error in seen.errors if error.startswith("IncompleteRead")]
+    statuses = [error[:4] for error in seen.errors if error not in begun]
+    assert len(begun) <= 1
+    assert statuses[: CLIENTS - 1] == ["504 "] * (CLIENTS - 1), "what it had in hand"
+    assert set(statuses) <= {"503 ", "504 "}
+    assert len(seen.labels) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "send", "code", "said"),
+    [
+        (signal.SIGINT, os.killpg, 130, "interrupted"),  # as a terminal does
+        (signal.SIGINT, os.kill, 130, "interrupted"),
+        (signal.SIGTERM, os.kill, 143, "ended by SIGTERM"),
+    ],
+)
+def test_a_command_that_is_ended_under_load_answers_what_it_has_accepted_and_leaves_nothing(
+    tmp_path: Path, number: signal.Signals, send: Callable[[int, int], None], code: int, said: str
+) -> None:
+    asked: list[tuple[float, float, str]] = []
+    """When a long question was asked, when its answer had come, and what that was."""
+    under_way: dict[int, float] = {}
+    """When each client has asked."""
+
+    def in_hand() -> bool:
+        """Whether the endpoint has a question of each client, sent so long ago that it has been accepted."""
+        return len(under_way) == CLIENTS and max(under_way.values()) < time.monotonic() - 0.1
+
+    def ask(port: int, client: int) -> None:
+        """Until there is no answer."""
+        body, last = json.dumps({"inputs": [LONG] * 16}), ""
+        while last in ("", "200"):
+            began = under_way[client] = time.monotonic()
+            try:
+                with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+                    connection.request("POST", "/predict", body)
+                    answer = connection.getresponse()
+                    last = f"{answer.status}" if len(json.loads(answer.read())) == 16 else f"{answer.status} cut"
+            except (OSError, http.client.HTTPException) as error:
+                last = repr(error)
+            asked.append((began, time.monotonic(), last))
+
+    artifact = str(openvino_artifact(tmp_path))
+    with ThreadPoolExecutor(CLIENTS) as pool, answering(artifact, "--ungated", group=True) as (process, port):
+        started = psutil.Process(process.pid).children(recursive=True)
+        folder = haproxy_folder(started)
+        assert folder.exists()
+        with load(port, pause_s=0.02) as seen:
+            done = [pool.submit(ask, port, client) for client in range(CLIENTS)]
+            time.sleep(3)
+            assert deployment._until(in_hand, 30)
+            assert seen.errors == []
+            told = time.monotonic()
+            send(process.pid, number)
+            out, err = process.communicate(timeout=120)
+            took = time.monotonic() - told
+        assert [one.result() for one in done] == [None] * CLIENTS
+    _, left = psutil.wait_procs(started, timeout=20)
+    names = [one.name() for one in left]
+    for one in left:
+        one.kill()
+    held = [answer for began, came, answer in asked if began < told - 0.1 and came > told]
+    before = Counter(answer for _, came, answer in asked if came < told)
+    tell(f"{send.__name__} {number.name}", seen, end_s=round(took, 1), long=dict(before), held=held)
+    assert set(held) == {"200"}
+    assert [error for error in seen.errors if not error.startswith(BETWEEN)] == []
+    assert (process.returncode, out) == (code, "")
+    assert [line for line in err.splitlines() if not line.startswith("next: ")] == ["ending Ray", f"rtrain: {said}"]
+    assert (names, folder.parent.exists()) == ([], False)
+    assert Address("127.0.0.1", port).is_free()
 
 
 @pytest.mark.usefixtures("ray_session")
@@ -93,17 +208,10 @@ def test_an_endpoint_whose_cluster_store_dies_answers_on_and_ends_with_nothing_l
 ) -> None:
     """Ray's GCS keeps what there is in its memory: Ray waits a minute for another one, and ends its processes then. The
     command is before that, whether it is told to end or not."""
-    words = command(str(openvino_artifact(tmp_path)), "--ungated", "--port", "0")
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        said = ""
-        while not (found := re.search(r"serving .* at http://127\.0\.0\.1:(\d+) ", said)):
-            line = process.stderr.readline()
-            assert line, said
-            said += line
+    with answering(str(openvino_artifact(tmp_path)), "--ungated") as (process, port):
         started = psutil.Process(process.pid).children(recursive=True)
-        [folder] = {Path(word).parent for one in started for word in one.cmdline() if word.endswith("/haproxy.cfg")}
-        with load(int(found[1]), pause_s=0.02) as seen:
+        folder = haproxy_folder(started)
+        with load(port, pause_s=0.02) as seen:
             time.sleep(2)
             [store] = [one for one in started if one.name().startswith("gcs_server")]
             store.kill()
