@@ -217,9 +217,13 @@ def text_of(value: object) -> str:
 def test_tritons_http_client_works_as_it_is(
     addresses: dict[str, str], predictors: dict[str, Predictor], binary: bool
 ) -> None:
-    predictor = predictors["classification"]
+    triton_asks_over_http(addresses["classification"], predictors["classification"], binary)
+
+
+def triton_asks_over_http(address: str, predictor: Predictor, binary: bool) -> None:
+    """All that Triton's client can ask of an endpoint that serves this model alone."""
     name, version = predictor.artifact.name, predictor.artifact.version
-    with tritonclient.http.InferenceServerClient(addresses["classification"].removeprefix("http://")) as client:
+    with tritonclient.http.InferenceServerClient(address.removeprefix("http://")) as client:
         assert client.is_server_live()
         assert client.is_server_ready()
         assert client.is_model_ready(name)
@@ -258,9 +262,12 @@ def test_a_reply_over_grpc_tells_the_versions_of_the_model_s_parts(
 
 
 def test_tritons_grpc_client_works_as_it_is(addresses: dict[str, str], predictors: dict[str, Predictor]) -> None:
-    predictor = predictors["classification"]
+    triton_asks_over_grpc(addresses["classification grpc"], predictors["classification"])
+
+
+def triton_asks_over_grpc(address: str, predictor: Predictor) -> None:
     name, version = predictor.artifact.name, predictor.artifact.version
-    with tritonclient.grpc.InferenceServerClient(addresses["classification grpc"]) as client:
+    with tritonclient.grpc.InferenceServerClient(address) as client:
         assert client.is_server_live()
         assert client.is_server_ready()
         assert client.is_model_ready(name)

@@ -43,6 +43,8 @@ from serve.deployment import Endpoint, cause, start
 from serve.front import ingress
 from serve.front.address import Address, free_address
 from serve.watching.sums import sum_expositions
+from tests.test_serve_clients import triton_asks_over_grpc, triton_asks_over_http
+from tests.test_serve_unknown import reference_of
 from tests.tiny import CORPUS, make_artifact
 
 LABELS = ("a", "b", "c")
@@ -79,7 +81,11 @@ def _converted(seed: int) -> Path:
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return openvino_artifact(tmp_path_factory.mktemp("artifact"))
+    """With a reference, so that its drift is watched."""
+    folder = openvino_artifact(tmp_path_factory.mktemp("artifact"))
+    made = replace(rtrain.artifact.read(folder), reference=reference_of(Predictor.load(folder, threads=1)))
+    rtrain.artifact.write(folder, made, rtrain.predict.golden_logits)
+    return folder
 
 
 def is_listening(url: str) -> bool:
@@ -437,6 +443,34 @@ def test_metrics_are_the_sum_of_the_replicas(endpoint: Endpoint) -> None:
     for _ in range(20):  # each on a connection of its own, so that both replicas get some
         assert httpx.post(endpoint.url + "/predict", json={"inputs": ["one", "two"]}).status_code == 200
     assert answered() == before + 40
+
+
+@pytest.mark.serve
+def test_replicas_tell_their_own_drift_and_their_alarms_are_added(endpoint: Endpoint) -> None:
+    for _ in range(20):
+        unknown = ["ζζζ ξξξ ψψψ"] * 50
+        assert httpx.post(endpoint.url + "/predict", json={"inputs": unknown}).status_code == 200
+    told = httpx.get(endpoint.url + "/metrics").text.splitlines()
+    [model] = json.loads(endpoint.change({"status": True}))["models"]
+    drifts = [one["drift"] for one in model["replicas"]]
+    assert len(drifts) == REPLICAS
+    for feature in ("tokens", "unknown", "score", "labels"):
+        lines = [line for line in told if line.startswith(f'rtrain_drift_distance{{feature="{feature}",')]
+        assert len({re.findall(r'replica="(.*?)"', line)[0] for line in lines}) == REPLICAS
+        found = sorted(float(line.split()[1]) for line in lines)
+        assert found == pytest.approx(sorted(one["distance"][feature] for one in drifts))
+    [alarms] = [float(line.split()[1]) for line in told if line.startswith("rtrain_drift_alarms_total{")]
+    assert alarms == sum(one["alarms"] for one in drifts) >= REPLICAS
+
+
+@pytest.mark.serve
+def test_tritons_clients_ask_replicas_as_they_ask_a_server(endpoint: Endpoint, artifact: Path, grpc_port: int) -> None:
+    """Over HTTP through HAProxy, over gRPC each connection to some replica."""
+    predictor = Predictor.load(artifact, threads=1)
+    for binary in (True, False):
+        triton_asks_over_http(endpoint.url, predictor, binary)
+    for _ in range(4):
+        triton_asks_over_grpc(f"127.0.0.1:{grpc_port}", predictor)
 
 
 @pytest.mark.serve

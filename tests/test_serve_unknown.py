@@ -28,8 +28,14 @@ def served(folder: Path, task: str = "classification", head: Head | None = None,
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
-    """An artefact whose reference is its own answers to 300 texts of the corpus."""
+    """An artefact whose reference is its own answers."""
     predictor = served(tmp_path_factory.mktemp("watched"))
+    predictor.artifact = replace(predictor.artifact, reference=reference_of(predictor))
+    return predictor
+
+
+def reference_of(predictor: Predictor) -> dict[str, Any]:
+    """The answers to 300 texts of the corpus."""
     encoded = predictor.encode([CORPUS[number % len(CORPUS)] for number in range(300)])
     found = reference.of_answers(
         predictor.task, predictor.head, predictor.outputs(encoded), encoded, reference.unknown_id(predictor.tokenizer)
@@ -41,8 +47,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
         edges = reference.EDGES[name]
         counts = np.bincount(reference.place(values, edges), minlength=len(edges) + 1).tolist()
         document[name] = {"edges": list(edges), "counts": counts}
-    predictor.artifact = replace(predictor.artifact, reference=document)
-    return predictor
+    return document
 
 
 def metrics(text: str, name: str) -> dict[str, float]:
