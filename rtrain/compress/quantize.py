@@ -162,13 +162,14 @@ def report_text(report: dict[str, Any]) -> str:
     width = max(len(name) for name, *_ in rows)
     table = [f"{name:<{width}}  {old:>10}  {new:>10}" for name, old, new in [("", "float", "int8"), *rows]]
     of = f" (of the first {report['flips_rows']:,} rows)" if "flips_rows" in report else ""
+    whole = ", with the whole vocabulary" if "vocabulary" in report else ""
     apart, moved = report["flips_alone_against_batch"], report["largest_logit_difference_alone_against_batch"]
     return "\n".join(
         [
             f"{after['rows']:,} test rows, {report['seconds']:.0f} s",
             *table,
-            f"answers that differ from the float model's: {report['flips_against_parent']:.2%}{of}",
-            f"answers that differ between alone and in a batch: {apart:.2%} (logits by {moved:.3f} at most)",
+            f"answers that differ from the float model's{whole}: {report['flips_against_parent']:.2%}{of}",
+            f"answers that differ between alone and in a batch{whole}: {apart:.2%} (logits by {moved:.3f} at most)",
             *aware_text(report),
             *_vocabulary_text(report),
             *_graph_text(report),
