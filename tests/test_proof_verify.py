@@ -264,7 +264,7 @@ def test_layouts_that_workers_or_the_model_do_not_allow_are_left_out_by_name(set
     tiny = Path(settings.recipe.model.name)  # of two layers, which are too few for two parts on each of two workers
     full = planned(settings, tiny, full=True)
     assert "interleaved" not in layouts(full)
-    assert [one.layout for one in full.left_out if one.workers == 2] == ["interleaved"]
+    assert [one.layout for one in full.left_out if one.workers < 3] == ["interleaved"]
     assert [one.layout for one in full.left_out if one.workers == 3] == [
         *("tensor 2", "sequence", "gpipe", "pipeline", "interleaved", "context")
     ]

@@ -214,8 +214,8 @@ class _Group:
 def _groups(train: Train, full: bool, cores: int) -> list[_Group]:
     if full:
         three = 8, 4, 2
-        whole, *several = (_Group(workers, three, LAYOUTS) for workers in (1, 2, 3))
-        return [whole, *several, _Group(GRID, (8, 4), GRIDS), _Group(CUBE, (8, 4), CUBES)]
+        several = (_Group(workers, three, LAYOUTS) for workers in (2, 3))
+        return [_Group(1, three), *several, _Group(GRID, (8, 4), GRIDS), _Group(CUBE, (8, 4), CUBES)]
     two = train.micro_batch, 3 if train.micro_batch != 3 else 2
     groups = [_Group(1, two), _Group(max(2, train.workers), two, LAYOUTS)]
     return groups if cores < GRID else [*groups, _Group(GRID, two, GRIDS)]
