@@ -16,7 +16,7 @@ PROCESS: Final = 440_000_000
 on Linux with CPUs (torch 2.13, Ray 2.60). With CUDA it is two to three times as much, none of it on the GPU."""
 KEPT: Final = 1.3
 """What a process holds for the activations, over what is alive of them at a time. By rtrain's settings (`env.SETTINGS`)
-the C library keeps freed blocks of up to 64 MB, since the next pass wants them again, and they leave holes: 1.24 to
+the C library keeps freed blocks of up to 64 MB, since the next pass wants them again, and they leave holes: 1.11 to
 1.46 in six trainings of five models, of which this leaves the least relative error."""
 RETURNED: Final = 1.02
 """The same where freed blocks go back to the system (`env.freed_goes_back`)."""
