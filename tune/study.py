@@ -62,10 +62,8 @@ def plan(config: Config, rows: int) -> Plan:
     Raises `ConfigError` if a setting contradicts the study, and `UserError` if the rows leave nothing to compare.
     """
     check(config)
-    recipe = config.recipe
-    of_one = recipe.train.workers * recipe.train.micro_batch * FIRST
-    wanted = frequencies(config)
-    left_out = {k: why for k in wanted if (why := too_few(rows, of_one * k, recipe.train.epochs))}
+    wanted, of_pass = frequencies(config), _rows_of_passes(config)
+    left_out = {k: why for k in wanted if (why := too_few(rows, of_pass * k, config.recipe.train.epochs))}
     kept = [k for k in wanted if k not in left_out]
     if FIRST not in kept or len(kept) < 2:
         told = "; ".join(f"k={k}: {why}" for k, why in left_out.items())
@@ -76,7 +74,7 @@ def plan(config: Config, rows: int) -> Plan:
     cells, runs, known = list[Cell](), dict[int, Settings](), dict[str, int]()
     for optimizer in OPTIMIZERS:
         for k in kept:
-            changed = _changed(config, optimizer, k, of_one)
+            changed = _changed(config, optimizer, k)
             # The rule changes nothing at the first frequency: the same weights need no second training.
             weights = configuration.with_overrides(config, _neutral(changed, k)).recipe.identity()
             number = known.setdefault(weights, len(known))
@@ -114,15 +112,25 @@ def check(config: Config) -> None:
         raise ConfigError(problems)
 
 
-def _changed(config: Config, optimizer: str, k: int, lr_rows: int) -> Settings:
+def first(config: Config) -> Settings:
+    """What run 0 sets otherwise than the recipe, which may have another frequency."""
+    return _changed(config, next(iter(OPTIMIZERS)), FIRST)
+
+
+def _rows_of_passes(config: Config) -> int:
+    """Rows of one pass of each worker."""
+    return config.recipe.train.workers * config.recipe.train.micro_batch
+
+
+def _changed(config: Config, optimizer: str, k: int) -> Settings:
     """What a cell sets otherwise than the recipe."""
-    chosen, train = dict(OPTIMIZERS[optimizer]), config.recipe.train
+    chosen = dict(OPTIMIZERS[optimizer])
     if chosen["optim.lr_scaling"] != "none":
-        chosen["optim.lr_rows"] = lr_rows
+        chosen["optim.lr_rows"] = _rows_of_passes(config) * FIRST
     now = configuration.flat(config)
     changed = {name: value for name, value in chosen.items() if now[name] != value}
     # A stored configuration has the rows of an update in place of the frequency that has set them.
-    same = config.recipe.rows_per_update == k * train.workers * train.micro_batch
+    same = config.recipe.rows_per_update == k * _rows_of_passes(config)
     return changed if same else {**changed, FREQUENCY: k, ROWS: None}
 
 
@@ -183,7 +191,7 @@ class _Study:
         self._record = Record(self._study, on_event, config.deploy.cluster)
 
     def run(self) -> Plan:
-        prepared = self._task.prepared(0, {})  # the recipe as it stands: its rows are those of all
+        prepared = self._task.prepared(0, first(self._config))  # its rows are those of all
         planned = plan(self._config, prepared.store.rows("train"))
         self._ask(planned)
         rows = prepared.order.rows_until(prepared.updates)
