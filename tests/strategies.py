@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from rtrain.batch import Head, Tokens
@@ -84,6 +85,32 @@ def trained(exchange: Exchange, kept: Path, **train: Any) -> list[dict[str, Any]
         kept.mkdir()
         for name, value in (("gradients", gradients), ("weights", weights), ("moments", moments)):
             torch.save(value, kept / f"{name}.pt")
+    return found
+
+
+class Overflowing(losses.RunLoss):
+    """A loss too large for its number format."""
+
+    def __call__(self, logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        return super().__call__(logits, tokens) * float("inf")
+
+
+def scaled(exchange: Exchange, **train: Any) -> dict[str, Any]:
+    """Three updates whose loss is scaled, as it is in fp16; in the second one the last worker's overflows."""
+    optimizer, network, last = (
+        optim.of_run(exchange, recipe(**train)),
+        exchange.module,
+        distributed.get_world_size() - 1,
+    )
+    usual, found = losses.RunLoss(TASK, Distill(), Head()), dict[str, Any]()
+    for name, number in (("first", 0), ("overflow", 3), ("after", 1)):
+        overflows = name == "overflow" and distributed.get_rank() == last
+        loss = Overflowing(TASK, Distill(), Head()) if overflows else usual
+        before = [whole.local(one).detach().clone() for one in network.parameters()]
+        share = share_of(number, exchange.world, exchange.rank)
+        done = step.run_update(exchange, optimizer, loss, share, pad_id=0, clip_norm=1.0, scale=1024.0)
+        same = all(torch.equal(whole.local(one), old) for one, old in zip(network.parameters(), before, strict=True))
+        found[name] = {"norm": done.gradient_norm, "skipped": done.skipped, "unchanged": same}
     return found
 
 

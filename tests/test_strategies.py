@@ -28,6 +28,7 @@ from tests.strategies import (
     Kept,
     kept,
     recipe,
+    scaled,
     share_of,
     told,
     told_alone,
@@ -111,7 +112,7 @@ def _slow_worker(rank: int, folder: Path) -> None:
 
 def _worker(rank: int, folder: Path) -> None:
     joined(rank, 2, folder)
-    found: dict[str, Any] = {"updates": {}, "runs": {}, "said": {}}
+    found: dict[str, Any] = {"updates": {}, "runs": {}, "said": {}, "scaled": {}}
     for name, train in LAYOUTS.items():
         said: dict[str, Any] = {}
         network = make_network(folder / "encoder")
@@ -121,6 +122,7 @@ def _worker(rank: int, folder: Path) -> None:
         found["updates"][name] = trained(exchange, folder / name, **train)
         found["said"][name] = said
         del exchange, network
+        found["scaled"][name] = scaled(choose.build(make_network(folder / "encoder"), recipe(**train).train), **train)
     for name in SHARES:
         network = make_network(folder / "encoder", "encoder")
         trained(choose.build(network, recipe(**LAYOUTS[name]).train), folder / f"{name}, frozen", **LAYOUTS[name])
@@ -238,6 +240,19 @@ def test_weights_and_moments_end_as_those_of_one_worker(name: str) -> None:
     moments, others = (kept(folder, one, "moments") for one in (name, "alone"))
     assert {one: value.shape for one, value in moments.items()} == {one: value.shape for one, value in others.items()}
     assert distance(moments, others) < 1e-8
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_scaled_loss_is_the_same_and_one_worker_s_overflow_is_an_update_that_all_leave_out(name: str) -> None:
+    """As fp16 needs it: a worker may overflow alone, in weights of which others have no share."""
+    each, _ = on_workers()
+    for found in each:
+        updates, plain = found["scaled"][name], found["updates"][name]
+        assert [one["skipped"] for one in updates.values()] == [False, True, False]
+        assert [one["unchanged"] for one in updates.values()] == [False, True, False]
+        # The loss is scaled by a power of two, and the second rows are trained on in the end.
+        assert updates["first"]["norm"] == pytest.approx(plain[0]["norm"], rel=1e-12)
+        assert updates["after"]["norm"] == pytest.approx(plain[1]["norm"], rel=1e-9)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
