@@ -37,7 +37,7 @@ NAMES = {job_of(one).folder: one for one in SETS}
 FEWEST_ROWS = 1000
 """Fewer have not enough rows of each intent of banking77."""
 FEWEST = 100
-"""Of the other sets."""
+"""The same for the other sets."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -24,7 +24,7 @@ class Work:
     student: tuple[str, ...] = ()
     """Settings of students, `name=value`, that are others than the recipe's."""
     seed: int = 0
-    """Of teachers and of students."""
+    """That of teachers and of students."""
 
 
 @dataclass(frozen=True)

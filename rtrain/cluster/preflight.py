@@ -58,8 +58,8 @@ def overbooked(config: Config, cores: int) -> list[Problem]:
 def capacity(recipe: Recipe, needs: supply.Needs, hosts: Sequence[supply.Host], may: supply.Startable) -> list[Problem]:
     """A problem if the cluster can never place the workers or their data tasks, which would then wait for ever.
 
-    `hosts`: the nodes that are up. `may`: what its autoscaler may start. Of workers with GPUs at least one must have
-    room: a run without a least number takes as many as there can be (`network.device`).
+    `hosts`: the nodes that are up. `may`: what its autoscaler may start. At least one of workers with GPUs must
+    have room: a run without a least number takes as many as there can be (`network.device`).
     """
     train, with_gpus = recipe.train, needs.device != "cpu"
     workers = train.min_workers or (1 if with_gpus else train.workers)

@@ -162,8 +162,8 @@ def session(
         except ConnectionError as error:  # what could not be seen from outside
             cause = str(error.__cause__ or error).strip().splitlines()[-1]
             raise UserError(f"{named[0]}={named[1]}: Ray could not connect to it: {cause}") from None
-    # Ray Data sets its own level when it is imported, which not every command does. Of this process alone: the others
-    # have inherited their environment by now, and write what they tell into files.
+    # Ray Data sets its own level when it is imported, which not every command does. This process alone gets it: the
+    # others have inherited their environment by now, and write what they tell into files.
     os.environ.setdefault("RAY_DATA_LOG_LEVEL", "ERROR")
     signals.take()  # ray.init has put handlers of its own: one that exits with 15, and one that prints a C++ stack
     try:

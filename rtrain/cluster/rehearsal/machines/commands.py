@@ -41,7 +41,7 @@ class File:
 
     document: Document
     home: str
-    """Of its user, on the nodes."""
+    """The home of its user, on the nodes."""
 
     def of(self, kind: str, is_head: bool) -> Commands:
         """Those of a node of that type."""

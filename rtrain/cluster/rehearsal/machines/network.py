@@ -54,7 +54,7 @@ class Place(NamedTuple):
 class _Link:
     place: Place
     name: str
-    """Of the bridge's end."""
+    """The name of the bridge's end."""
 
 
 class Network:
