@@ -95,20 +95,34 @@ class Overflowing(losses.RunLoss):
         return super().__call__(logits, tokens) * float("inf")
 
 
+class Spoiling(step.Observer):
+    """It makes infinite what this worker alone has of some cut tensor's gradient, if it has any."""
+
+    def gradient(self, exchange: Exchange) -> None:
+        every = [one.grad for one in exchange.module.parameters() if one.grad is not None]
+        for one in [one for one in every if 0 < whole.local(one).numel() < one.numel()][:1]:
+            whole.local(one).fill_(float("inf"))
+
+
 def scaled(exchange: Exchange, **train: Any) -> dict[str, Any]:
-    """Three updates whose loss is scaled, as it is in fp16; in the second one the last worker's overflows."""
+    """Updates whose loss is scaled, as it is in fp16. In the second one the last worker's loss overflows, in the third
+    one only what it has of a tensor that is cut, in layouts that cut any."""
     optimizer, network, last = (
         optim.of_run(exchange, recipe(**train)),
         exchange.module,
         distributed.get_world_size() - 1,
     )
     usual, found = losses.RunLoss(TASK, Distill(), Head()), dict[str, Any]()
-    for name, number in (("first", 0), ("overflow", 3), ("after", 1)):
-        overflows = name == "overflow" and distributed.get_rank() == last
-        loss = Overflowing(TASK, Distill(), Head()) if overflows else usual
+    cuts = any(whole.local(one).numel() < one.numel() for one in network.parameters())
+    for name, number in (("first", 0), ("loss", 3), *((("share", 3),) if cuts else ()), ("after", 1)):
+        is_last = distributed.get_rank() == last
+        loss = Overflowing(TASK, Distill(), Head()) if name == "loss" and is_last else usual
+        observer = Spoiling() if name == "share" and is_last else step.Observer()
         before = [whole.local(one).detach().clone() for one in network.parameters()]
         share = share_of(number, exchange.world, exchange.rank)
-        done = step.run_update(exchange, optimizer, loss, share, pad_id=0, clip_norm=1.0, scale=1024.0)
+        done = step.run_update(
+            exchange, optimizer, loss, share, pad_id=0, clip_norm=1.0, scale=1024.0, observer=observer
+        )
         same = all(torch.equal(whole.local(one), old) for one, old in zip(network.parameters(), before, strict=True))
         found[name] = {"norm": done.gradient_norm, "skipped": done.skipped, "unchanged": same}
     return found
