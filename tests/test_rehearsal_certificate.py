@@ -89,6 +89,10 @@ def test_a_run_is_whole_again_with_all_its_workers_and_the_node_s_own_start_does
 # -------------------------------------------------------------------------------------------------------- certificate
 
 
+NOTICE = Fault("notice", "worker-1", "worker", 190.0, 25, 25, 0, 4.0, 30.0, 220.0, 12.5)
+KILL = Fault("kill", "worker-2", "worker", 300.0, 50, 45, 5, None, 40.0, 340.0)
+
+
 def made(**changes: Any) -> Certificate:
     machines = {
         "head-1": Machine("head-1", "head", {}, {}, {}, 100.0, ended=460.0, why="down"),
@@ -96,10 +100,7 @@ def made(**changes: Any) -> Certificate:
         "worker-2": Machine("worker-2", "worker", {}, {}, {}, 190.0, ended=300.0, why="killed"),
         "worker-3": Machine("worker-3", "worker", {}, {}, {}, 301.0, ended=440.0, why="terminated"),
     }
-    faults = [
-        Fault("notice", "worker-1", "worker", 190.0, 25, 25, 0, 4.0, 30.0, 220.0, 12.5),
-        Fault("kill", "worker-2", "worker", 300.0, 50, 45, 5, None, 40.0, 340.0),
-    ]
+    faults = [replace(NOTICE), replace(KILL)]
     nodes = nodes_of(machines, {"head-1": 105.0, "worker-1": 118.0, "worker-2": 197.0}, PLAN, faults, 100.0)
     given: dict[str, Any] = {
         "plan": PLAN,
@@ -125,6 +126,11 @@ def made(**changes: Any) -> Certificate:
         "dollars_of_run": 0.021,
     }
     return Certificate(**{**given, **changes})
+
+
+def met(fault: Fault) -> dict[str, Any]:
+    """The sound rehearsal's faults, with this one in its kind's place."""
+    return {"faults": [fault if fault.kind == one.kind else replace(one) for one in (NOTICE, KILL)]}
 
 
 def test_a_sound_rehearsal_passes_and_says_what_it_came_to() -> None:
@@ -173,6 +179,12 @@ def test_a_sound_rehearsal_passes_and_says_what_it_came_to() -> None:
         ({"served": replace(SERVED, answers=19)}, "the endpoint answered 19 of 20 requests"),
         ({"served": replace(SERVED, equal=18)}, "2 answers of the endpoint are not those of rtrain predict"),
         ({"served": replace(SERVED, cut=1)}, "1 requests were taken and not answered"),
+        (met(replace(NOTICE, whole=None)), "spot notice (worker-1): the run did not get over it"),
+        (met(replace(NOTICE, recomputed=2)), "spot notice (worker-1): 2 updates were computed again"),
+        (met(replace(NOTICE, seconds_to_checkpoint=None)), "spot notice (worker-1): no checkpoint was written for it"),
+        (met(replace(NOTICE, seconds_to_checkpoint=10.1)), "(worker-1): its checkpoint was whole after 10.1 s, 10 are"),
+        (met(replace(NOTICE, seconds_after_join=60.1)), "(worker-1): all workers trained 60.1 s after a node had"),
+        (met(replace(KILL, seconds_after_join=61.0)), "killed without notice (worker-2): all workers trained 61.0 s"),
         ({"scale_down_s": None}, "nodes without work were not ended"),
         ({"left_behind": ["process 7 (x)"]}, "left behind: process 7"),
         ({"errors": ["broken off"]}, "broken off"),
@@ -259,7 +271,7 @@ def test_a_run_that_has_shrunk_and_grown_passes_and_is_told() -> None:
         ({"agrees": False}, "other rows than the steady one"),
         ({"repeated": 1}, "other rows than the steady one"),
         ({"started": 4}, "4 worker nodes were started for the resized run, where 3 do"),
-        ({"notice": replace(RESIZED.notice, recomputed=2)}, "lost updates by it"),
+        ({"notice": replace(RESIZED.notice, recomputed=2)}, "its notice: 2 updates were computed again"),
         ({"left_behind": ["process 7"]}, "left behind: process 7"),
     ],
 )

@@ -107,7 +107,7 @@ class Certificate:
                     f"the run had ended before {self.wanted_faults - len(self.faults)} of {self.wanted_faults} faults: "
                     "rehearse a longer one, with more train.epochs"
                 )
-            found += [f"{_fault_text(one)}: FAILED" for one in self.faults if not one.passed]
+            found += [f"{_what(one)}: {problem}" for one in self.faults for problem in one.problems()]
             if self.rows is None or not (self.rows.agrees and self.rows.same_order):
                 found.append("other rows than those of the undisturbed run were trained on")
             if self.weights is None or (self.weights.same_workers and not self.weights.identical):
@@ -244,18 +244,21 @@ class Certificate:
 
 
 def _fault_text(fault: Fault, dollars: float | None = None) -> str:
-    what = {"notice": "spot notice", "kill": "killed without notice"}[fault.kind]
     if not fault.is_over:
-        return f"{what} ({fault.node}): the run did not get over it"
+        return f"{_what(fault)}: the run did not get over it"
     saved = "" if fault.seconds_to_checkpoint is None else f"checkpoint after {fault.seconds_to_checkpoint:.1f} s, "
     joined = ""
     if fault.seconds_after_join is not None:
         joined = f", with all workers {fault.seconds_after_join:.1f} s after a node had joined"
     price = "" if dollars is None else f" for {_dollars(dollars)}"
     return (
-        f"{what} ({fault.node}) at update {fault.at_update}: {saved}training again after "
+        f"{_what(fault)} at update {fault.at_update}: {saved}training again after "
         f"{fault.seconds_to_next_update:.1f} s{joined}, {fault.recomputed} updates computed again{price}"
     )
+
+
+def _what(fault: Fault) -> str:
+    return f"{'spot notice' if fault.kind == 'notice' else 'killed without notice'} ({fault.node})"
 
 
 def _short(text: str) -> str:

@@ -21,6 +21,9 @@ PLACES: Mapping[Kind, int] = {"notice": 8, "kill": 2}
 run may come to its end."""
 NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
 """Seconds between a cloud's notice and the end of the machine."""
+CHECKPOINT_WITHIN_S, WHOLE_WITHIN_S = 10.0, 60.0
+"""A notice leaves 30 s on the clouds that tell least. A third of it is for the checkpoint, as the rest is needed where
+storage is slow. A run that trains with fewer workers than it may for longer than a minute wastes the node that came."""
 WORKER, REPLICA = "ray::RayTrainWorker", "ray::ServeReplica"
 """What the processes of workers, and of an endpoint's replicas, are called."""
 
@@ -53,12 +56,26 @@ class Fault:
     def is_over(self) -> bool:
         return self.whole is not None
 
+    def problems(self) -> list[str]:
+        """Why it does not pass: a notice costs no update, and its checkpoint is whole in time; after both faults the
+        run goes on, and takes a node that came in time."""
+        if not self.is_over:
+            return ["the run did not get over it"]
+        found, saved, joined = list[str](), self.seconds_to_checkpoint, self.seconds_after_join
+        if self.kind == "notice":
+            found += [f"{self.recomputed} updates were computed again"] if self.recomputed else []
+            if saved is None:
+                found.append("no checkpoint was written for it")
+            elif saved > CHECKPOINT_WITHIN_S:
+                found.append(f"its checkpoint was whole after {saved:.1f} s, {CHECKPOINT_WITHIN_S:.0f} are allowed")
+        if joined is not None and joined > WHOLE_WITHIN_S:
+            text = f"all workers trained {joined:.1f} s after a node had joined, {WHOLE_WITHIN_S:.0f} are allowed"
+            found.append(text)
+        return found
+
     @property
     def passed(self) -> bool:
-        """A notice costs no update; after a kill the run goes on."""
-        return self.is_over and (
-            self.kind == "kill" or (self.recomputed == 0 and self.seconds_to_checkpoint is not None)
-        )
+        return not self.problems()
 
 
 def due(events: Events, met: Sequence[Fault], wanted: Sequence[Kind], updates: int, workers: int = 1) -> Kind | None:

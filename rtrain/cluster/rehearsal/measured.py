@@ -122,9 +122,7 @@ class Resized:
     left_behind: Sequence[str]
 
     def problems(self) -> list[str]:
-        found = []
-        if not self.notice.passed:
-            found.append("the run that was to go on smaller did not get over its notice, or lost updates by it")
+        found = [f"the run that was to go on smaller, its notice: {problem}" for problem in self.notice.problems()]
         most = max(self.workers)
         if min(self.workers[self.workers.index(most) :]) == most or self.workers[-1] != most:
             found.append(f"the run was to go on smaller and to grow again; its starts had {list(self.workers)} workers")
