@@ -1,4 +1,4 @@
-"""Fewer training rows of a published set: the same ones in each call. Validation and test rows stay as they are."""
+"""Fewer rows of a published set: the same ones in each call. The rows of other splits stay as they are."""
 
 import csv
 import gzip
@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 Item = TypeVar("Item")
 
 
-def arguments(given: list[str], rows: int, folder: Path) -> list[str]:
-    """`given`, the arguments of `rtrain train`, with so many of the training rows, whose file is written in `folder`.
+def arguments(given: list[str], rows: int, folder: Path, option: str = "--data") -> list[str]:
+    """`given`, the arguments of `rtrain train`, with so many rows of the file that `option` names, by default the
+    training rows; the new file is written in `folder`.
 
     A file of fewer rows is taken as it is. Questions are taken passage by passage, until there are so many.
     """
-    place = given.index("--data") + 1
+    place = given.index(option) + 1
     source = given[place]
     thin = next(thin for suffix, thin in FORMATS.items() if source.endswith(suffix))
     found = list(given)

@@ -29,11 +29,10 @@ from rtrain.cluster.rehearsal.machines.network import Network
 from rtrain.cluster.rehearsal.machines.up import Up, await_head, free_ports, head_tags, up
 from rtrain.run import Run
 from tests.conftest import labelled_rows, write_rows
-from tests.machines import SAVE_EVERY, say, stored, until, words
+from tests.machines import DRIVER, SAVE_EVERY, processes, say, stored, until, words
 from tests.tiny import make_artifact, make_encoder
 
 ROOT = Path(__file__).resolve().parents[1]
-DRIVER = "-m rtrain train"
 PORT = 8000
 WATCHED_S = 60.0
 """Seconds for which it is seen whether the run goes on by itself."""
@@ -49,17 +48,6 @@ def redis(stack: ExitStack, folder: Path, made: Network) -> Mapping[str, str]:
     )
     stack.callback(server.terminate)
     return {"RAY_REDIS_ADDRESS": f"{made.gateway}:{port}"}
-
-
-def processes(made: Up, machine: str, sign: str) -> set[int]:
-    """Of a machine, those whose command line holds `sign`."""
-    found, one = set(), made.book.all()[machine]
-    with suppress(psutil.Error):
-        for process in psutil.Process(one.pid).children(recursive=True):
-            with suppress(psutil.Error):
-                if sign in " ".join(process.cmdline()):
-                    found.add(process.pid)
-    return found
 
 
 def everywhere(made: Up, sign: str) -> set[int]:

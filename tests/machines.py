@@ -5,6 +5,7 @@
     python -m tests.machines serve FOLDER     an endpoint of two replicas on nodes of one CPU, which is then stopped
     python -m tests.machines labels FOLDER    a search and an endpoint, each on nodes of its own, beside others
     python -m tests.machines grow FOLDER      a run that grows from one worker to four on nodes of one CPU, and shrinks
+    python -m tests.machines broken FOLDER    a run whose driver is killed, and whose storage then answers nobody
 
 Processes of their own: Ray keeps the token of the first cluster that a process has spoken to.
 """
@@ -15,10 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import yaml
 
 from rtrain import env, ray_internals
@@ -35,6 +38,9 @@ WITHIN_S = 900.0
 SAVE_EVERY = 10
 WATCHED_S = 60.0
 """Seconds for which a run that has grown is watched: twice as long as a node may be idle."""
+DRIVER = "-m rtrain train"
+OUT_S = 20.0
+"""Seconds for which a storage answers nobody."""
 
 
 def say(text: str) -> None:
@@ -184,6 +190,70 @@ def grow(folder: Path) -> dict[str, Any]:
     }
 
 
+def processes(made: Up, machine: str, sign: str) -> set[int]:
+    """Of a machine, those whose command line holds `sign`."""
+    found, one = set(), made.book.all()[machine]
+    with suppress(psutil.Error):
+        for process in psutil.Process(one.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                if sign in " ".join(process.cmdline()):
+                    found.add(process.pid)
+    return found
+
+
+def driver(made: Up) -> psutil.Process:
+    """The driver of the only training: its supervisor, and the shell that began it, have the same words."""
+    found = processes(made, made.head, DRIVER)
+    [last] = [pid for pid in found if not found & {one.pid for one in psutil.Process(pid).children()}]
+    return psutil.Process(last)
+
+
+def broken(folder: Path) -> dict[str, Any]:
+    write_rows(folder / "rows.csv", labelled_rows(403))
+    make_encoder(folder / "encoder")
+    run, storage = Run(folder / "runs" / "lost"), folder / "storage"
+
+    def reached() -> int:
+        return max((event["update"] for event in run.events("progress")), default=0)
+
+    with up(plan(8), folder / "machines", say) as made:
+        job = made.jobs.submit(words(folder, "lost", 2, "train.epochs=4000"), upload.of(ROOT), say)
+        until("three checkpoints", lambda: stored(folder) >= 3 * SAVE_EVERY)
+        killed, before = time.time(), reached()
+        driver(made).kill()
+        started = until("a start", lambda: [one for one in run.events("started") if one["time"] > killed])[0]
+        before = max(before, *(one["update"] for one in run.events("progress") if one["time"] < started["time"]))
+        until("a new update", lambda: reached() > before)
+        again = next(one for one in run.events("progress") if one["time"] > killed and one["update"] > before)
+
+        starts, kept = len(run.events("started")), stored(folder)
+        storage.rename(folder / "away")
+        storage.write_text("no folder: whatever is written into it fails")
+        out = time.time()
+        until("its end", lambda: time.time() > out + OUT_S)
+        during = reached()
+        storage.unlink()
+        (folder / "away").rename(storage)
+        back = time.time()
+        until("a checkpoint", lambda: stored(folder) > max(kept, during - SAVE_EVERY))
+        durable = time.time()
+        made.jobs.stop(job)
+        until("the job's end", lambda: made.jobs.all()[job].status in naming.ENDED)
+    return {
+        "driver": {
+            "seconds_to_next_update": round(again["time"] - killed, 1),
+            "recomputed": before - started["update"],
+        },
+        "storage": {
+            "told": len(run.events("uncopied")),
+            "updates_meanwhile": during - before,
+            "restarts": len(run.events("started")) - starts,
+            "seconds_to_checkpoint": round(durable - back, 1),
+        },
+        "left": made.left,
+    }
+
+
 def labels(folder: Path) -> dict[str, Any]:
     """Node types of two CPUs that differ by a label alone. Data tasks may run on any of them."""
     write_rows(folder / "rows.csv", labelled_rows(403))
@@ -251,7 +321,7 @@ def asked_until_stopped(made: Up, job: str, url: str) -> dict[str, int]:
     return counts
 
 
-VERBS = {"train": train, "again": again, "serve": serve, "labels": labels, "grow": grow}
+VERBS = {"train": train, "again": again, "serve": serve, "labels": labels, "grow": grow, "broken": broken}
 
 if __name__ == "__main__":
     env.prepare()

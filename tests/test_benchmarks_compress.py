@@ -144,6 +144,11 @@ def test_few_rows_are_the_same_in_each_call_and_leave_other_splits_whole(tmp_pat
     again = few.arguments(given, 5, tmp_path / "out")
     assert Path(again[1]).read_text(encoding="utf-8") == "".join(json.dumps(row) + "\n" for row in read)
     assert first[2:] == given[2:]
+    tested = few.arguments(["--data", "other.csv", "--test", str(source)], 5, tmp_path / "out", "--test")
+    assert (tested[:3], Path(tested[3]).read_text(encoding="utf-8")) == (
+        ["--data", "other.csv", "--test"],
+        Path(first[1]).read_text(encoding="utf-8"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,8 +192,8 @@ def test_every_set_is_a_line_of_the_task_benchmark_and_can_be_thinned() -> None:
 def test_other_rows_seeds_or_settings_of_students_have_folders_of_their_own(tmp_path: Path) -> None:
     """Models that are finished are not made again: those of other settings would be taken for them."""
     work = making.Work(tmp_path, tmp_path, 3000, 2)
-    others = [replace(work, rows=None), replace(work, epochs=3), replace(work, seed=1)]
-    assert len({making.place(one, making.BANKING) for one in (work, *others)}) == 4
+    others = [replace(work, rows=None), replace(work, epochs=3), replace(work, seed=1), replace(work, test_rows=200)]
+    assert len({making.place(one, making.BANKING) for one in (work, *others)}) == 5
     wider = [replace(work, student=student) for student in ((), ("distill.layers=4",), ("distill.layers=2",))]
     assert len({making.students(one, making.BANKING) for one in wider}) == 3
     assert {making.place(one, making.BANKING) for one in wider} == {making.place(work, making.BANKING)}
@@ -222,6 +227,7 @@ def test_parts_sets_and_rows_are_checked(capsys: pytest.CaptureFixture[str]) -> 
         ["data", "--rows", "3", "--sets", "squadshifts"],
         ["data", "--only", "speed"],
         ["data", "--epochs", "0"],
+        ["data", "--test-rows", "9"],
         [],
     ):
         with pytest.raises(SystemExit):

@@ -12,6 +12,7 @@ import yaml
 
 from rtrain.cluster.rehearsal.machines import network
 from tests.conftest import labelled_rows, write_rows
+from tests.machines import SAVE_EVERY
 from tests.tiny import make_encoder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,6 +136,16 @@ def test_a_run_that_grows_starts_the_nodes_that_it_needs_and_no_more(tmp_path: P
     assert found["needed"] == found["started"] == found["at_a_time"] == found["in_the_end"] == 6, found
     assert found["needed_by_one"] == found["left_of_one"] == 3
     assert set(found["lost"]) == {0}
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_a_killed_driver_is_started_again_and_a_silent_storage_costs_no_update(tmp_path: Path) -> None:
+    found = on_machines("broken", tmp_path)
+    assert (found["storage"]["restarts"], found["left"]) == (0, []), found
+    assert found["storage"]["told"] > 0 < found["storage"]["updates_meanwhile"], found
+    assert 0 <= found["driver"]["recomputed"] <= 2 * SAVE_EVERY, found
 
 
 @pytest.mark.ray

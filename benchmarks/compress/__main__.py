@@ -46,6 +46,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("data", type=Path, help="folder that holds the sets, each in a folder of its name")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("--rows", type=int, help="training rows of each set (default: all)")
+    parser.add_argument("--test-rows", type=int, help="test rows of each set that has a file of them (default: all)")
     parser.add_argument("--epochs", type=int, default=5, help="epochs of a teacher")
     parser.add_argument("--seed", type=int, default=0, help="seed of teachers and of students")
     parser.add_argument("--student", action="append", default=[], metavar="NAME=VALUE", help="a setting of students")
@@ -56,6 +57,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     least = FEWEST_ROWS if "banking77" in (chosen.sets or NAMES) else FEWEST
     if chosen.rows is not None and chosen.rows < least:
         parser.error(f"--rows {chosen.rows}: write {least} or more, or other --sets")
+    if chosen.test_rows is not None and chosen.test_rows < FEWEST:
+        parser.error(f"--test-rows {chosen.test_rows}: write {FEWEST} or more")
     if chosen.epochs < 1:
         parser.error(f"--epochs {chosen.epochs}: write 1 or more")
     return chosen
@@ -63,8 +66,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     chosen = parse()
-    results = Results(chosen.out, rows=chosen.rows, epochs=chosen.epochs, seed=chosen.seed, student=chosen.student)
-    work = Work(chosen.data.absolute(), results.folder, chosen.rows, chosen.epochs, tuple(chosen.student), chosen.seed)
+    given = {name: getattr(chosen, name) for name in ("rows", "test_rows", "epochs", "seed", "student")}
+    results = Results(chosen.out, **given)
+    work = Work(chosen.data.absolute(), results.folder, **{**given, "student": tuple(chosen.student)})
     sets = [NAMES[one] for one in chosen.sets or NAMES]
     for name in chosen.only or PARTS:
         results.measure(name, partial(PARTS[name], work, sets))

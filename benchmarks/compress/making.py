@@ -25,6 +25,8 @@ class Work:
     """Settings of students, `name=value`, that are others than the recipe's."""
     seed: int = 0
     """That of teachers and of students."""
+    test_rows: int | None = None
+    """Test rows of each set that has a file of them; None: all."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ def job_of(one: Set) -> tasks.Job:
 def place(work: Work, one: Set) -> Path:
     """The folder of a set's models; other rows, epochs or seeds have another."""
     rows = "all" if work.rows is None else str(work.rows)
-    return work.folder / f"{job_of(one).folder}-rows-{rows}-epochs-{work.epochs}-seed-{work.seed}"
+    tested = "" if work.test_rows is None else f"-test-{work.test_rows}"
+    return work.folder / f"{job_of(one).folder}-rows-{rows}-epochs-{work.epochs}-seed-{work.seed}{tested}"
 
 
 def students(work: Work, one: Set) -> Path:
@@ -68,6 +71,9 @@ def teacher(work: Work, one: Set) -> Run:
     arguments = job.prepare(work.data / job.folder, files)
     if work.rows is not None:
         arguments = few.arguments(arguments, work.rows, files)
+    if work.test_rows is not None and "--test" in arguments:
+        (files / "test").mkdir(exist_ok=True)
+        arguments = few.arguments(arguments, work.test_rows, files / "test", "--test")
     settings = {name: value for name, value in job.settings.items() if name not in UNLIKE}
     # null: the recipes of some sets say how often gradients are exchanged, and their lines how many rows an update has.
     cadence = {"train.aggregation_frequency": None, "train.epochs": work.epochs}
