@@ -6,8 +6,9 @@ wherever the process waits in them; of SystemExit Ray makes an error, as of a wo
 """
 
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -16,18 +17,24 @@ TERMINATED = 128 + signal.SIGTERM
 
 _received: list[int] = []
 """SIGTERM, once it has come. Ray raises a KeyboardInterrupt of its own, so that the error cannot say it."""
+_usual: list[Callable[["sys.UnraisableHookArgs"], object]] = []
+"""Who is told of errors that nobody can catch, beside `_ignored`."""
+AGAIN_S = 0.05
 
 
 def take() -> None:
     """From now on SIGTERM raises KeyboardInterrupt in the main thread; called again after others set their handlers."""
     if threading.current_thread() is threading.main_thread() and not _received:
         signal.signal(signal.SIGTERM, _raise)
+        if sys.unraisablehook is not _ignored:
+            _usual[:] = [sys.unraisablehook]
+            sys.unraisablehook = _ignored
 
 
 @contextmanager
 def owned() -> Iterator[None]:
     """`take` for the block; afterwards SIGTERM does what it did before."""
-    before = signal.getsignal(signal.SIGTERM)
+    before, hook = signal.getsignal(signal.SIGTERM), sys.unraisablehook
     _received.clear()
     take()
     try:
@@ -35,6 +42,7 @@ def owned() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
+            sys.unraisablehook = hook
 
 
 def ended() -> tuple[str, int]:
@@ -51,3 +59,19 @@ def _raise(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _received.append(number)
     raise KeyboardInterrupt
+
+
+def _ignored(error: "sys.UnraisableHookArgs") -> None:
+    """Give the signal again whose error nobody could catch: it came in a finalizer, of which Python drops what it
+    raises. The command would go on, and no second SIGTERM could end it."""
+    if not isinstance(error.exc_value, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
+        _usual[0](error)
+        return
+    number = signal.SIGTERM if _received else signal.SIGINT
+    if _received:
+        _received.clear()
+        signal.signal(signal.SIGTERM, _raise)
+    # Later: here it would be raised in this function, of which Python drops errors too.
+    again = threading.Timer(AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, number))
+    again.daemon = True
+    again.start()

@@ -3,6 +3,8 @@ other tests load, a signal was not heard in time, and ended the process that ran
 
 import os
 import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,32 @@ def test_it_is_raised_once_and_cleaning_up_is_not_broken_off() -> None:
     with pytest.raises(KeyboardInterrupt), signals.owned():
         raise KeyboardInterrupt
     assert signals.ended() == ("interrupted", 130)
+
+
+@pytest.mark.parametrize(("number", "ended"), [(signal.SIGTERM, "ended by SIGTERM"), (signal.SIGINT, "interrupted")])
+def test_a_signal_that_comes_in_a_finalizer_still_ends_the_command(number: signal.Signals, ended: str) -> None:
+    class Last:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+
+    def work() -> None:
+        signals.take()  # Ray has set its own handlers in between
+        Last()
+        time.sleep(30)
+
+    hook, told = sys.unraisablehook, list[object]()
+    sys.unraisablehook = lambda error: told.append(error.exc_value)
+    try:
+        with pytest.raises(KeyboardInterrupt), signals.owned():
+            work()
+        assert (signals.ended()[0], told) == (ended, [])
+        with signals.owned():
+            failing = type("Failing", (), {"__del__": lambda self: 1 / 0})()
+            del failing
+        assert [type(error) for error in told] == [ZeroDivisionError]
+    finally:
+        sys.unraisablehook = hook
 
 
 def test_the_handler_of_before_is_back_afterwards() -> None:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_signals_to_a_command_s_own_process() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/own_signals.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert (done.returncode, "4 passed" in done.stdout) == (0, True), done.stdout + done.stderr
+    assert (done.returncode, "6 passed" in done.stdout) == (0, True), done.stdout + done.stderr
 
 
 def test_a_job_for_a_file_is_gone_on_with_and_one_for_a_stream_is_not(tmp_path: Path) -> None:
