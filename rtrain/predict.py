@@ -4,6 +4,7 @@ import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -362,11 +363,14 @@ def _openvino() -> Any:
 
 def open_openvino(folder: Path, artifact: Artifact, threads: int | None) -> OpenVino:
     """The int8 graph of an artefact."""
-    cache, files = compiled.folder(artifact.version), engines.get(artifact.engine).present(folder)
+    # A draft is hidden. OpenVINO names what it keeps by the path, which a draft has for this once.
+    cache = None if folder.name.startswith(".") else compiled.folder(artifact.version)
+    files = engines.get(artifact.engine).present(folder)
     if not _is_packed(files):
         return OpenVino(folder / engines.get(artifact.engine).files[0], threads, cache)
     if cache is not None:
-        return OpenVino(compiled.unpacked(files, cache)[0], threads, cache)
+        with suppress(OSError):  # no room there: into memory, as where nothing is kept
+            return OpenVino(compiled.unpacked(files, cache)[0], threads, cache)
     graph, weights = map(compiled.contents, files)
     numbers = _openvino().Tensor(np.frombuffer(weights, dtype=np.uint8))
     return OpenVino(_openvino().Core().read_model(graph, numbers), threads)

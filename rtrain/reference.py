@@ -89,17 +89,28 @@ def _features(task: Task, head: Head, outcomes: Ragged | None, tokens: Tokens, u
 def measure(
     task: Task, head: Head, store: "Store", outcomes: Ragged, unknown_id: int | None, split: str = "valid"
 ) -> dict[str, Any]:
-    """The histograms of a split, for an artefact; `outcomes` are those of its rows in index order.
-
-    Rows that the split itself calls outside of all classes are left out. Empty where too few rows are left to say
-    anything, or where they are not what requests are: blocks of text.
-    """
+    """`of_rows` for a split; `outcomes` are those of its rows in index order."""
     rows = np.arange(min(len(outcomes), MOST_ROWS))
-    if task.output == "classes" and len(rows):
-        rows = rows[store.targets(split, rows).values != OUTSIDE]
     if task.packs or not len(rows):
         return {}
-    found = _features(task, head, outcomes.take(rows), store.read(split, rows), unknown_id)
+    tokens, targets = store.read(split, rows), store.targets(split, rows)
+    return of_rows(task, head, outcomes.take(rows), tokens, targets, unknown_id)
+
+
+def of_rows(
+    task: Task, head: Head, outcomes: Ragged, tokens: Tokens, targets: Ragged, unknown_id: int | None
+) -> dict[str, Any]:
+    """The histograms of rows, for an artefact.
+
+    Rows that are labelled as outside of all classes are left out. Empty where too few rows are left to say anything, or
+    where they are not what requests are: blocks of text.
+    """
+    rows = np.arange(len(outcomes))
+    if task.output == "classes" and len(rows):
+        rows = rows[targets.values != OUTSIDE]
+    if task.packs or not len(rows):
+        return {}
+    found = _features(task, head, outcomes.take(rows), tokens.pick(rows), unknown_id)
     document: dict[str, Any] = {"version": VERSION, "rows": len(rows)}
     for name, values in found.numbers().items():
         counts = np.bincount(place(values[~np.isnan(values)], EDGES[name]), minlength=len(EDGES[name]) + 1)

@@ -1,5 +1,6 @@
 """Compiled graphs are kept by the artefact's version, few of them, and never where they cannot be."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from rtrain import env
+from rtrain.compress import quantize
 from rtrain.network import compiled
 from rtrain.predict import Predictor
 from tests import quantizing
@@ -35,6 +37,43 @@ def test_a_second_process_loads_what_the_first_compiled(
     for one in (second, Predictor.load(folder)):
         pairs = zip(first.logits(CORPUS), one.logits(CORPUS), strict=True)
         assert max(float(np.abs(left - right).max()) for left, right in pairs) <= 1e-5
+
+
+def test_a_damaged_unpacked_graph_is_unpacked_again_and_none_where_there_is_no_room(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = complete(quantizing.make(tmp_path, rows=40), tmp_path / "int8", calibration_rows=8)
+    plain = Predictor.load(folder).logits(CORPUS)
+    quantize._pack(folder)
+    packed = Predictor.load(folder)
+    kept = cache / packed.artifact.version
+    graph = next(kept.glob("*.bin"))
+    whole = graph.read_bytes()
+    for damaged in (b"", whole[:-1]):  # as a machine leaves it that stops before the bytes are on its disk
+        graph.write_bytes(damaged)
+        for blob in kept.glob("*.blob"):
+            blob.unlink()
+        assert np.array_equal(np.stack(Predictor.load(folder).logits(CORPUS)), np.stack(plain))
+        assert graph.read_bytes() == whole
+    for path in kept.iterdir():
+        path.unlink()
+
+    def full(source: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert np.array_equal(np.stack(Predictor.load(folder).logits(CORPUS)), np.stack(plain))
+    assert list(kept.iterdir()) == []
+
+
+def test_of_a_draft_nothing_is_kept(cache: Path, tmp_path: Path) -> None:
+    """OpenVINO names what it keeps by the path; a draft's is gone once it is published."""
+    folder = complete(quantizing.make(tmp_path, rows=40), tmp_path / ".int8.0a1b2c3d", calibration_rows=8)
+    Predictor.load(folder)
+    assert not cache.exists()
+    folder.rename(tmp_path / "int8")
+    Predictor.load(tmp_path / "int8")
+    assert [len(list(kept.iterdir())) for kept in cache.iterdir()] == [1]
 
 
 def test_only_the_newest_are_kept(cache: Path) -> None:

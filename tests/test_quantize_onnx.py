@@ -14,6 +14,7 @@ from rtrain import artifact, config
 from rtrain.compress import export_check, quantize
 from rtrain.config import Recipe
 from rtrain.errors import ConfigError, UserError
+from rtrain.gate import inspection
 from rtrain.predict import Predictor
 from tests import quantizing
 from tests.outliers import plant
@@ -42,6 +43,9 @@ def report(made: Made) -> dict[str, Any]:
 def test_the_artefact_is_checked_gated_and_answers_as_its_parent(made: Made, report: dict[str, Any]) -> None:
     folder = made.folder.parent / "artifact-int8"
     assert 0 < report["export"]["largest"] <= export_check.TOLERANCE
+    told = inspection.inspect(folder)
+    assert (told["numbers"], told["parts"], told["operators"]) == (None, {}, None)
+    assert "not told" in inspection.text(told)
     assert (report["engine"], report["gate"]["version"]) == ("onnxruntime", artifact.read(folder).version)
     assert report["flips_alone_against_batch"] == 0.0
     assert report["largest_logit_difference_alone_against_batch"] <= 0.05

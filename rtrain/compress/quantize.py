@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from rtrain import artifact, engines, events, predict, reference, score
-from rtrain.batch import Floats, Head, Ints
+from rtrain import artifact, config as configuration, engines, events, predict, reference, score
+from rtrain.batch import Floats, Head, Ints, pack
 from rtrain.compress import calibrate, fallback, vocabulary
 from rtrain.config import Recipe
 from rtrain.config.recipe import Quantize
@@ -58,10 +58,12 @@ def run(
     parent = artifact.read(parent_folder)
     if not engines.get(parent.engine).gradients:
         raise UserError(f"{parent_folder} is quantized already; name the run of its float parent")
-    trims = recipe.compress.vocabulary == "trim" and "vocabulary" not in parent.lineage
+    trims = recipe.compress.vocabulary == "trim" and not _is_trimmed(parent_run, parent)
     refuse(recipe.quantize, trims, learned=(parent_folder / rounding.FILE).is_file())
     further = smaller.further(recipe) if trims else None
     store = Store(store_folder)
+    if trims:
+        vocabulary.asked_anew(store, base.get(parent.task))
     started = time.perf_counter()
     whole = out.resolve()  # behind a link, the folder that it names: what is published there is renamed
     draft = whole.with_name(f".{whole.name}.{uuid.uuid4().hex[:8]}")
@@ -93,7 +95,7 @@ def run(
         report["gate"] = gate.run(
             gate.Sides(draft, parent_folder, store, store, threads, answered), recipe.gate, on_event=on_event
         )
-        artifact.judged(draft, report["gate"], _reference(draft, store))
+        artifact.judged(draft, report["gate"], _reference(draft, store, anew=trims))
         artifact.publish(draft, out)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -326,12 +328,30 @@ def farthest(left: Sequence[Floats], right: Sequence[Floats]) -> float:
     )
 
 
-def _reference(draft: Path, store: Store) -> dict[str, Any]:
-    """What the answers of the int8 artefact look like: they are not quite its parent's."""
+def _reference(draft: Path, store: Store, anew: bool) -> dict[str, Any]:
+    """What the answers of the int8 artefact look like: they are not quite its parent's. `anew`: it reads texts as other
+    pieces than those of the store, which has the whole vocabulary's."""
     made = predict.Predictor(draft, artifact.read(draft))
-    rows = np.arange(min(store.rows("valid"), REFERENCE_ROWS))
-    outcomes = score.on_split(made, store, "valid", rows).outcomes
-    return reference.measure(made.task, made.head, store, outcomes, reference.unknown_id(made.tokenizer))
+    rows, unknown = np.arange(min(store.rows("valid"), REFERENCE_ROWS)), reference.unknown_id(made.tokenizer)
+    if not anew:
+        outcomes = score.on_split(made, store, "valid", rows).outcomes
+        return reference.measure(made.task, made.head, store, outcomes, unknown)
+    texts = vocabulary.known(store, made.task, "valid", rows)
+    readable = {place: text for place, text in texts.items() if made.flaw(text) is None}
+    if not readable:
+        return {}
+    tokens = pack(made.encode(list(readable.values())))
+    outcomes = score.answer(made, tokens.lengths_of_rows, tokens.pick).outcomes
+    targets = store.targets("valid", np.array(list(readable)))
+    return reference.of_rows(made.task, made.head, outcomes, tokens, targets, unknown)
+
+
+def _is_trimmed(run: Path, parent: artifact.Artifact) -> bool:
+    """Whether the model had its pieces chosen before it was trained. Where none had to go, as in a student whose
+    teacher was trimmed, its settings alone say so."""
+    made = Run(run)
+    by_settings = made.exists and configuration.load(str(made.config)).recipe.compress.vocabulary == "trim"
+    return by_settings or "vocabulary" in parent.lineage
 
 
 def store_of(run: Path) -> Path:

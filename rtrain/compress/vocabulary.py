@@ -96,13 +96,7 @@ def trim_by(folder: Path, store: Store, recipe: Recipe, out: Path, further: reco
     """
     made = artifact.read(folder)
     task, rows, head = base.get(made.task), np.arange(store.rows("test")), Head(made.labels, made.facts)
-    texts = [_asked(kept, task) for kept in store.texts("test", rows)]
-    if task.by_token or task.packs or None in texts:
-        reason = "a finished model's rows are scored anew by their texts alone, where each has one answer"
-        raise ConfigError(
-            [Problem("compress.vocabulary", "trim", reason, "trim before rtrain train or rtrain distill")]
-        )
-    settings = recipe.compress
+    texts, settings = asked_anew(store, task), recipe.compress
     chosen_by: dict[str, Any] = {"at_least": settings.vocabulary_pieces}
     if settings.vocabulary_most is not None:
         chosen_by["most"] = settings.vocabulary_most
@@ -116,7 +110,24 @@ def trim_by(folder: Path, store: Store, recipe: Recipe, out: Path, further: reco
         outcomes = task.outcomes(proof.outputs, store.read("test", rows), head)
         return {"test": metric_for(task.output).scores(outcomes, store.targets("test"), head)}
 
-    return trim(folder, ids, out, [text for text in texts if text is not None], scores, chosen_by)
+    return trim(folder, ids, out, texts, scores, chosen_by)
+
+
+def asked_anew(store: Store, task: base.Task) -> list[Input]:
+    """The test rows' texts, by which a trimmed model is scored. Raises `ConfigError` where these say too little."""
+    texts = known(store, task, "test", np.arange(store.rows("test")))
+    if task.by_token or task.packs or len(texts) < store.rows("test"):
+        reason = "a finished model's rows are scored anew by their texts alone, where each has one answer"
+        raise ConfigError(
+            [Problem("compress.vocabulary", "trim", reason, "trim before rtrain train or rtrain distill")]
+        )
+    return list(texts.values())
+
+
+def known(store: Store, task: base.Task, split: str, rows: Ints) -> dict[int, Input]:
+    """The inputs that rows of a store were, by their places, of those whose texts are kept whole."""
+    read = zip(rows.tolist(), store.texts(split, rows), strict=True)
+    return {place: text for place, kept in read if (text := _asked(kept, task)) is not None}
 
 
 def _asked(kept: tuple[str, str | None] | None, task: base.Task) -> Input | None:

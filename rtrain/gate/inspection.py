@@ -5,7 +5,6 @@ Only files are read: no engine is loaded and nothing is computed.
 
 import json
 import math
-import os
 import struct
 from collections import Counter, defaultdict
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from rtrain.artifact import Artifact, ArtifactError
 from rtrain.gate import told
 from rtrain.gate.graph import Graph, Part, part_of
 from rtrain.gate.reproduction import reproduce
+from rtrain.network import compiled
 
 SCHEMA_VERSION = 1
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I8": 8, "U8": 8, "F8_E4M3": 8, "F8_E5M2": 8}
@@ -45,7 +45,7 @@ def inspect(folder: Path) -> dict[str, Any]:
         "labels": len(made.labels),
         "max_tokens": made.max_tokens,
         "engine": made.engine,
-        "numbers": sum(part.numbers for part in parts.values()),
+        "numbers": sum(part.numbers for part in parts.values()) if parts else None,
         "parts": {name: asdict(parts[name]) for name in ORDER if name in parts},
         "bytes": {name: sizes[name] for name in ORDER if name in sizes},
         "files": files,
@@ -89,22 +89,13 @@ def _tensors(path: Path) -> dict[str, Part]:
 def _rest(folder: Path, made: Artifact, files: dict[str, int], parts: dict[str, Part]) -> dict[str, int]:
     """Bytes that are no numbers of the model: what the engine's files hold beside them, the tokenizer, other files."""
     present = engines.get(made.engine).present(folder)
-    model, unpacked = (sum(map(size, present)) for size in (lambda path: path.stat().st_size, _unpacked))
+    model, unpacked = (sum(map(size, present)) for size in (lambda path: path.stat().st_size, compiled.size))
     tokenizer = files.get("tokenizer.json", 0)
     known = {"tokenizer": tokenizer, "graph": unpacked - sum(part.bytes for part in parts.values())}
     if unpacked != model:
         known["compression"] = model - unpacked
     total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return {**known, "other files": total - model - tokenizer}
-
-
-def _unpacked(path: Path) -> int:
-    """Bytes of a file's content: of a compressed one by its last four (RFC 1952)."""
-    if not path.name.endswith(engines.PACKED):
-        return path.stat().st_size
-    with path.open("rb") as file:
-        file.seek(-4, os.SEEK_END)
-        return int.from_bytes(file.read(4), "little")
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
@@ -123,7 +114,8 @@ def text(found: dict[str, Any]) -> str:
         numbers, kinds = ("", "") if part is None else (f"{part['numbers']:,}", _kinds(part["precisions"]))
         lines.append(f"{name:<18}{size / 1e6:>9.2f}{numbers:>14}  {kinds}".rstrip())
     total = sum(found["bytes"].values())
-    lines.append(f"{'all':<18}{total / 1e6:>9.2f}{found['numbers']:>14,}")
+    numbers = "not told" if found["numbers"] is None else f"{found['numbers']:,}"
+    lines.append(f"{'all':<18}{total / 1e6:>9.2f}{numbers:>14}")
     if found["operators"] is not None:
         lines += ["", "operators"]
         lines += [

@@ -47,14 +47,31 @@ def contents(path: Path) -> bytes:
     return gzip.decompress(path.read_bytes())
 
 
+def size(path: Path) -> int:
+    """Bytes of a file's content: of a compressed one by its last four (RFC 1952)."""
+    if not path.name.endswith(PACKED):
+        return path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(-4, os.SEEK_END)
+        return int.from_bytes(file.read(4), "little")
+
+
 def unpacked(files: Sequence[Path], into: Path) -> list[Path]:
-    """A graph's compressed files, unpacked once into the folder `into`."""
+    """A graph's compressed files, unpacked once into the folder `into`. Raises `OSError` where it does not hold
+    them."""
     found = [into / path.name.removesuffix(PACKED) for path in files]
     for path, plain in zip(files, found, strict=True):
-        if not plain.is_file():
+        if not plain.is_file() or plain.stat().st_size != size(path):
             draft = plain.with_name(f".{plain.name}.{uuid.uuid4().hex[:8]}")
-            draft.write_bytes(contents(path))
-            draft.rename(plain)  # at once: another process may be loading it
+            try:
+                with draft.open("wb") as file:
+                    file.write(contents(path))
+                    file.flush()
+                    os.fsync(file.fileno())  # else a machine that stops now may leave the name without the bytes
+                draft.rename(plain)  # at once: another process may be loading it
+            except BaseException:
+                draft.unlink(missing_ok=True)
+                raise
     return found
 
 
