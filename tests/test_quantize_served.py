@@ -84,7 +84,9 @@ def test_what_cannot_be_trimmed_any_more_is_refused_first_and_what_is_trimmed_is
     run = Run(tmp_path / "run")
     parent = make_task_artifact(run.artifact, "token_tags", store.manifest.head)
     with pytest.raises(ConfigError, match="trim before rtrain train or rtrain distill"):
-        quantize.run(chosen.recipe, store.folder, run.folder, run.folder / "int8", on_event=pytest.fail)
+        quantize.run(
+            chosen.recipe, store.folder, run.folder, run.folder / "int8", on_event=lambda event: pytest.fail(str(event))
+        )
     assert not quantize._is_trimmed(run.folder, artifact.read(parent))
     # A student whose teacher was trimmed: nothing of its vocabulary had to go, so that its lineage says nothing.
     opening.freeze(run, chosen)
