@@ -10,8 +10,10 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
+from zipfile import ZipFile
 
 import fsspec
 import pytest
@@ -19,6 +21,8 @@ import requests
 import typer
 from aiohttp import ClientPayloadError
 from hypothesis import given, strategies
+from ray._private.runtime_env.packaging import create_package
+from ray.dashboard.modules.dashboard_sdk import SubmissionClient
 
 from rtrain.cli import app, cluster
 from rtrain.cluster.jobs import client, copied, entry, launcher, naming, stored, upload
@@ -195,6 +199,62 @@ def test_tracked_files_go_along_and_nothing_else(checkout: Path) -> None:
         assert sorted(path.name for path in folder.rglob("*")) == [".gitignore", "code.py"]
         assert (folder / "code.py").read_text() == "x = 1\n"
     assert not folder.exists()
+
+
+class Packs:
+    """A job API that packs what a job takes along by Ray's own client, and keeps the names."""
+
+    packed: tuple[str, ...] = ()
+
+    def list_jobs(self) -> list[Any]:
+        return []
+
+    def submit_job(self, runtime_env: dict[str, Any], **named: Any) -> None:
+        SubmissionClient._upload_working_dir_if_needed(self, runtime_env)  # type: ignore[arg-type]
+
+    def _upload_package_if_needed(self, folder: str, include_gitignore: bool, excludes: list[str], **named: Any) -> str:
+        with TemporaryDirectory() as place:
+            out = Path(place, "packed.zip")
+            create_package(folder, out, include_gitignore, excludes=excludes)
+            self.packed = tuple(sorted(ZipFile(out).namelist()))
+        return "gcs://packed.zip"
+
+
+def test_a_tracked_file_that_a_gitignore_names_goes_along_too(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (checkout / "table.bin").write_bytes(b"1")
+    with (checkout / ".gitignore").open("a") as file:
+        file.write("*.bin\n")
+    subprocess.run(["git", "add", "-f", "table.bin"], cwd=checkout, check=True)
+    monkeypatch.delenv(client.IGNORE_GITIGNORE, raising=False)
+    api = Packs()
+    client.Jobs("http://head", api).submit(["train", "intent", "--out", "/x"], upload.of(checkout), print)
+    assert api.packed == (".gitignore", "code.py", "table.bin")
+    assert client.IGNORE_GITIGNORE not in os.environ
+
+
+def test_a_storage_that_refuses_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(files: Any, place: str) -> bytes:
+        raise PermissionError("Unable to locate credentials")
+
+    monkeypatch.setattr(copied, "read", refuse)
+    for storage, why in ((f"file://{tmp_path}", "Unable to locate credentials"), ("nosuch://bucket", "nosuch")):
+        with pytest.raises(UserError, match=rf"--storage {storage} cannot be read: .*{why}"):
+            stored.log("intent", storage)
+
+
+@pytest.mark.parametrize("given", ["nan", "inf", "-1"])
+def test_a_size_that_is_none_is_refused(given: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rtrain", "cluster", "submit", "--most-mb", given]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "--", "train", "intent", "--out", "/x"],
+        env=environ,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, "Traceback" in done.stderr, "--most-mb" in done.stderr) == (2, False, True), done.stderr
 
 
 def test_this_project_s_own_checkout_goes_along_without_its_tests() -> None:

@@ -153,6 +153,22 @@ BROKEN = (
     Broken("k8s-kind", "apiVersion: ray.io/v1\n", "apiVersion: ray.io/v1alpha1\n", "apiVersion: ray.io/v1alpha1"),
     Broken("k8s-kind", "kind: RayJob", "kind: RayJobs", "kind: RayJobs"),
     Broken("k8s-name", "name: rtrain-job", "name: rtrain_job", "name: rtrain_job"),
+    Broken(
+        "k8s-name",
+        "kind: RayCluster\nmetadata:\n  name: rtrain\n",
+        "kind: RayCluster\nmetadata:\n  name: 1abc\n",
+        "1abc",
+    ),
+    Broken(
+        "k8s-whole",
+        "  rayClusterSpec:\n",
+        "  rayClusterSpecs:\n",
+        "    app.kubernetes.io/name: rtrain\nspec:\n  entrypoint",
+        seen=True,
+    ),
+    Broken(
+        "k8s-whole", "        containers:\n", "        container:\n", "      spec:\n        securityContext", seen=True
+    ),
     Broken("k8s-head-tasks", "num-cpus: '0'", "num-cpus: '4'", "rayStartParams:"),
     Broken("k8s-replicas", "maxReplicas: 4", "maxReplicas: -1", "replicas: 0"),
     Broken("k8s-leaving", "terminationGracePeriodSeconds: 120", "terminationGracePeriodSeconds: 30", "Seconds: 30\n"),
@@ -243,6 +259,9 @@ def selected_by(operator: str, *values: str) -> dict[str, Any]:
         spec(ingress=[{"from": []}]),
         spec(ingress=[{"from": [{"namespaceSelector": {}}]}]),
         spec(ingress=[{"from": [{"namespaceSelector": {}, "podSelector": {}}]}]),
+        spec(ingress=[{"from": [{"podSelector": {}}]}]),
+        spec(ingress=[{"from": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]}]),
+        spec(ingress=[{"from": [{"ipBlock": {"cidr": "0.0.0.0/1"}}]}]),
         spec(policyTypes=["Egress"]),
         spec(podSelector=selected_by("In", "nobody")),
         spec(podSelector=selected_by("DoesNotExist")),
@@ -254,7 +273,11 @@ def test_a_policy_that_leaves_pods_open_is_found(change: Callable[[Any], Any]) -
 
 
 @pytest.mark.parametrize(
-    "change", [spec(podSelector={}), spec(podSelector=selected_by("NotIn", "x")), spec(policyTypes=None)]
+    "change",
+    [
+        *(spec(podSelector={}), spec(podSelector=selected_by("NotIn", "x")), spec(policyTypes=None)),
+        spec(ingress=[{"from": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}]),
+    ],
 )
 def test_a_policy_that_selects_all_pods_is_fine(change: Callable[[Any], Any]) -> None:
     assert "k8s-policy" not in changed("NetworkPolicy", change)

@@ -37,6 +37,8 @@ BROKEN = (
     Broken("schema", "cluster_name: rtrain", "cluster_name: rtrain\nsetup_comands: []", "setup_comands"),
     Broken("schema", "head_node_type: head", "head_node_type: haed", "head_node_type: haed"),
     Broken("schema", "resources: {CPU: 8}", "resources: {CPU: 7.5}", "resources: {CPU: 7.5}"),
+    Broken("provider", "type: aws", "type: awss", "type: awss"),
+    Broken("provider", "type: aws", "type: AWS", "type: AWS"),
     Broken("key-twice", "idle_timeout_minutes: 5", "idle_timeout_minutes: 5\nmax_workers: 40", "max_workers: 40"),
     Broken(
         "open-to-all",
@@ -154,7 +156,13 @@ BROKEN = (
     Broken("option", "--dashboard-agent-grpc-port=6383", "--dashboard-grpc=6383", "--dashboard-grpc=6383"),
     Broken("port", "--object-manager-port=6381", "--object-manager-port=6380", "--object-manager-port=6380"),
     Broken("autoscaler", " --autoscaling-config=~/ray_bootstrap_config.yaml", "", "ray start --head"),
+    Broken(
+        "autoscaler", "config=~/ray_bootstrap_config.yaml", "config=~/mine.yaml", "--autoscaling-config=~/mine.yaml"
+    ),
+    Broken("address", "ray start --address=$RAY_HEAD_IP:6379", "ray start", "ray start\n    --node-manager"),
+    Broken("address", "start --address=$RAY_HEAD_IP:6379", "start --address=$RAY_HEAD_IP:6399", "RAY_HEAD_IP:6399"),
     Broken("storage", "sudo mount -t nfs4\n", "true\n", "setup_commands:"),
+    Broken("storage", "sudo mount -t nfs4\n", "mount-s3 bucket /shared; true\n", "mount-s3 bucket"),
     Broken("storage", "wsize=1048576,hard,", "wsize=1048576,soft,", "wsize=1048576,soft,"),
     Broken("storage", ".efs.us-west-2.", ".efs.eu-west-1.", ".efs.eu-west-1."),
     Broken("hook", "session.on_node_start", "session.on_start", "RAY_START_HOOK=rtrain.cluster.session.on_start"),
@@ -232,6 +240,42 @@ def test_what_a_cloud_is_told_in_another_shape_is_a_finding(name: str, own: obje
     assert lint.check(yaml.safe_dump(document), HERE)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "pip install -q boto3==1.40.0 > ~/pip.log 2>&1",
+        "pip install -q boto3==1.40.0 >>~/pip.log 2> ~/errors",
+        "pip install --timeout 60 --retries 5 boto3==1.40.0",
+        "uv pip install --python ~/venv/bin/python boto3==1.40.0",
+    ],
+)
+def test_what_is_no_package_is_taken_for_none(command: str) -> None:
+    text = TEXT.replace("cloud-init status --wait > /dev/null || true", command, 1)
+    assert [one for one in lint.check(text, HERE) if one.rule == "package"] == []
+    loose = [one for one in lint.check(text.replace("boto3==1.40.0", "boto3"), HERE) if one.rule == "package"]
+    assert [one.what.split()[0] for one in loose] == ["boto3"]
+
+
+@pytest.mark.parametrize("recipe", ["config.yaml", "recipes/mine.yaml", "/shared/runs/intent", "intent"])
+def test_a_recipe_may_be_a_file_or_a_run(recipe: str) -> None:
+    text = TEXT.replace("--watch -- train intent", f"--watch -- train {recipe}", 1)
+    assert text != TEXT or recipe == "intent"
+    assert lint.check(text, HERE) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("max_workers: 4\n#", "max_workers: .inf\n#"),
+        ("{CPU: 0}", "{CPU: .inf}"),
+        ("    max_workers: 4", "    max_workers: .inf"),
+    ],
+)
+def test_a_number_without_end_is_a_finding(old: str, new: str) -> None:
+    assert old in TEXT
+    assert lint.check(TEXT.replace(old, new, 1), HERE)
+
+
 def test_every_rule_has_its_case() -> None:
     assert {case.rule for case in BROKEN} == {rule.name for rule in lint.rules(HERE)} | {"yaml"}
     assert len({rule[0] for rule in lint.RULES}) == len(lint.RULES)
@@ -255,7 +299,9 @@ def test_nodes_of_the_same_ray_as_here_and_a_price_of_one_s_own_are_fine() -> No
     assert installed("no-such-package") is None
 
 
-@pytest.mark.parametrize("text", ["", "- a\n- b\n", "a: 1\n---\nb: 2\n", "{", "a: &a [*a]\n"])
+@pytest.mark.parametrize(
+    "text", ["", "- a\n- b\n", "a: 1\n---\nb: 2\n", "{", "a: &a [*a]\n", "a: b\x01\n", "a: 2026-13-45\n"]
+)
 def test_what_is_no_file_of_a_cluster_is_one_finding(text: str) -> None:
     found = lint.check(text, HERE)
     assert found

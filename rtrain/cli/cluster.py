@@ -1,6 +1,7 @@
 """Verbs about the cluster that runs are made on: its file, and the jobs on it. `rtrain cluster VERB`."""
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -52,7 +53,7 @@ def lint(
         lines = [one.text(shown(file)) for one in found]
         lines.append(f"{shown(file)}: {errors} errors, {len(found) - errors} warnings")
         if left and not filled:
-            lines.append(f"left to fill in, before `ray up`: line {', '.join(map(str, left))}")
+            lines.append(f"left to fill in: line {', '.join(map(str, left))}")
         document = {"file": str(file), "findings": [vars(one) for one in found], "fill_in": left}
         show(document, as_json, *lines)
     if any(one.level == "error" for one in found):
@@ -181,13 +182,19 @@ def rehearse(
     else:
         plan, whole = rehearsing.check(words or (), text, also or (), commands)
         own = (own_commands.of(plans.read(text)), file.absolute().parent) if commands else None
-        files = upload.of(folder.absolute(), int(most_mb * 1e6))
+        files = upload.of(folder.absolute(), _bytes(most_mb))
         certificate = rehearsing.Rehearsal(plan, whole, place, say, also or (), own).run(files)
     document = certificate.to_document()
     (place / "certificate.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
     show(document, as_json, certificate.text(), f"kept: {shown(place / 'certificate.json')}")
     if not certificate.passed:
         raise typer.Exit(FOUND)
+
+
+def _bytes(megabytes: float) -> int:
+    if not 0 <= megabytes < math.inf:
+        raise ConfigError([Problem("--most-mb", megabytes, "is no size", "write megabytes, as 20")])
+    return int(megabytes * 1e6)
 
 
 def submit(
@@ -208,7 +215,7 @@ def submit(
         reason, fix = "is no verb that a job can run", "write e.g. -- train intent --data ..."
         raise ConfigError([Problem("verb", words[0] if words else None, reason, fix)])
     run = naming.run_of(words)
-    files = upload.of(folder.absolute(), int(most_mb * 1e6))
+    files = upload.of(folder.absolute(), _bytes(most_mb))
     jobs = client.Jobs(address)
     job, name = jobs.submit(words, files, say), run or naming.identity(words, run).removeprefix("rtrain-")
     if not watch:
@@ -240,7 +247,7 @@ def serve(
     given = {"serve.replicas": replicas, "serve.max_replicas": max_replicas}
     settings = [*(f"{name}={value}" for name, value in given.items() if value is not None), *(assignments or ())]
     words = ["serve", artifact, *(word for setting in settings for word in ("--set", setting))]
-    files = upload.of(folder.absolute(), int(most_mb * 1e6))
+    files = upload.of(folder.absolute(), _bytes(most_mb))
     jobs, name = client.Jobs(address), naming.served_name(artifact)
     job = jobs.submit(words, files, say)
     try:

@@ -14,6 +14,8 @@ from rtrain import ray_internals
 from rtrain.cluster.jobs import naming, upload
 from rtrain.errors import Ended, TryAgain, UserError
 
+IGNORE_GITIGNORE = "RAY_RUNTIME_ENV_IGNORE_GITIGNORE"
+
 DEFAULT = "http://127.0.0.1:8265"
 AGENT_S = 60.0
 """Seconds in which the head's agent must be there: the API answers some seconds before it takes jobs."""
@@ -91,7 +93,7 @@ class Jobs:
             return decided.job
         say(f"{decided.job}: {files.text()}")
         give_up = time.monotonic() + AGENT_S
-        with upload.copied(files) as folder, self._asked():
+        with upload.copied(files) as folder, self._asked(), _all_files():
             while True:
                 try:
                     self._client.submit_job(
@@ -222,6 +224,21 @@ class Jobs:
 
 _FAILED = re.compile(r"status code 5\d\d.*")
 """In the errors of Ray's client: its proxy found nobody to answer, or the answer was an error."""
+
+
+@contextmanager
+def _all_files() -> Iterator[None]:
+    """Ray's client leaves out what a .gitignore of the folder names; git tracks some of that all the same, and it was
+    promised to go along."""
+    before = os.environ.get(IGNORE_GITIGNORE)
+    os.environ[IGNORE_GITIGNORE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[IGNORE_GITIGNORE]
+        else:
+            os.environ[IGNORE_GITIGNORE] = before
 
 
 def _forgotten(job: str) -> TryAgain:

@@ -1,7 +1,6 @@
 """The log of a run's jobs where no cluster is needed: beside its folder, or in the storage that it was copied to."""
 
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from rtrain.cluster.jobs import copied, naming
 from rtrain.errors import UserError
@@ -14,17 +13,12 @@ def log(run: str, storage: str | None) -> str | None:
         return beside.read_text(encoding="utf-8", errors="replace")
     if storage is None:
         return None
-    files, root = _opened(storage)
-    place = f"{root}/{naming.LOGS}/{PurePosixPath(run).name}.log"
-    found = copied.read(files, place)
-    return None if found is None else found.decode("utf-8", errors="replace")
-
-
-def _opened(storage: str) -> tuple[Any, str]:
     import fsspec
 
     try:
         files, root = fsspec.core.url_to_fs(storage.rstrip("/"))
-    except (ImportError, ValueError) as error:
-        raise UserError(f"{storage}: {error}") from None
-    return files, root
+        found = copied.read(files, f"{root}/{naming.LOGS}/{PurePosixPath(run).name}.log")
+    except Exception as error:  # every kind of storage has errors of its own
+        reason = str(error) or type(error).__name__
+        raise UserError(f"--storage {storage} cannot be read: {reason}; see its address and your credentials") from None
+    return None if found is None else found.decode("utf-8", errors="replace")

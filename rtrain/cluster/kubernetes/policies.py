@@ -9,6 +9,8 @@ from rtrain.cluster.lint.around import Around
 from rtrain.cluster.lint.document import Document
 from rtrain.cluster.lint.findings import Found
 
+FEWEST_BITS = 8
+"""Of a block of addresses: 10.0.0.0/8 is the largest that is private."""
 SELECTORS = ("podSelector", "namespaceSelector")
 
 
@@ -58,5 +60,9 @@ def _open(rule: Part) -> Iterator[tuple[int, str]]:
         yield rule.line(), "everybody"
     for peer in rule.each("from"):
         named = any((peer.get(name) or {}).get(by) for name in SELECTORS for by in ("matchLabels", "matchExpressions"))
-        if "namespaceSelector" in peer.value and not named:
-            yield peer.line(), "every pod of every namespace"
+        if (cidr := peer.get("ipBlock", "cidr")) is not None:
+            if int(str(cidr).rpartition("/")[2]) < FEWEST_BITS:
+                yield peer.line("ipBlock"), f"all addresses of {cidr}"
+        elif not named:
+            spaces = "every namespace" if "namespaceSelector" in peer.value else "this namespace"
+            yield peer.line(), f"every pod of {spaces}"

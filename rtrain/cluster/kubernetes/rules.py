@@ -36,6 +36,8 @@ ENUMS: Mapping[str, tuple[str, ...]] = {
 MODES = ("ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod")
 QUANTITY = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([KMGTPE]i|[munkMGTPE]|[eE][+-]?\d+)?")
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+LETTER_FIRST = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+"""Names of KubeRay's own kinds (RFC 1035), which become those of services."""
 LONGEST_NAME = 47
 """KubeRay appends to a cluster's name; a name of Kubernetes has 63 characters at most."""
 OTHERS = ("Service", "ServiceAccount", "Secret", "ConfigMap", "Namespace")
@@ -53,10 +55,23 @@ def kinds(documents: Documents, around: Around) -> Found:
 
 def names(documents: Documents, around: Around) -> Found:
     for document in documents:
-        name = str(document.get("metadata", "name", default=""))
-        if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
+        name, own = str(document.get("metadata", "name", default="")), walk.kind(document) in walk.CLUSTERS
+        if not (LETTER_FIRST if own else NAME).fullmatch(name) or len(name) > LONGEST_NAME:
             what = f"the name {name!r} is none of Kubernetes', or too long for what KubeRay appends"
-            yield document.line("metadata", "name"), what, f"write up to {LONGEST_NAME} of a-z, 0-9 and -"
+            first = ", a letter first" if own else ""
+            yield document.line("metadata", "name"), what, f"write up to {LONGEST_NAME} of a-z, 0-9 and -{first}"
+
+
+def whole(documents: Documents, around: Around) -> Found:
+    """KubeRay's schemas leave out what a cluster cannot be without, where it may stand elsewhere."""
+    for document in documents:
+        place = walk.CLUSTERS.get(walk.kind(document))
+        if place and not isinstance(document.get(*place), dict):
+            what = f"a {walk.kind(document)} without {'.'.join(map(str, place))} has no cluster"
+            yield document.line(*place), what, "write it, as rtrain cluster kubernetes does"
+    for group in walk.groups(documents):
+        if not group.get("template", "spec", "containers"):
+            yield group.line("template", "spec"), "a group without a container starts no pod", "write containers"
 
 
 def token(documents: Documents, around: Around) -> Found:
@@ -343,6 +358,7 @@ RULES: tuple[tuple[str, Level, Check, str], ...] = (
     ("k8s-key-twice", "error", key_twice, "YAML keeps the last of two equal keys and says nothing."),
     ("k8s-kind", "error", kinds, "What is not known is not checked."),
     ("k8s-name", "error", names, "Kubernetes refuses other names."),
+    ("k8s-whole", "error", whole, "KubeRay refuses half a cluster, after the schema took it."),
     ("k8s-token", "error", token, "Without a token whoever reaches Ray may run code."),
     ("k8s-version", "error", versions, "Both ends of a job must have the same Ray."),
     ("k8s-image", "error", images, "An image that moves is another cluster tomorrow."),

@@ -96,9 +96,9 @@ class _Reading:
 
 def read(text: str) -> list[Document]:
     """The documents of a file; an empty one is left out. Raises `Unreadable`."""
-    loader = yaml.SafeLoader(text)
-    found = []
+    loader, found = None, []
     try:
+        loader = yaml.SafeLoader(text)
         while loader.check_node():
             node: Any = loader.get_node()
             reading = _Reading(loader)
@@ -107,11 +107,13 @@ def read(text: str) -> list[Document]:
             if value is not None:
                 reading.lines[()] = node.start_mark.line + 1
                 found.append(Document(text, value, reading.lines, tuple(reading.twice)))
-    except (yaml.YAMLError, RecursionError, TypeError) as error:  # the second: an alias inside of its own anchor
+    # RecursionError: an alias inside of its own anchor. ValueError: a date that the calendar has not.
+    except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         raise Unreadable(str(getattr(error, "problem", None) or error), mark.line + 1 if mark else 1) from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     return found
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rtrain.cluster.lint import nodes, pins, running, secrets, spot
 from rtrain.cluster.lint.around import Around
+from rtrain.cluster.lint.clouds import CLOUDS
 from rtrain.cluster.lint.document import Document, Unreadable, read
 from rtrain.cluster.lint.findings import Finding, Found, Level, Rule, shown
 from rtrain.errors import UserError, meant
@@ -40,8 +41,16 @@ def twice(document: Document, around: Around) -> Found:
         yield line, f"{shown(place)} is written twice, and the first one is dropped", "write it once"
 
 
+def provider(document: Document, around: Around) -> Found:
+    kind = document.get("provider", "type")
+    if kind not in (None, "local", *CLOUDS):
+        what = f"provider.type is {kind}: no rule about nodes, addresses and rights looks at such a file"
+        yield document.line("provider", "type"), what, f"write {', '.join(CLOUDS)} or local"
+
+
 RULES: tuple[tuple[str, Level, Check, str], ...] = (
     ("schema", "error", schema, "Ray's launcher refuses the file."),
+    ("provider", "error", provider, "What is not known is not checked."),
     ("key-twice", "error", twice, "YAML keeps the last of two equal keys and says nothing."),
     ("open-to-all", "error", nodes.open_to_all, "Whoever reaches a port of Ray may run code."),
     ("no-network", "error", nodes.no_network, "Ray's own networks admit SSH from anywhere."),
@@ -80,12 +89,15 @@ RULES: tuple[tuple[str, Level, Check, str], ...] = (
     ("option", "error", running.options_known, "Ray does not start with an option that it does not know."),
     ("port", "error", running.ports, "Two services cannot have one port."),
     ("autoscaler", "error", running.autoscaler_file, "Without its file there is no autoscaler."),
+    ("address", "error", running.joined, "Workers that find no head are paid for, and do nothing."),
     ("storage", "error", running.storage, "Token stores, checkpoints and artefacts are read by every node."),
     ("hook", "error", running.hook, "Ray calls it by name when a node starts."),
     ("name", "error", running.names, "A verb or recipe that is not there is found out on a paid node."),
     ("room", "error", running.room, "A run that fits no cluster of the file is refused."),
 )
 FILL_IN = "FILL-IN"
+UNEXPECTED = (TypeError, AttributeError, ValueError, KeyError, OverflowError)
+"""What a rule raises where a value has another type than it reads, or is no finite number."""
 BESIDE = (
     ("yaml", "What cannot be read cannot be checked."),
     ("fill-in", "What is left to be filled in is known to the user alone."),
@@ -138,7 +150,7 @@ def _of_manifests(documents: list[Document], around: Around, definitions: Path |
             yield finding
     try:
         yield from manifests.check(documents, around)
-    except (TypeError, AttributeError, ValueError, KeyError) as error:
+    except UNEXPECTED as error:
         if not broken:
             what = f"a manifest is of another shape than KubeRay's ({error})"
             yield Finding("yaml", "error", documents[0].line(), what, "check it with --definitions")
@@ -152,7 +164,7 @@ def _found(document: Document, chosen: Sequence[Rule]) -> Iterator[Finding]:
             for finding in rule.findings(document):
                 broken = broken or rule.name == "schema"
                 yield finding
-        except (TypeError, AttributeError, ValueError, KeyError) as error:
+        except UNEXPECTED as error:
             if not broken:  # Ray's schema leaves open what a cloud is told of its machines
                 what = f"a value is of another shape than the cloud's: {error}"
                 yield Finding(

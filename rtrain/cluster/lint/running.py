@@ -12,10 +12,12 @@ from rtrain.cluster.lint.document import Document
 from rtrain.cluster.lint.findings import Found
 from rtrain.cluster.lint.shell import HEAD_START, commands, starts
 
+OF_S3 = r"(?:^|[;&|({]|\bsudo\b)\s*(?:mount-s3|s3fs|goofys)\s+\S"
+BOOTSTRAP, DEFAULT_PORT = "ray_bootstrap_config.yaml", "6379"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MOUNTS = (
     r"\bmount\b[^;&|]*?-t\s+(?:nfs4?|efs|lustre|cifs|fuse\.\w+)\b(?P<tail>[^;&|)]*)"
-    r"|\b(?:gcsfuse|mount-s3|blobfuse2)\b"
+    r"|\b(?:gcsfuse|blobfuse2)\b"
 )
 
 
@@ -95,16 +97,39 @@ def autoscaler_file(document: Document, around: Around) -> Found:
     for start in starts(document):
         if "--head" in start.options and "--autoscaling-config" not in start.options:
             what = "the head is not given the autoscaler's file: no worker ever starts"
-            yield (
-                document.within(start.command.place, "ray start"),
-                what,
-                "add --autoscaling-config=~/ray_bootstrap_config.yaml",
-            )
+            mend = f"add --autoscaling-config=~/{BOOTSTRAP}"
+            yield document.within(start.command.place, "ray start"), what, mend
+        elif (given := start.options.get("--autoscaling-config")) and given.rpartition("/")[2] != BOOTSTRAP:
+            what = f"the autoscaler's file is called {BOOTSTRAP} on the head, not {given.rpartition('/')[2]}"
+            mend = f"write --autoscaling-config=~/{BOOTSTRAP}"
+            yield document.within(start.command.place, "--autoscaling-config"), what, mend
+
+
+def joined(document: Document, around: Around) -> Found:
+    """Workers are told where the head is, at the port that it has."""
+    every = list(starts(document))
+    heads = [start.options.get("--port") or DEFAULT_PORT for start in every if "--head" in start.options]
+    for start in every:
+        if "--head" in start.options or start.command.place[0] == HEAD_START:
+            continue
+        address = start.options.get("--address")
+        if not address:
+            what = "ray start with neither --head nor --address does not start"
+            mend = "write --address=$RAY_HEAD_IP:6379"
+            yield document.within(start.command.place, "ray start"), what, mend
+        elif heads and (port := address.rpartition(":")[2]).isdigit() and port not in heads:
+            what = f"workers look for the head at port {port}, and it has {heads[0]}: none joins"
+            yield document.within(start.command.place, "--address"), what, f"write --address=$RAY_HEAD_IP:{heads[0]}"
 
 
 def storage(document: Document, around: Around) -> Found:
     if document.get("provider", "type") is None or not document.get(HEAD_START):
         return
+    for one in commands(document):
+        if re.search(OF_S3, one.text):
+            what = "a mounted bucket of S3 neither appends to files nor renames them: it holds no run"
+            mend = "mount EFS; cluster.storage=s3://BUCKET copies runs to the bucket"
+            yield document.within(one.place, "s3"), what, mend
     found = [(one, match) for one in commands(document) if (match := re.search(MOUNTS, one.text))]
     everywhere = [one for one, _ in found if not one.on_head_alone and not one.on_workers_alone]
     here = {
@@ -144,10 +169,10 @@ def _has(module: str, attribute: str) -> bool:
 
 def names(document: Document, around: Around) -> Found:
     for number, line in enumerate(document.text.splitlines(), 1):
-        for verb, recipe in re.findall(r"(?:python -m rtrain|cluster submit\b.* --) ([a-z]+)(?: ([a-z][\w-]*))?", line):
+        for verb, recipe in re.findall(r"(?:python -m rtrain|cluster submit\b.* --) ([a-z]+)(?: ([a-z]\S*))?", line):
             if around.verbs and verb not in around.verbs:
                 yield number, f"rtrain has no verb {verb}", f"it has {', '.join(sorted(around.verbs))}"
-            elif verb in ("train", "tune") and recipe and recipe not in config.recipe_names():
+            elif verb in ("train", "tune") and re.fullmatch(r"[\w-]+", recipe) and recipe not in config.recipe_names():
                 yield number, f"there is no recipe {recipe}", f"there are {', '.join(config.recipe_names())}"
 
 

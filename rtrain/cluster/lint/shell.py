@@ -114,17 +114,25 @@ class Install:
     """All that follows `install`."""
 
 
-VALUED = ("-c", "--constraint", "-r", "--requirement", "-i", "--index-url", "--extra-index-url", "-t", "--target")
+FILES = ("-c", "--constraint", "-r", "--requirement")
+VALUED = (
+    *FILES,
+    *("-i", "--index", "--index-url", "--extra-index-url", "--torch-backend", "-f", "--find-links", "--trusted-host"),
+    *("-t", "--target", "--prefix", "--root", "-p", "--python", "--cache-dir", "--timeout", "--retries", "--proxy"),
+)
+"""Options of `pip install` and `uv pip install` that a word follows."""
+REDIRECTED = r"\s\d*(?:>>?|<)(?:&\d|\s*\S+)?"
 
 
 def installs(document: Document) -> Iterator[Install]:
     for command in commands(document):
-        for _, tail in re.findall(r"(pip3?|uv pip)\s+install\s([^;&|\n]*)", command.text):
+        text = re.sub(REDIRECTED, " ", command.text)
+        for _, tail in re.findall(r"(pip3?|uv pip)\s+install\s([^;&|\n]*)", text):
             listed = words(tail)
             packages, skip = [], False
             for word in listed:
                 if not skip and not word.startswith("-"):
                     packages.append(word)
                 skip = word in VALUED
-            constrained = any(word.split("=")[0] in VALUED[:4] for word in listed)
+            constrained = any(word.split("=")[0] in FILES for word in listed)
             yield Install(command, tuple(packages), constrained, tuple(listed))
