@@ -1,0 +1,130 @@
+"""What leaves a connection of the replica's server, write by write."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from serve.front import joined
+
+
+class Transport(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
+        self.written: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: Any) -> None:
+        assert not self.closed
+        self.written.append(bytes(data))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+async def application(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the body that it was sent, in pieces where that has several words."""
+    more, body = True, b""
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message["more_body"]
+    sized = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": sized})
+    if body == b"fail":
+        raise RuntimeError(scope["path"])
+    pieces = body.split(b" ")
+    for number, piece in enumerate(pieces, 1):
+        last = number == len(pieces)
+        await send({"type": "http.response.body", "body": piece + b" " * (not last), "more_body": not last})
+
+
+def asked(*requests: bytes) -> Transport:
+    """The connection, once these bytes have come over it and were answered."""
+
+    async def main() -> Transport:
+        config = uvicorn.Config(application, http=joined.Protocol, ws="none", lifespan="off", log_level="critical")
+        config.load()
+        transport = Transport()
+        protocol = joined.Protocol(config=config, server_state=ServerState(), app_state={})
+        protocol.connection_made(transport)
+        for request in requests:
+            protocol.data_received(request)
+            for _ in range(50):  # turns of the loop: more than these answers take
+                await asyncio.sleep(0)
+        if not transport.closed:
+            protocol.shutdown()
+        return transport
+
+    return asyncio.run(main())
+
+
+def request(method: str, body: bytes = b"", *more: str) -> bytes:
+    lines = [f"{method} /predict HTTP/1.1", "host: here", f"content-length: {len(body)}", *more, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def test_head_and_body_of_an_answer_leave_in_one_write_on_a_connection_that_is_kept() -> None:
+    found = asked(request("POST", b"hello"), request("POST"), request("POST", b"bye"))
+    assert len(found.written) == 3
+    for text, body in zip(found.written, (b"hello", b"", b"bye"), strict=True):
+        assert text.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert text.partition(b"\r\n\r\n")[2] == body
+    assert found.closed
+
+
+def test_a_body_in_pieces_begins_with_the_head_and_holds_nothing_back() -> None:
+    found = asked(request("POST", b"one two three")).written
+    assert [text.rpartition(b"\r\n")[2] for text in found] == [b"one ", b"two ", b"three"]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_who_looks_gets_the_head_at_once(method: str) -> None:
+    found = asked(request(method)).written
+    assert found[0].startswith(b"HTTP/1.1 200 OK\r\n")
+    assert found[0].endswith(b"\r\n\r\n")
+    assert b"".join(found[1:]) == b""
+
+
+def test_a_client_that_asks_first_whether_it_may_send_is_told_at_once() -> None:
+    whole = request("POST", b"hello", "expect: 100-continue")
+    found = asked(whole[:-5], whole[-5:]).written
+    assert found[0] == b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert found[1].endswith(b"\r\n\r\nhello")
+    assert len(found) == 2
+
+
+def test_an_answer_that_fails_after_its_head_is_cut_as_before() -> None:
+    found = asked(request("POST", b"fail"))
+    [text] = found.written
+    assert text.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert text.endswith(b"\r\n\r\n")
+    assert found.closed
+
+
+def test_what_is_no_request_is_refused_first_and_after_an_answer() -> None:
+    for before in ((), (request("POST", b"hello"),)):
+        found = asked(*before, b"no request at all\r\n\r\n")
+        assert len(found.written) == len(before) + 1
+        assert found.written[-1].startswith(b"HTTP/1.1 400 ")
+        assert found.closed
+
+
+def test_requests_that_come_together_are_answered_in_their_order() -> None:
+    found = asked(request("HEAD") + request("POST", b"one") + request("GET") + request("POST", b"two"))
+    text = b"".join(found.written)
+    assert text.count(b"HTTP/1.1 200 OK") == 4
+    assert [part.rpartition(b"\r\n")[2] for part in text.split(b"HTTP/1.1 200 OK")[1:]] == [b"", b"one", b"", b"two"]
