@@ -7,7 +7,6 @@ address, another proxy should stand there.
 
 import asyncio
 import importlib
-import socket
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -27,7 +26,7 @@ from serve.declared import most_requests
 from serve.desk import build_desk
 from serve.door import guard
 from serve.front import direct, joined
-from serve.front.address import Address, free_address
+from serve.front.address import Address, free_address, listening
 from serve.models import Models
 from serve.watching import tracing
 
@@ -62,8 +61,7 @@ def run(artifacts: Mapping[str, Path], settings: Serve, tell: Callable[[Address]
 
 async def _run(artifacts: Mapping[str, Path], settings: Serve, tell: Callable[[Address], None]) -> None:
     address = replace(free_address(settings.host, settings.port), tls=settings.tls_cert is not None)
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    with socket.create_server((address.host, address.port), family=family, backlog=BACKLOG) as bound:
+    with listening(address.host, address.port, BACKLOG) as bound:
         models = application(settings, list(artifacts))
         await models.become({name: str(folder.resolve()) for name, folder in artifacts.items()})
         server = uvicorn.Server(_configured(models, settings, len(artifacts)))

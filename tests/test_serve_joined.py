@@ -1,6 +1,7 @@
 """What leaves a connection of the replica's server, write by write."""
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from serve.front import joined
+from serve.front.address import free_address, listening
 
 
 class Transport(asyncio.Transport):
@@ -128,3 +130,11 @@ def test_requests_that_come_together_are_answered_in_their_order() -> None:
     text = b"".join(found.written)
     assert text.count(b"HTTP/1.1 200 OK") == 4
     assert [part.rpartition(b"\r\n")[2] for part in text.split(b"HTTP/1.1 200 OK")[1:]] == [b"", b"one", b"", b"two"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_what_is_written_to_a_connection_leaves_at_once(host: str) -> None:
+    """asyncio asks for it of sockets that say they are TCP alone, and a listener of Python's own does not say so."""
+    port = free_address(host, 0).port
+    with listening(host, port) as bound, socket.create_connection((host, port)), bound.accept()[0] as taken:
+        assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1

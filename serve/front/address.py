@@ -59,6 +59,16 @@ def free_address(host: str, port: int) -> Address:
         raise UserError(f"cannot listen on {host}, port {port}: {reason}; correct serve.host or serve.port") from None
 
 
+def listening(host: str, port: int, backlog: int | None = None) -> socket.socket:
+    """A socket that takes connections. What is written to them leaves at once: asyncio sees to that for sockets that
+    say they are TCP, which those of `create_server` do not, and a second write would wait 40 ms for the client's
+    word that it has the first one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.create_server((host, port), family=family, backlog=backlog)
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections have it from their listener
+    return found
+
+
 def _in_use(host: str, port: int) -> str:
     """What holds a port, where it is an endpoint of ours, and which one is free instead."""
     model = _model_at(Address(host, port))

@@ -7,7 +7,6 @@ refused; and one whose client has gone is cancelled, so that the engine does not
 """
 
 import asyncio
-import socket
 from typing import Any
 
 import uvicorn
@@ -18,6 +17,7 @@ from rtrain.ray_internals import ReplicaServer
 from serve.door import guard
 from serve.envelope import HAS_LEFT
 from serve.front import joined
+from serve.front.address import listening
 from serve.front.haproxy import MOST_LOOKS
 from serve.schema import RequestError
 
@@ -58,9 +58,8 @@ async def _serving(given: ReplicaServer, application: ASGIApp) -> tuple[Any, Any
         log_config=None,
     )
     server = uvicorn.Server(config)
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
-        bound = socket.create_server((options.host, options.port), family=family)
+        bound = listening(options.host, options.port)
     except OSError as error:  # Ray tries another port
         raise RuntimeError(f"cannot listen on {options.host}, port {options.port}") from error
     return given.loop.create_task(server.serve(sockets=[bound])), server
