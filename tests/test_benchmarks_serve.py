@@ -111,6 +111,7 @@ def test_ratios_are_made_within_a_round() -> None:
     found: dict[str, Any] = {
         "raw": rounds(10, 100, 10),
         "rtrain": rounds(20, 100, 10),
+        "alone": rounds(5, 50, 5),
         "stock": rounds(5, 25, 5),
         "uvicorn": rounds(10, 100, 10),
         "pipeline": rounds(2, 10, 2),
@@ -119,6 +120,7 @@ def test_ratios_are_made_within_a_round() -> None:
     assert [ratios[name] for name in ("rps_vs_raw", "vs_stock_serve", "vs_uvicorn", "vs_hf_pipeline")] == [1, 4, 1, 10]
     assert ratios["rps_vs_raw_all_labels"] == 0.5
     assert ratios["overhead_ms_p50"] == 0
+    assert ratios["alone_overhead_ms_p50"] == 1 / 5 - 1 / 10
     assert "vs_stock_serve         2.50     4.00      4.000" in table({"beside": ratios})
 
 
@@ -133,6 +135,7 @@ def test_all_sides_are_asked_for_the_best_label() -> None:
 def test_a_side_is_started_on_its_port() -> None:
     found = sides.sides_of(Path("int8"), Path("float"), ["serve.threads=2"])
     assert found["rtrain"].started_at(7)[-5:] == ["--ungated", "--set", "serve.threads=2", "--port", "7"]
+    assert found["alone"].started_at(7)[-6:] == ["--ungated", "--alone", "--set", "serve.threads=2", "--port", "7"]
     assert found["pipeline"].started_at(7)[-3:] == ["pipeline", "float", "7"]
 
 

@@ -3,7 +3,8 @@
 STUDENT is an int8 artefact, PARENT the float artefact that it comes from; without them both are made of the embedded
 messages first. Server and client are pinned to a core each.
 
-beside    one connection and sixteen: rtrain serve, stock Ray Serve, uvicorn, a Transformers pipeline, the engine alone
+beside    one connection and sixteen: rtrain serve, the same --alone, stock Ray Serve, uvicorn, a Transformers pipeline,
+          the engine by itself
 tail      p99 over p50 at 70 % load, in an open loop
 shadow    p99 while a candidate answers a fifth of the texts too, over p99 without
 overload  4 and 20 times the load: answers, rejections, memory

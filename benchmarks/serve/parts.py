@@ -87,6 +87,7 @@ def ratios(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     }
     return {
         "overhead_ms_p50": middle(lambda one: one["rtrain"]["p50_ms"] - one["raw"]["p50_ms"]),
+        "alone_overhead_ms_p50": middle(lambda one: one["alone"]["p50_ms"] - one["raw"]["p50_ms"]),
         **{name: middle(lambda one, of=of: one["rtrain"]["rps"] / one[of]["rps"]) for name, of in over.items()},  # type: ignore[misc]
         "rps_vs_raw_all_labels": middle(lambda one: one["rtrain"]["rps_all_labels"] / one["raw"]["rps"]),
         "errors": sum(row.get("errors", 0) for row in found["rtrain"]),

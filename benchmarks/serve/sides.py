@@ -42,12 +42,13 @@ class Side:
 
 
 def sides_of(student: Path, parent: Path, settings: Sequence[str] = ()) -> dict[str, Side]:
-    """All sides by name. `student` is the int8 artefact that four of them serve, `parent` the float model."""
+    """All sides by name. `student` is the int8 artefact that five of them serve, `parent` the float model."""
     own = (sys.executable, "-m", "rtrain", "serve", str(student), "--ungated")
     given = tuple(word for one in settings for word in ("--set", one))
     peer = (sys.executable, "-m", "benchmarks.serve.peers")
     return {
         "rtrain": Side((*own, *given), port_option=True),
+        "alone": Side((*own, "--alone", *given), port_option=True),
         "stock": Side((*peer, "stock", str(student))),
         "uvicorn": Side((*peer, "uvicorn", str(student))),
         "pipeline": Side((*peer, "pipeline", str(parent))),
