@@ -87,6 +87,7 @@ def settings(made: Artifact, overrides: Mapping[str, Any]) -> Data:
     data = dict(made.data)
     if files.tells_format(str(overrides.get("data.path", ""))):
         data["format"] = None
+    data["split_by"] = None  # nothing is split
     document = {"name": made.name, "task": made.task, "data": data}
     return parse(document, overrides).recipe.data
 

@@ -155,3 +155,17 @@ def test_answers_are_not_written_where_they_would_be_read_as_rows(tmp_path: Path
         refuse_among_rows(found, data, tmp_path / "rows" / "answers.jsonl")
     if rows == "rows/*.csv":
         refuse_among_rows(found, data, tmp_path / "rows" / "more" / "answers.csv")
+
+
+def test_names_that_are_no_unicode_get_a_question_mark_and_stay_apart(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes("text,Gr\u00f6\u00dfe,Gr\u00fc\u00dfe\nhello,1,2\n".encode("latin-1"))
+    found = table(written(path, "parquet"))
+    assert (found["Gr??e"], found["Gr??e (2)"]) == (["1"], ["2"])
+
+
+def test_numbers_of_several_widths_stay_numbers() -> None:
+    """As files of one address may have them, one each."""
+    assert columns.common(pa.int32(), pa.int64()) == columns.common(pa.uint8(), pa.int16()) == pa.int64()
+    assert columns.common(pa.float32(), pa.float64()) == pa.float64()
+    assert columns.common(pa.uint64(), pa.int64()) == pa.string()  # no integer of 64 bits holds both

@@ -195,7 +195,9 @@ def test_any_csv_is_rows_or_reasons(made: Path, shape: str, fuzzed: list[Mapping
     with path.open("w", encoding="utf-8", errors="surrogatepass", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        writer.writerows({name: values.string(value) for name, value in row.items()} for row in rows)
+        for row in rows:  # a list of words that is written as JSON is refused
+            written = {name: values.string(value) for name, value in row.items()}
+            writer.writerow({**written, "text": values.text_of(row["text"])})
     check(store_of(made, shape, path), len(rows), packs=shape == "masked_lm")
 
 

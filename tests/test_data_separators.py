@@ -174,3 +174,17 @@ def test_a_student_reads_its_teacher_s_rows_as_the_teacher_did(tmp_path: Path) -
     recipe = recipe_of(tmp_path, SEVERAL * 2)
     student = recipe.model_copy(update={"distill": recipe.distill.model_copy(update={"teacher": "abc"})})
     assert looked_at(student) == Found(0, 0, ())
+
+
+@pytest.mark.parametrize("lists", [["[]"] * 3, ['["Delivery", "Other"]'], []])
+def test_a_few_lists_do_not_hide_the_separator_of_the_others(lists: list[str], tmp_path: Path) -> None:
+    """Rows without a label are often empty lists."""
+    labels = [*SEVERAL * 4, *lists]
+    recipe = config.load("intent", {"task": "multi_label", "data.path": str(write_rows(tmp_path / "a.csv", []))}).recipe
+    found = seen(labels)
+    assert not found.by_lists
+    assert separators.told(recipe, found) is not None
+    assert separators.late_problem(recipe, Counter(labels)) is not None
+    most = seen([*labels, *['["Delivery", "Other"]'] * 40])
+    assert most.by_lists
+    assert separators.told(recipe, most) is separators.late_problem(recipe, Counter()) is None

@@ -129,3 +129,14 @@ def test_a_first_column_that_counts_the_words_is_refused() -> None:
     assert sentence.reason is not None
     assert sentence.reason.startswith("its first column counts the words; write the words in the first column")
     assert next(conll.read(io.BytesIO(b"1\tO\n2\tO\n3\tO\n"))).reason is None  # a text of numbers
+
+
+def test_sentences_that_are_to_be_answered_need_no_tags() -> None:
+    def words(content: bytes) -> list[tuple[tuple[str, ...], tuple[str, ...], str | None]]:
+        found = conll.read(io.BytesIO(content), labelled=False)
+        return [(one.tokens, one.tags, one.reason) for one in found]
+
+    assert words(b"EU\nrejects\n\nPeter\n") == [(("EU", "rejects"), (), None), (("Peter",), (), None)]
+    assert words(b"EU _\nrejects _\n") == [(("EU", "rejects"), ("_", "_"), None)]
+    assert words(b"EU I-ORG\nrejects O\n") == [(("EU", "rejects"), ("B-ORG", "O"), None)]
+    assert words(b"EU x y\nrejects\n")[0][2] is not None  # a line of other columns stays a bad one

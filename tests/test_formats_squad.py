@@ -251,3 +251,13 @@ def test_a_large_article_is_tried_a_few_times_only(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(squad._Text, "more", counted)
     assert len(read(document(question(answers=[], is_impossible=True), context="x" * 1_000_000))) == 1
     assert len(tries) < 25
+
+
+def test_answers_of_questions_that_are_to_be_answered_are_not_looked_at() -> None:
+    document = {"data": [{"title": "t", "paragraphs": [{"context": "hello world", "qas": [
+        {"id": "1", "question": "who", "answers": [{"text": "world", "answer_start": 7}]}
+    ]}]}]}  # fmt: skip
+    content = json.dumps(document).encode()
+    assert [row.reason for row in squad.read(io.BytesIO(content), False)] == [None]
+    [row] = squad.read(io.BytesIO(content), True)
+    assert row.reason is not None

@@ -246,3 +246,26 @@ def test_a_parquet_file_without_rows_and_pages_is_read_beside_others(tmp_path: P
     pyarrow.parquet.write_table(schema.empty_table(), tmp_path / "0.parquet", use_dictionary=False)
     pyarrow.parquet.write_table(pa.table({"text": ["a"], "label": ["b"]}), tmp_path / "1.parquet")
     assert [record.text for record in read(Data(path=str(tmp_path)))] == ["a"]
+
+
+def test_rows_stay_together_by_a_name_with_blanks_and_by_a_number_of_any_kind(tmp_path: Path) -> None:
+    pa.parquet.write_table(pa.table({"text": ["a", "b"], "label": ["x", "y"], "doc": [7, 8]}), tmp_path / "a.parquet")
+    gap = pa.table({"text": ["c", "d"], "label": ["x", "y"], "doc": [7.0, None]})
+    pa.parquet.write_table(gap, tmp_path / "b.parquet")
+    (tmp_path / "c.csv").write_text("text,label,doc\ne,x,7 \nf,y, 7\ng,y,7.5\n")
+    found = read(Data(path=str(tmp_path), split_by="doc"))
+    assert [record.group for record in found] == ["7", "8", "7", "", "7", "7", "7.5"]
+
+
+@pytest.mark.parametrize("format", ["csv", "parquet"])
+def test_a_test_file_needs_no_column_by_which_nothing_is_split(tmp_path: Path, format: str) -> None:
+    rows = {"text": ["a"], "label": ["x"]}
+    (tmp_path / "train.csv").write_text("text,label,doc\nb,y,1\n")
+    if format == "csv":
+        (tmp_path / "test.csv").write_text("text,label\na,x\n")
+    else:
+        pa.parquet.write_table(pa.table(rows), tmp_path / "test.parquet")
+    data = Data(path=str(tmp_path / "train.csv"), test=str(tmp_path / f"test.{format}"), split_by="doc")
+    assert [(record.text, record.group, record.reason) for record in read(data)] == [("b", "1", None), ("a", "", None)]
+    [problem] = problems(Data(path=data.test, split_by="doc"))
+    assert problem.field == "data.split_by"

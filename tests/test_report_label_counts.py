@@ -111,3 +111,11 @@ def test_a_search_says_it_once() -> None:
     event = {"kind": "labels", "of": "questions", "rows": 1200, "answered": 1000}
     assert said.of({**event, "trial": 0}) == "1,200 questions, 200 of them without an answer in what is read"
     assert said.of({**event, "trial": 1}) is None
+
+
+def test_labels_that_look_the_same_are_told() -> None:
+    names = ["Caf\u00e9", "Cafe\u0301", "Tee", "tee", "Tee\u200b", "Bar x", "Bar  x", "C++", "C#", "C"]
+    found = label_counts.alike(names)
+    assert found == [["Caf\u00e9", "Cafe\u0301"], ["Tee", "tee", "Tee\u200b"], ["Bar x", "Bar  x"]]
+    event = {"of": "labels", "number": 2, "most": [["Tee", 2], ["tee", 1]], "rarest": [], "alike": [["Tee", "tee"]]}
+    assert said.labels(event).endswith("; labels that look alike, and are learned as different ones: 'Tee' and 'tee'")

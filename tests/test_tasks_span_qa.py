@@ -300,3 +300,14 @@ def test_questions_over_http(tmp_path: Path) -> None:
     )
     [answer] = silent([asked])
     assert (answer["answer"], answer["start"], answer["end"]) == ("", 0, 0)
+
+
+def test_an_answer_does_not_begin_with_the_blank_before_its_first_word() -> None:
+    """As the tokens of some tokenizers do, DeBERTa's among them."""
+    context = "Maria Lund built it in Rotterdam."
+    spans = [(0, 0), (0, 0), (0, 5), (5, 10), (22, 32), (32, 33)]
+    row = Encoded([0] * 6, [Window(6, 2)], False, spans)
+    output = np.zeros((6, 2), np.float32)
+    output[4, :], output[0, :] = 9, -5
+    [found] = TASK.decode([output], [{"question": "where", "context": context}], [row], HEAD, {})
+    assert (found["answer"], found["start"], found["end"]) == ("Rotterdam", 23, 32)

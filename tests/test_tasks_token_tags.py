@@ -261,3 +261,12 @@ def test_entities_over_http_have_their_characters(tmp_path: Path) -> None:
             assert 0 < entity["score"] <= 1
     scored = score.run(folder, config.load("entities", {"data.path": str(write(tmp_path / "a.conll"))}).recipe.data)
     assert (scored["rows"], scored["bad_rows"]) == (120, 1)
+
+
+def test_words_that_are_a_list_written_as_text_are_refused() -> None:
+    """As csv has them that was written from lists: the brackets would become words."""
+    reason = TASK.flaw('["EU", "rejects"]', None, '["B-ORG", "O"]')
+    assert reason is not None
+    assert "a list written as text" in reason
+    assert TASK.flaw("[ EU", None, '["O", "B-ORG"]') is None
+    assert TASK.flaw('["EU"]', None, "O") is None  # a word of its own, with a tag of its own

@@ -17,7 +17,7 @@ import pyarrow as pa
 from rtrain.data import records
 from rtrain.data.formats import readers
 from rtrain.data.formats.files import Piece
-from rtrain.data.formats.values import string
+from rtrain.data.formats.values import printable, string
 from rtrain.tasks.base import Column
 
 REASON = Column("reason", str, lambda reason: reason)
@@ -51,7 +51,18 @@ class Layout:
 
     @property
     def schema(self) -> pa.Schema:
-        return pa.schema([*self.given.items(), *self.added.items()])
+        return pa.schema(list(zip(self.names, (*self.given.values(), *self.added.values()), strict=True)))
+
+    @property
+    def names(self) -> list[str]:
+        """The columns' names as Arrow can hold them, each unlike the others."""
+        found: list[str] = []
+        for name in (*self.given, *self.added):
+            valid, number = printable(name), 1
+            while (chosen := valid if number == 1 else f"{valid} ({number})") in found:
+                number += 1
+            found.append(chosen)
+        return found
 
 
 def layout(given: Mapping[str, pa.DataType], answer: Sequence[Column]) -> Layout:
@@ -114,6 +125,10 @@ def common(one: pa.DataType, other: pa.DataType) -> pa.DataType:
         return pa.list_(common(one.value_type, other.value_type))
     if {one, other} == {pa.int64(), _LARGE}:
         return _LARGE
+    if pa.types.is_integer(one) and pa.types.is_integer(other) and pa.uint64() not in (one, other):
+        return pa.int64()
+    if pa.types.is_floating(one) and pa.types.is_floating(other):
+        return pa.float64()
     return pa.float64() if {one, other} == {pa.int64(), pa.float64()} else pa.string()
 
 

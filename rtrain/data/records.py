@@ -131,7 +131,7 @@ def inspect(data: Data, root: Path | None = None, begun: bool = False) -> Source
                 seen = _columns(field, piece)
                 columns = columns or seen
                 name = uri if files.is_hub_name(uri, data.format) else Path(path_of(piece.uri)).name
-                problems += _missing(data, seen, name)
+                problems += _missing(data, seen, name, piece.role)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -196,9 +196,9 @@ def _header(field: str, piece: Piece) -> list[str]:
         return list(readers.arrow_schema(file, piece.format).names)
 
 
-def _missing(data: Data, columns: tuple[str, ...], name: str) -> list[Problem]:
+def _missing(data: Data, columns: tuple[str, ...], name: str, role: str) -> list[Problem]:
     problems = []
-    for field, column in _columns_named(data):
+    for field, column in _columns_named(data, role):
         if column not in columns:
             meant = _meant(column, columns)
             setting = shlex.quote(_setting(data, field, column, meant) if meant else f"data.{field}=COLUMN")
@@ -225,10 +225,11 @@ def _meant(name: str, columns: tuple[str, ...]) -> str | None:
     return folded[near[0]] if near else None
 
 
-def _columns_named(data: Data) -> list[tuple[str, str]]:
-    """(setting, column) for every column that the settings name."""
+def _columns_named(data: Data, role: str) -> list[tuple[str, str]]:
+    """(setting, column) for every column that the settings name; `role` is that of the file. Rows of a validation or
+    test file are not split."""
     found = [("text", data.text), *([("text_pair", data.text_pair)] if data.text_pair else [])]
-    found += [("split_by", data.split_by)] if data.split_by else []
+    found += [("split_by", data.split_by)] if data.split_by and role == "train" else []
     found += [("split", data.split)] if data.split else []
     return found + [("label", name) for name in data.labels] + [("slices", name) for name in data.slices]
 
@@ -286,11 +287,11 @@ def raw(
         for line, document in readers.json_rows(file, part.before):
             yield line, document if isinstance(document, dict) else "not a JSON object; write one object a line"
     elif piece.format == "conll":
-        yield from readers.conll_rows(file)
+        yield from readers.conll_rows(file, bool(data.labels))
     elif piece.format == "squad":
         yield from readers.squad_rows(file, bool(data.labels))
     else:
-        named = list(dict.fromkeys(column for _, column in _columns_named(data)))
+        named = list(dict.fromkeys(column for _, column in _columns_named(data, piece.role)))
         yield from enumerate(readers.arrow_rows(file, piece.format, named, part), start=part.before + 1)
 
 
@@ -305,16 +306,24 @@ def checked(line: int, row: Mapping[str, Any] | str, data: Data) -> Record:
 
 
 def _record(line: int, row: Mapping[str, Any], data: Data) -> Record:
-    # Most editors do not show a blank beside a label. It must not make a second class, so labels are stripped.
+    # Most editors do not show a blank beside a label. It must not make a second class, so labels are stripped; nor a
+    # second document beside the name of one.
     text, label = text_of(row.get(data.text)), _label(row, data)
     pair = None if data.text_pair is None else text_of(row.get(data.text_pair))
     slices = tuple(printable(string(row.get(name))) for name in data.slices)
-    group = None if data.split_by is None else string(row.get(data.split_by))
+    group = None if data.split_by is None else _name(row.get(data.split_by))
     split = None if data.split is None else string(row.get(data.split)).strip()
     reason = not_words(data, row) or _reason(data, text, pair, label)
     if split is not None and split.lower() not in ROLES:
         reason = reason or f"column {data.split!r} names no split ({quoted(split)}); write train, valid or test"
     return Record(line, text, pair, label, reason, slices, group, ROLES.get((split or "").lower()))
+
+
+def _name(value: Any) -> str:
+    """What rows are kept together by. A column of whole numbers with a gap is one of floats in a Parquet file, and not
+    in the next one."""
+    whole = isinstance(value, float) and value.is_integer()
+    return string(int(value) if whole else value).strip()
 
 
 def _label(row: Mapping[str, Any], data: Data) -> str:

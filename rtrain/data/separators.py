@@ -54,6 +54,12 @@ class Found(NamedTuple):
         safe = [one for one in self.candidates if one.safe]
         return safe[0] if len(safe) == 1 else None
 
+    @property
+    def by_lists(self) -> bool:
+        """Lists are how these rows have several labels: then a sign in a plain text is a part of its name. A few
+        lists, such as the empty ones of rows without a label, do not say so."""
+        return self.lists > max((one.rows for one in self.candidates), default=0)
+
 
 def found(labels: Mapping[str, int]) -> Found:
     """What the labels show; `labels` counts the rows of each different one."""
@@ -110,7 +116,7 @@ def _applies(recipe: Recipe) -> bool:
 
 def problems(recipe: Recipe, seen: Found) -> list[Problem]:
     """The problem of a task of several labels whose plain texts may hold several, and nobody can tell by which sign."""
-    if base.get(recipe.task).output != "labels" or seen.lists or seen.separator or not seen.candidates:
+    if base.get(recipe.task).output != "labels" or seen.by_lists or seen.separator or not seen.candidates:
         return []
     most = max(seen.candidates, key=lambda one: one.rows)
     reason = (
@@ -133,7 +139,7 @@ def late_problem(recipe: Recipe, labels: Mapping[str, int]) -> str | None:
         return None
     seen = found(labels)
     sign = seen.separator
-    if sign is None or seen.lists:
+    if sign is None or seen.by_lists:
         return None
     return (
         f"data.separator: {sign.rows:,} of {seen.rows:,} training labels hold {sign.sign!r} between several, e.g. "
@@ -147,7 +153,7 @@ def told(recipe: Recipe, seen: Found) -> dict[str, Any] | None:
     if not rows:
         return None
     if base.get(recipe.task).output == "labels":
-        if separator and not seen.lists:
+        if separator and not seen.by_lists:
             return {"what": "separator", **_of(separator, rows)}
         return None if seen.lists or seen.candidates else {"what": "single", "of": rows}
     if separator and separator.rows >= DOUBTFUL * rows:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.batch import Head, Int32s, Ragged
+from rtrain.batch import OUTSIDE, Head, Int32s, Ragged
 from rtrain.errors import UserError
 from rtrain.metrics import bootstrap, slices
 from rtrain.metrics.additive import Additive
@@ -171,6 +171,8 @@ def _slices(
     where = {one.value: one.rows for one in slices.groups(values, least, MOST_SLICES)}
     found = []
     for one in slices.by_column(values, scores, metric.headline, least=least, most=MOST_SLICES):
+        if "outside" in head.facts and (targets.take(where[one.value]).values == OUTSIDE).all():
+            continue  # the headline is of the rows inside of the classes, of which there are none
         document = {"value": one.value, "rows": one.rows, "scores": one.scores}
         if additive is not None:
             document["interval"] = _interval(additive, where[one.value], metric.headline)

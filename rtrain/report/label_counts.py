@@ -3,7 +3,8 @@
 Targets are read in blocks: the rows of a large store would take more memory as whole numbers than its process may use.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,8 @@ from rtrain.batch import Ints, Ragged
 from rtrain.data.stores.store import Store
 
 BLOCK_ROWS = 1 << 18
+MOST_ALIKE = 3
+"""Most groups of labels that look alike that are named."""
 MOST_NAMED, MOST, RAREST = 12, 6, 4
 """So many labels are named each with its count; of more, the most frequent and the rarest."""
 
@@ -42,9 +45,21 @@ def told(store: Store, output: str) -> list[dict[str, Any]]:
 def _named(names: Sequence[str], counts: Ints) -> dict[str, Any]:
     order = np.argsort(-counts, kind="stable")
     pairs = [[names[place], int(counts[place])] for place in order]
+    found = alike([name for name, _ in pairs])
+    told = {"number": len(pairs), **({"alike": found[:MOST_ALIKE]} if found else {})}
     if len(pairs) <= MOST_NAMED:
-        return {"number": len(pairs), "most": pairs, "rarest": []}
-    return {"number": len(pairs), "most": pairs[:MOST], "rarest": pairs[-RAREST:]}
+        return {**told, "most": pairs, "rarest": []}
+    return {**told, "most": pairs[:MOST], "rarest": pairs[-RAREST:]}
+
+
+def alike(names: Iterable[str]) -> list[list[str]]:
+    """Labels that a person takes for one: they differ in case, in blanks, in signs that are not shown, or in how
+    Unicode writes the same letter. They stay apart, since nobody knows whether that is meant."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        shown = "".join(sign for sign in unicodedata.normalize("NFKC", name) if unicodedata.category(sign) != "Cf")
+        groups.setdefault(" ".join(shown.casefold().split()), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def of_classes(store: Store) -> Ints:

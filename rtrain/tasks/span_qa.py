@@ -212,6 +212,8 @@ class SpanQA(Defaults):
             assert not isinstance(given, str)  # needs_pair
             best = _best(output, row.windows)
             start, end = row.spans[best.first][0], _end(given["context"], row.spans[best.last][1])
+            while start < end and given["context"][start].isspace():
+                start += 1  # DeBERTa's tokens, and others', begin at the blank before their word
             if best.margin <= threshold(head):
                 answers.append({"answer": "", "score": 1.0 - best.score, "start": 0, "end": 0})
             else:

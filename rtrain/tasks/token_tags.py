@@ -4,6 +4,7 @@ A word's tag is learned and answered at its first token. Texts are never cut: a 
 word is answered in the window in which it has the most text on both sides.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ class TokenTags(Defaults):
         """The text's words are separated by single blanks, as `records` joins a list of tokens."""
         if bad_label := flaw_of(_tags, label):
             return bad_label
+        if label.startswith("[") and _is_list(text):
+            return "its words are a list written as text; write jsonl or parquet, or words with blanks between them"
         tags, words = _tags(label), len(text.split(" "))
         if bad := [tag for tag in tags if not _TAG.fullmatch(tag)]:
             return f"tag {quoted(bad[0])} is not O, B-TYPE or I-TYPE; convert the tags to BIO"
@@ -219,6 +222,15 @@ def _tags(label: str) -> list[str]:
     if label.startswith("["):
         return listed(label, '["O", "B-PER"]')
     return label.split()
+
+
+def _is_list(text: str) -> bool:
+    """Whether a text is a JSON list of texts."""
+    try:
+        found = json.loads(text) if text.startswith("[") else None
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, list) and all(isinstance(one, str) for one in found)
 
 
 def _wide(logits: "torch.Tensor") -> "torch.Tensor":

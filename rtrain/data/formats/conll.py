@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple
 
+from rtrain.data.formats.values import printable
 from rtrain.errors import UserError
 
 _TAG = re.compile(r"O|[BI]-.+")
@@ -31,9 +32,11 @@ class _Bad(Exception):
     """Why a line cannot be used, and what to do."""
 
 
-def read(file: IO[bytes], token: int = 1, tag: int = -1) -> Iterator[Sentence]:
+def read(file: IO[bytes], token: int = 1, tag: int = -1, labelled: bool = True) -> Iterator[Sentence]:
     """The sentences of a file, in order. `token` and `tag` are columns, counted from 1 as cut and awk do; -1 is the
     last.
+
+    Where tags are not needed (`labelled`), those of a sentence stay as they are written, and a file may have none.
 
     The file's first line that has both columns says how many columns every line must have. Raises `UserError` for
     column 0.
@@ -45,21 +48,25 @@ def read(file: IO[bytes], token: int = 1, tag: int = -1) -> Iterator[Sentence]:
     for number, content in _lines(file):
         if not content.strip(" \t") or content.startswith("-DOCSTART-"):
             if start:
-                yield _sentence(start, tokens, tags, reason or _counted(tokens, columns))
+                yield _sentence(start, tokens, tags, reason or _counted(tokens, columns), labelled)
             start, tokens, tags, reason = 0, [], [], ""
             continue
         start = start or number
         try:
             values = content.split("\t") if "\t" in content else _SEPARATOR.split(content.strip(" "))
-            if len(values) < max(_needed(token), _needed(tag)) or len(values) != (columns or len(values)):
+            least = max(_needed(token), _needed(tag) if labelled else 1)
+            if len(values) < least or len(values) != (columns or len(values)):
                 raise _Bad(_ragged(len(values), columns, token, tag))
             columns = len(values)
             tokens.append(_token(values[_index(token)]))
-            tags.append(_tag(values[_index(tag)].strip(" ")))
+            if labelled:
+                tags.append(_tag(values[_index(tag)].strip(" ")))
+            elif len(values) >= max(2, _needed(tag)):
+                tags.append(printable(values[_index(tag)].strip(" ")))
         except _Bad as bad:
             reason = reason or f"line {number} {bad}"
     if start:
-        yield _sentence(start, tokens, tags, reason or _counted(tokens, columns))
+        yield _sentence(start, tokens, tags, reason or _counted(tokens, columns), labelled)
 
 
 def _counted(tokens: Sequence[str], columns: int) -> str:
@@ -85,10 +92,11 @@ def to_bio(tags: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _sentence(start: int, tokens: list[str], tags: list[str], reason: str) -> Sentence:
+def _sentence(start: int, tokens: list[str], tags: list[str], reason: str, labelled: bool) -> Sentence:
     if reason:
         return Sentence(start, (), (), reason)
-    return Sentence(start, tuple(tokens), to_bio(tags), None)
+    are_tags = labelled or all(_TAG.fullmatch(tag) for tag in tags)
+    return Sentence(start, tuple(tokens), to_bio(tags) if are_tags else tuple(tags), None)
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, str]]:

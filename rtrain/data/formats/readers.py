@@ -215,11 +215,11 @@ def _names_of(feature: Any) -> list[str] | None:
     return names if isinstance(names, list) else _names_of(feature.get("feature"))
 
 
-def conll_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+def conll_rows(file: IO[bytes], labelled: bool = True) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """(line, row) of each sentence; its columns `tokens` and `tags` are lists. A bad sentence gives its reason."""
     from rtrain.data.formats import conll
 
-    for sentence in conll.read(file):
+    for sentence in conll.read(file, labelled=labelled):
         yield sentence.line, sentence.reason or {"tokens": list(sentence.tokens), "tags": list(sentence.tags)}
 
 

@@ -95,7 +95,7 @@ def _question(line: int, where: str, title: str, context: str, question: Any, la
         raise _Bad("is_impossible is neither true nor false; correct it")
     if not isinstance(found := question.get("answers", None if labelled else []), list):
         raise _Bad('answers is missing or no list; write {"text", "answer_start"} objects, or [] with is_impossible')
-    answers = tuple(_answer(number, answer, context) for number, answer in enumerate(found))
+    answers = tuple(_answer(number, answer, context) for number, answer in enumerate(found) if labelled)
     if impossible and answers:
         raise _Bad("is_impossible is true, but there are answers; remove one of the two")
     if labelled and not impossible and not answers:

@@ -76,7 +76,10 @@ def labels(event: Event) -> str:
     several = ""
     if "per_row" in event:
         several = f", {event['per_row']:.2f} per row ({event['without']:,} rows have none)"
-    return f"{head}{event['number']} labels{several}: {named}"
+    # As Python writes them, without signs that are not shown: in other form they would look the same.
+    same = "; ".join(" and ".join(map(ascii, group)) for group in event.get("alike", ()))
+    doubt = f"; labels that look alike, and are learned as different ones: {same}" if same else ""
+    return f"{head}{event['number']} labels{several}: {named}{doubt}"
 
 
 def bad_rows(event: Event) -> str:
