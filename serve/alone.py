@@ -25,7 +25,7 @@ from serve.app import build_app
 from serve.declared import most_requests
 from serve.desk import build_desk
 from serve.door import guard
-from serve.front import direct, joined
+from serve.front import connection, direct
 from serve.front.address import Address, free_address, listening
 from serve.models import Models
 from serve.watching import tracing
@@ -80,7 +80,7 @@ def _configured(models: Models, settings: Serve, many: int) -> uvicorn.Config:
     usual = ReplicaServer(models, lambda change: None, options=None, loop=None)
     return uvicorn.Config(
         direct.Direct(models, usual, most),
-        http=joined.Protocol,
+        http=connection.Protocol,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(settings.deadline_s) + 1,
         ws="none",

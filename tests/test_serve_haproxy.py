@@ -108,7 +108,8 @@ def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
         *("acl full", "acl up", "acl v2", "acl health"),
         *("http-response set-var(proc.", "http-request set-var(txn.later)"),
         *("stick-table type integer size 1", "http-request track-sc0"),
-        *("http-request del-header x-haproxy-errors", "http-request set-header x-haproxy-errors"),
+        *("http-request del-header upgrade", "http-request del-header x-haproxy-errors"),
+        "http-request set-header x-haproxy-errors",
         *("http-response set-var(txn.theirs)", "http-after-response sc-inc-gpc"),
         *("http-request set-var(txn.began)", "http-request del-header x-haproxy-waited-ms"),
         *("http-request set-header x-haproxy-waited-ms", "http-after-response set-header "),
@@ -441,6 +442,25 @@ def test_a_replica_is_told_for_how_long_a_body_was_waited_for() -> None:
             assert 400 <= int(connection.getresponse().read()) < 5000
             connection.request("GET", "/", headers={haproxy.WAITED: "5000"})
             assert connection.getresponse().read() == b"none"
+
+
+class Asked(Replica):
+    """Answers for which protocol it was asked."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.answer(body + self.headers.get("upgrade", " none").encode())
+
+
+@pytest.mark.parametrize("name", ["foo", "websocket", "h2c"])
+def test_no_client_takes_a_replica_to_another_protocol(name: str) -> None:
+    """What follows the head would be read as requests there, on a connection that other clients get."""
+    headers = {"connection": "upgrade", "upgrade": name, "sec-websocket-key": "AAAAAAAAAAAAAAAAAAAAAA=="}
+    with serving(Asked) as server, proxy([server]) as (port, _, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("POST", "/predict", b"hello", headers)
+            assert connection.getresponse().read() == b"hello none"
 
 
 def test_a_header_larger_than_ours_may_be_comes_to_the_replica_which_says_so() -> None:

@@ -16,7 +16,7 @@ from rtrain import ray_internals
 from rtrain.ray_internals import ReplicaServer
 from serve.door import guard
 from serve.envelope import HAS_LEFT
-from serve.front import joined
+from serve.front import connection
 from serve.front.address import listening
 from serve.front.haproxy import MOST_LOOKS
 from serve.schema import RequestError
@@ -45,7 +45,7 @@ async def _serving(given: ReplicaServer, application: ASGIApp) -> tuple[Any, Any
     options = given.options
     config = uvicorn.Config(
         application,
-        http=joined.Protocol,
+        http=connection.Protocol,
         host=options.host,
         port=options.port,
         root_path=options.root_path,

@@ -72,6 +72,8 @@ def rewrite(text: str, front: Front, socket: Path) -> str:
     body = [
         "http-request set-var(txn.began) date(0,ms) if METH_POST",
         f"http-request wait-for-body time {front.body_s}s if METH_POST",
+        # A replica's parser would take its head for the whole request, and the body for others' requests.
+        "http-request del-header upgrade",
         f"http-request del-header {WAITED}",  # a client's
         f"http-request set-header {WAITED} %[date(0,ms),sub(txn.began)] if METH_POST",
     ]

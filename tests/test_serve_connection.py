@@ -9,7 +9,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from serve.front import joined
+from serve.front import connection
 from serve.front.address import free_address, listening
 
 
@@ -58,14 +58,14 @@ def asked(*requests: bytes) -> Transport:
     """The connection, once these bytes have come over it and were answered."""
 
     async def main() -> Transport:
-        config = uvicorn.Config(application, http=joined.Protocol, ws="none", lifespan="off", log_level="critical")
+        config = uvicorn.Config(application, http=connection.Protocol, ws="none", lifespan="off", log_level="critical")
         config.load()
         transport = Transport()
-        protocol = joined.Protocol(config=config, server_state=ServerState(), app_state={})
+        protocol = connection.Protocol(config=config, server_state=ServerState(), app_state={})
         protocol.connection_made(transport)
         for request in requests:
             protocol.data_received(request)
-            for _ in range(50):  # turns of the loop: more than these answers take
+            for _ in range(4000):  # turns of the loop: more than these answers take
                 await asyncio.sleep(0)
         if not transport.closed:
             protocol.shutdown()
@@ -123,6 +123,32 @@ def test_what_is_no_request_is_refused_first_and_after_an_answer() -> None:
         assert len(found.written) == len(before) + 1
         assert found.written[-1].startswith(b"HTTP/1.1 400 ")
         assert found.closed
+
+
+@pytest.mark.parametrize("protocol", ["websocket", "h2c", "foo"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_request_for_another_protocol_is_answered_and_its_body_is_no_request(protocol: str, apart: bool) -> None:
+    body = b"GET /smuggled HTTP/1.1\r\nhost: here\r\n\r\n"
+    whole = request("POST", body, "connection: upgrade, http2-settings", f"upgrade: {protocol}", "http2-settings: AAMA")
+    cut = len(whole) - len(body) if apart else len(whole)
+    found = asked(*(part for part in (whole[:cut], whole[cut:]) if part), request("POST", b"hello"))
+    texts = b"".join(found.written).split(b"HTTP/1.1 ")[1:]
+    assert [text[:3] for text in texts] == [b"200", b"200"]
+    assert [text.partition(b"\r\n\r\n")[2] for text in texts] == [body, b"hello"]
+
+
+def test_many_requests_for_other_protocols_at_once_are_each_answered() -> None:
+    one = request("POST", b"hi", "connection: upgrade", "upgrade: foo")
+    chunked = one.replace(b"content-length: 2", b"transfer-encoding: chunked").replace(b"hi", b"2\r\nhi\r\n0\r\n\r\n")
+    found = b"".join(asked(b"".join([one, chunked] * 100)).written)
+    assert found.count(b"HTTP/1.1 200 OK") == found.count(b"\r\n\r\nhi") == 200
+
+
+def test_a_tunnel_is_refused() -> None:
+    found = asked(b"CONNECT here:80 HTTP/1.1\r\nhost: here\r\n\r\nGET / HTTP/1.1\r\nhost: here\r\n\r\n")
+    [text] = found.written
+    assert text.startswith(b"HTTP/1.1 400 ")
+    assert found.closed
 
 
 def test_requests_that_come_together_are_answered_in_their_order() -> None:
