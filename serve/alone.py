@@ -7,8 +7,9 @@ address, another proxy should stand there.
 
 import asyncio
 import importlib
+import socket
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from serve.declared import most_requests
 from serve.desk import build_desk
 from serve.door import guard
 from serve.front import connection, direct
-from serve.front.address import Address, free_address, listening
+from serve.front.address import Address, free_address, listening, refuse_grpc_port
 from serve.models import Models
 from serve.watching import tracing
 
@@ -46,6 +47,10 @@ def check(settings: Serve) -> None:
     if settings.ingress == "haproxy":
         reason = "--alone answers without a proxy"
         found.append(Problem("serve.ingress", "haproxy", reason, "write auto, or leave out --alone"))
+    for name in ("gpus", "labels"):
+        if value := getattr(settings, name):
+            reason = "--alone answers with the processor of this machine"
+            found.append(Problem(f"serve.{name}", value, reason, "leave it out, or leave out --alone"))
     if found:
         raise ConfigError(found)
     tracing.check(settings)
@@ -61,18 +66,24 @@ def run(artifacts: Mapping[str, Path], settings: Serve, tell: Callable[[Address]
 
 async def _run(artifacts: Mapping[str, Path], settings: Serve, tell: Callable[[Address], None]) -> None:
     address = replace(free_address(settings.host, settings.port), tls=settings.tls_cert is not None)
+    refuse_grpc_port(settings.host, settings.grpc_port)
     with listening(address.host, address.port, BACKLOG) as bound:
         models = application(settings, list(artifacts))
         await models.become({name: str(folder.resolve()) for name, folder in artifacts.items()})
         server = uvicorn.Server(_configured(models, settings, len(artifacts)))
-        serving = asyncio.create_task(server.serve(sockets=[bound]))
+        serving = asyncio.create_task(_serve(server, bound))
         while not server.started and not serving.done():
             await asyncio.sleep(STARTED_S)
         if server.started:
             tell(address)
         await serving
         if not server.started:
-            raise UserError("the HTTP server did not start")
+            raise UserError("the HTTP server did not start; a port of the endpoint's may have been taken meanwhile")
+
+
+async def _serve(server: uvicorn.Server, bound: socket.socket) -> None:
+    with suppress(SystemExit):  # uvicorn's word for that the application could not start
+        await server.serve(sockets=[bound])
 
 
 def _configured(models: Models, settings: Serve, many: int) -> uvicorn.Config:
@@ -84,6 +95,7 @@ def _configured(models: Models, settings: Serve, many: int) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(settings.deadline_s) + 1,
         ws="none",
+        lifespan="on",  # by itself uvicorn takes an error in it, as of a port of gRPC's in use, for none at all
         proxy_headers=False,
         server_header=False,
         access_log=False,
@@ -109,7 +121,7 @@ def application(settings: Serve, names: list[str]) -> Models:
             return nullcontext()
         grpc = importlib.import_module("serve.grpc")  # its libraries are an extra
         opened: AbstractAsyncContextManager[Any] = grpc.serving(
-            models, settings, settings.grpc_port, door, len(models.names)
+            models, settings, settings.grpc_port, door, len(models.names), shared=False
         )
         return opened
 

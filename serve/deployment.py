@@ -40,7 +40,7 @@ from serve.change.rollout import Rollout
 from serve.declared import most_replicas, most_requests
 from serve.door import access
 from serve.front import ingress
-from serve.front.address import Address, free_address
+from serve.front.address import Address, free_address, refuse_grpc_port
 from serve.replica import Replica
 from serve.watching import tracing
 
@@ -169,9 +169,7 @@ def start(
     if _controller() is not None:
         raise UserError("this Ray runs Ray Serve already; close that endpoint first, or start a Ray of your own")
     address = replace(free_address(settings.host, settings.port), tls=settings.tls_cert is not None)
-    if settings.grpc_port and not Address(settings.host, settings.grpc_port).is_free():
-        place = f"port {settings.grpc_port} on {settings.host} is in use"
-        raise UserError(f"serve.grpc_port: {place}; end the program that has it, or write another port")
+    refuse_grpc_port(settings.host, settings.grpc_port)
     if chosen is None:
         front = ingress.choose(settings, most_requests(settings, len(artifacts)), most_replicas(settings), tell)
         environment = {"runtime_env": {"env_vars": ingress.variables(front)}}

@@ -69,16 +69,25 @@ class Desk(Protocol):
 
 @asynccontextmanager
 async def serving(
-    desk: Desk, settings: Serve, port: int, door: "keys.Door | None" = None, models: int = 1
+    desk: Desk,
+    settings: Serve,
+    port: int,
+    door: "keys.Door | None" = None,
+    models: int = 1,
+    shared: bool = True,
 ) -> AsyncIterator[int]:
     """Listen while the context is open; gives the port. At its end requests in progress are answered first. `door` asks
     for keys, in the metadata `authorization`; with a certificate clients encrypt. `models`: how many answer.
+    `shared`: replicas listen at the same port, among which the system deals connections.
 
     Raises RuntimeError where the port is in use.
     """
     host = settings.host
     server = grpc.aio.server(
-        options=[("grpc.max_receive_message_length", settings.max_body_bytes + OVERHEAD_BYTES)],
+        options=[
+            ("grpc.max_receive_message_length", settings.max_body_bytes + OVERHEAD_BYTES),
+            ("grpc.so_reuseport", int(shared)),
+        ],
         # As many as reach the HTTP application; more are answered RESOURCE_EXHAUSTED.
         maximum_concurrent_rpcs=(settings.max_queue_rows + 2 * settings.max_batch_rows) * models,
     )

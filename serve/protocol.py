@@ -120,11 +120,14 @@ class InferRequest(Open):
         return asked or [name for name in had if name not in RANKED]
 
     def asks(self, wanted: Collection[str], labels: int) -> dict[str, Any]:
-        """The parameters of `Task.decode`, of a model of so many labels: as many of each text as are wanted, and no
-        fewer for one than for another, since they are a row of a tensor."""
+        """The parameters of `Task.decode`, of a model of so many labels: of ranked labels as many of each text as are
+        wanted, and no fewer for one than for another, since they are a row of a tensor; of answers in the Hugging Face
+        form what that has where nobody says how many."""
         given = self.parameters or InferParameters()
-        ranked = not RANKED.keys().isdisjoint(wanted)
-        most = min(given.top_k or labels, labels) if ranked else given.top_k or 1
+        if not RANKED.keys().isdisjoint(wanted):
+            most: int | None = min(given.top_k or labels, labels)
+        else:
+            most = given.top_k if "answer" in wanted else 1
         return {"top_k": most, "abstain": given.abstain}
 
     def texts(self, fields: tuple[str, str], binary: bytes = b"", most: int = 256) -> list[Input]:

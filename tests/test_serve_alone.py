@@ -16,9 +16,10 @@ import pytest
 
 from rtrain import artifact
 from rtrain.config import Serve
-from rtrain.errors import ConfigError
+from rtrain.errors import ConfigError, UserError
 from rtrain.predict import Predictor
 from serve import alone
+from serve.front.address import listening
 from tests.test_inventory_parcel import ALONE, modules_of
 from tests.test_serve_deployment import openvino_artifact
 
@@ -107,9 +108,28 @@ def test_it_answers_as_predict_does_and_ends_when_it_is_told(int8: Path, number:
     [
         (Serve(replicas=2), r"serve\.replicas=2: --alone is one process; write 1, or leave out --alone"),
         (Serve(max_replicas=3), r"serve\.max_replicas=3: --alone is one process"),
+        (Serve(gpus=1), r"serve\.gpus=1.*: --alone answers with the processor of this machine; leave it out"),
+        (Serve(labels={"for": "answers"}), r"serve\.labels=.*: --alone answers with the processor of this machine"),
         (Serve(ingress="haproxy"), r"serve\.ingress=haproxy: --alone answers without a proxy; write auto"),
     ],
 )
 def test_what_one_process_cannot_do_is_refused(settings: Serve, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         alone.check(settings)
+
+
+def test_a_port_of_grpc_s_in_use_is_refused(int8: Path) -> None:
+    """gRPC would share it with another endpoint, and each would answer some of the other's clients."""
+    with listening("127.0.0.1", 0) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=rf"serve\.grpc_port: port {port} on 127\.0\.0\.1 is in use"):
+            alone.run({"tiny": int8}, Serve(port=0, grpc_port=port), lambda address: None)
+
+
+def test_an_endpoint_whose_second_server_does_not_start_does_not_start(
+    int8: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvicorn goes on without the application's own start, where it is not told that there has to be one."""
+    monkeypatch.setattr(alone, "refuse_grpc_port", lambda host, port: None)  # it was taken a moment later
+    with listening("127.0.0.1", 0) as other, pytest.raises(UserError, match="the HTTP server did not start"):
+        alone.run({"tiny": int8}, Serve(port=0, grpc_port=other.getsockname()[1]), lambda address: None)

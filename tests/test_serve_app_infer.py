@@ -88,6 +88,21 @@ def test_an_output_that_the_model_lacks_is_refused_before_it_works(task: str, tm
     assert calls == len(had)
 
 
+@pytest.mark.parametrize("task", sorted(HEADS))
+def test_an_answer_as_text_is_the_one_that_predict_gives(task: str, tmp_path: Path) -> None:
+    """All labels above the threshold of a model of several labels, for one."""
+    app = build_app(predictor_of(tmp_path, task), Serve())
+    described = call(app, "GET", "/v2/models/tiny").json()
+    if [one["name"] for one in described["outputs"]] != ["answer"]:
+        return
+    names = [one["name"] for one in described["inputs"]]
+    asked = TEXT if len(names) == 1 else dict.fromkeys(names, TEXT)
+    inputs = [{**tensor([TEXT], [1]), "name": name} for name in names]
+    found = call(app, "POST", "/v2/models/tiny/infer", json={"inputs": inputs}).json()["outputs"][0]["data"]
+    [expected] = call(app, "POST", "/predict", json={"inputs": [asked]}).json()
+    assert [json.loads(one) for one in found] == [expected]
+
+
 def binary_request(app: FastAPI, data: bytes, shape: list[int], json_length: str | None = None) -> httpx.Response:
     """As Triton's client sends texts by default: JSON, then each text's length and bytes."""
     described = {"name": "text", "shape": shape, "datatype": "BYTES", "parameters": {"binary_data_size": len(data)}}

@@ -21,6 +21,7 @@ from rtrain.predict import Predictor
 from rtrain.ray_internals import ReplicaServer
 from rtrain.tasks.base import Input
 from serve.app import build_app
+from serve.door import guard
 from serve.front import direct
 from serve.front.address import free_address
 from tests import serving as model
@@ -37,6 +38,9 @@ class Application:
         self.open, self.begun, self.cancelled = asyncio.Event(), asyncio.Semaphore(0), 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (refused := scope["state"].get(guard.REFUSED)) is not None:
+            await guard.answer(refused, scope["path"])(scope, receive, send)
+            return
         body = (await receive())["body"]
         self.begun.release()
         try:
@@ -119,6 +123,19 @@ def test_more_requests_than_the_replica_takes_are_told_to_come_back() -> None:
         assert (await ask(port))[0] == 200
 
     run(check)
+
+
+def test_what_a_full_replica_refuses_is_counted_and_numbered_as_other_answers_are(predictor: Predictor) -> None:
+    app = build_app(predictor, Serve())
+
+    async def main() -> None:
+        async with serving(app, [], most=0) as port:
+            status, headers, text = await ask(port)
+            assert (status, "x-request-id: " in headers, "x-content-type-options: " in headers) == (503, True, True)
+            assert '"type":"overloaded"' in text
+
+    asyncio.run(main())
+    assert app.state.service.telemetry.totals()["requests"]["503"] == 1
 
 
 def test_who_looks_is_answered_by_a_replica_that_is_full_of_questions() -> None:

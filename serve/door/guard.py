@@ -19,6 +19,8 @@ from serve.schema import RequestError
 MOST_HEADERS = 100
 READ = (b"authorization", b"content-encoding", b"content-length", b"transfer-encoding")
 """The headers that are looked at here."""
+REFUSED = "refused"
+"""In a request's state: the `RequestError` with which the server has it refused before anything of it is looked at."""
 GRACE_S = 2.0
 """Seconds in which a body may stand still, whatever its rate: a lost packet is sent again within them."""
 Pairs = list[tuple[bytes, bytes]]
@@ -77,6 +79,8 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         settings, headers = self._settings, scope["headers"]
+        if (refused := scope.get("state", {}).get(REFUSED)) is not None:
+            raise refused
         size = len(scope["path"]) + len(scope.get("query_string", b""))
         # One walk: this is done for every request.
         sent: dict[bytes, list[bytes]] = {}

@@ -69,6 +69,14 @@ def listening(host: str, port: int, backlog: int | None = None) -> socket.socket
     return found
 
 
+def refuse_grpc_port(host: str, port: int | None) -> None:
+    """Raise `UserError` where a port that gRPC is to listen at is in use. gRPC itself would share it with another
+    program that shares it too, and their requests would go to either."""
+    if port and not Address(host, port).is_free():
+        place = f"port {port} on {host} is in use"
+        raise UserError(f"serve.grpc_port: {place}; end the program that has it, or write another port")
+
+
 def _in_use(host: str, port: int) -> str:
     """What holds a port, where it is an endpoint of ours, and which one is free instead."""
     model = _model_at(Address(host, port))

@@ -76,8 +76,10 @@ class Direct:
             return
         most = self._most if scope["method"] == "POST" else MOST_LOOKS * self._most
         if self._now >= most and not scope["path"].endswith(HEALTH):
+            # The application says so, which counts and numbers its answers. It reads nothing of the request for that.
             error = RequestError(503, f"{self._now} requests are being answered", retry_after=1)
-            await guard.answer(error, guard.route(scope))(scope, receive, send)
+            scope.setdefault("state", {})[guard.REFUSED] = error
+            await self._application(scope, receive, send)
             return
         client = _Client(receive)
         scope.setdefault("state", {})[HAS_LEFT] = client.has_left
