@@ -66,7 +66,7 @@ def test_files_token_and_ports_are_the_file_s() -> None:
         "control service": {6379},
         "raylet": {6380, 6381},
         "runtime environments": {6382},
-        "node agent": {6383, 6384, 6385},
+        "node agent": {6383, 6384, 6385, *range(20000, 30000)},  # it starts jobs, as a driver
         "dashboard": {8265},
     }
     other = file(auth={"ssh_user": "root"}, head_start_ray_commands=["ray start --head --port 7000"])

@@ -107,6 +107,10 @@ class File:
             values = [self.option(name, is_head) or "" for name in names for is_head in (True, False)]
             if numbers := {int(value) for value in values if value.isdigit()}:
                 found[role] = numbers
+        # The head's agent starts jobs, for which it becomes a driver of Ray's: it listens as workers do.
+        low, high = self.option("--min-worker-port", True), self.option("--max-worker-port", True)
+        if AGENT in found and (low or "").isdigit() and (high or "").isdigit():
+            found[AGENT] |= set(range(int(low or 0), int(high or 0) + 1))
         return found
 
     def _starts(self, is_head: bool) -> Iterator[shell.Start]:
@@ -129,11 +133,12 @@ def programs(text: str) -> set[str]:
     return found
 
 
+AGENT = "node agent"
 PORTS: Mapping[str, tuple[str, ...]] = {
     "control service": ("--port",),
     "raylet": ("--node-manager-port", "--object-manager-port"),
     "runtime environments": ("--runtime-env-agent-port",),
-    "node agent": ("--dashboard-agent-grpc-port", "--dashboard-agent-listen-port", "--metrics-export-port"),
+    AGENT: ("--dashboard-agent-grpc-port", "--dashboard-agent-listen-port", "--metrics-export-port"),
     "dashboard": ("--dashboard-port",),
 }
 """By the role of a process, the options of `ray start` that say on which ports it listens."""
