@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,3 +93,12 @@ def _short(value: Any, limit: int = 80) -> str:
         return text
     begins = (limit - 3) // 2
     return f"{text[:begins]}...{text[begins + 3 - limit :]}"
+
+
+def hide(text: str) -> str:
+    """`text` without the user and password of its addresses, without the passwords of their queries, and without the
+    whole query of web addresses, which in presigned ones is a signature that whoever reads it may use."""
+    # A database's password may hold a slash. A path with an @ behind a port looks alike, and is hidden with it.
+    text = re.sub(r"://(?:[^/:@\s]*:[^@\s]*|[^/@\s]+)@", "://***@", text)
+    text = re.sub(r"(https?://[^?\s]+)\?[^\s\"',]+", r"\1?***", text)
+    return re.sub(r"([?&](?:ssl)?(?:password|passwd)=)[^&\s\"',]+", r"\1***", text)

@@ -49,16 +49,19 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 def read_file(path: Path) -> list[dict[str, Any]]:
     """All events of a file; none where there is no file. A torn line, left by a killed writer, is not an event."""
-    return list(_parse(path.read_bytes())) if path.is_file() else []
+    return list(parsed(path.read_bytes())) if path.is_file() else []
 
 
-def _parse(data: bytes) -> Iterator[dict[str, Any]]:
+def parsed(data: bytes) -> Iterator[dict[str, Any]]:
+    """The events of a log's bytes."""
     # Not splitlines: texts may hold other line separators. Half a line may end inside a character.
     for line in data.decode("utf-8", "replace").split("\n"):
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
+            event = json.loads(line)
+        except (json.JSONDecodeError, RecursionError):
             continue
+        if isinstance(event, dict) and isinstance(event.get("kind"), str):
+            yield event
 
 
 def trained(log: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
@@ -88,7 +91,7 @@ class Tail:
             data = file.read()
         complete = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete)
-        return list(_parse(complete))
+        return list(parsed(complete))
 
 
 class Follow:

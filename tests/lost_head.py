@@ -5,7 +5,8 @@
 `CASE` is `gcs`, the head's control service alone is killed and started again; `processes`, all processes of the head
 are, and the file's start commands run again; `machine`, the head's machine is gone, and another one takes its place.
 A run of two workers and an endpoint go on meanwhile, on a cluster that is made by cluster.yaml's own commands. Where
-the run's driver has ended, the same job is submitted again.
+the run's driver has ended, the same job is submitted again. A control service without its Redis comes back as another
+cluster's, whom nobody of the old one speaks to: then the head's start commands run again before that.
 """
 
 import json
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -155,7 +156,8 @@ def main(case: str, folder: Path, with_redis: bool) -> dict[str, Any]:
         CASES[case](made, stack)
         back = time.time()
         say("the head is there again")
-        found = seen(made, run, folder, command, files, before, lost, back)
+        anew = None if with_redis or case != "gcs" else lambda: lose_processes(made, stack)
+        found = seen(made, run, folder, command, files, before, lost, back, anew)
         asking.end()
         answers = [at - lost for at in asking.answered if at > lost]
         found |= {"case": case, "redis": with_redis, "endpoint_answers": len(answers)}
@@ -181,8 +183,10 @@ def seen(
     before: Mapping[str, set[int]],
     lost: float,
     back: float,
+    anew: Callable[[], None] | None,
 ) -> dict[str, Any]:
-    """What lives, and when the run goes on: by itself, or as it is submitted again."""
+    """What lives, and when the run goes on: by itself, or as it is submitted again, once the head was started `anew`
+    where it has to be."""
     reached = max((event["update"] for event in run.events("progress") if event["time"] <= lost), default=0)
 
     def next_update() -> dict[str, Any] | None:
@@ -208,6 +212,8 @@ def seen(
         lost_updates = [reached - one["update"] for one in run.events("started") if one["time"] > lost]
         return found | {"updates_lost": max([0, *lost_updates])}
     newest = stored(folder)
+    if anew is not None:
+        anew()
     made.jobs = await_head(made.cloud, made.book, made.head, made.jobs.address, say)
     asked = time.time()
     made.jobs.submit(command, files, say)

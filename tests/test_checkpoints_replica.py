@@ -23,6 +23,7 @@ from rtrain.data.order import Order
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.run import Run
+from rtrain.runs import driver
 from tests import test_training_loop
 from tests.test_training_loop import Ran, start, update_name, weights_digest
 
@@ -606,3 +607,32 @@ def test_pieces_of_a_copy_are_told_as_they_arrive_in_both_directions(
     copy.pull(path, moved)
     assert told[0] >= len(whole)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == whole
+
+
+def test_another_run_s_copy_is_neither_overwritten_nor_taken(tmp_path: Path) -> None:
+    """A run of the same name, resumed with that storage named."""
+    storage = f"file://{tmp_path}/storage"
+
+    def run_of(folder: str, **created: str) -> Run:
+        made = Run(tmp_path / folder / "intent")
+        made.folder.mkdir(parents=True)
+        made.config.write_text("name: intent\n")
+        made.append("created", run="intent", **created)
+        return made
+
+    theirs, mine = run_of("theirs", identity="1", data_digest="a"), run_of("mine", identity="2", data_digest="a")
+    Replica(storage, "intent", ["theirs"]).claim()
+    Replica(storage, "intent", ["theirs"]).push(theirs.folder, [])
+    with pytest.raises(UserError, match="holds another run, of other settings or rows, which would be lost"):
+        Replica(storage, "intent", ["mine"]).refuse_other(mine.folder)
+    Replica(storage, "intent", ["theirs", "again"]).refuse_other(theirs.folder)
+    same = run_of("restored", identity="1", data_digest="a")
+    Replica(storage, "intent", ["restored"]).refuse_other(same.folder)
+    Replica(storage, "another", ["mine"]).refuse_other(mine.folder)
+    cluster = Cluster(storage=storage)
+    with pytest.raises(UserError, match="holds another run"):
+        driver._owners(mine, cluster)
+    (mine.artifact).mkdir()
+    with pytest.raises(UserError, match="holds another run"):
+        driver.copy_out(mine, cluster)
+    assert (tmp_path / "storage" / "intent" / "owner").read_text() == "theirs"

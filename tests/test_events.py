@@ -304,3 +304,10 @@ def test_the_summary_is_written_as_json(tmp_path: Path) -> None:
     found = summary.write(Run(write(tmp_path, LOG)))
     assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8")) == found
     assert found == summary.summarise(Run(tmp_path))
+
+
+def test_a_line_that_is_no_event_is_passed_over(tmp_path: Path) -> None:
+    events.append(tmp_path, "created", run="a")
+    with (tmp_path / events.NAME).open("a") as file:
+        file.write('null\n5\n[1]\n{"time": 1}\n{"kind": 7}\n')
+    assert [one["kind"] for one in events.read(tmp_path)] == ["created"]

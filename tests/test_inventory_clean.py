@@ -16,12 +16,12 @@ import pytest
 
 from rtrain import config, drafts, events, manifest
 from rtrain.errors import UserError
-from rtrain.inventory import plan, removal, sizes, table, walk
+from rtrain.inventory import facts, plan, removal, sizes, table, walk
 from rtrain.inventory.plan import Keep, Removal
 from rtrain.proof import ledger
 from rtrain.report import html, summary
 from rtrain.run import Run
-from rtrain.runs import opening
+from rtrain.runs import opening, preparing
 from tests import stock, test_cli
 from tests.conftest import labelled_rows
 from tests.reports import answers_of, make_run, page_of, write_predictions
@@ -619,3 +619,71 @@ def test_what_cannot_be_cleaned_is_refused_by_name(run: Cli, tmp_path: Path) -> 
     assert (code, "token stores are shared by runs; name the folder that holds the runs: runs" in err) == (2, True)
     code, _, err = run("runs", "nowhere")
     assert (code, "there is no folder" in err, "Traceback" in err) == (1, True, False)
+
+
+# ------------------------------------------------------------------------------------------------ what a reading found
+
+
+def test_no_trial_of_a_search_goes_while_one_is_trained(tmp_path: Path) -> None:
+    """A paused one may be gone on with at any moment."""
+    search = stock.search(tmp_path / "s", best=None)
+    for held in (search.trial(0), search):
+        with opening.hold(held):
+            [removal] = planned(search.trial(1).folder, "none")
+            assert (removal.parts, removal.stays) == ((), ("its search s is being trained",))
+    [removal] = planned(search.trial(1).folder, "none")
+    assert removal.whole
+
+
+def test_a_run_stays_that_an_unreadable_one_may_be_taught_by(tmp_path: Path) -> None:
+    teacher = stock.make(tmp_path / "t", version="abc")
+    student = stock.make(tmp_path / "s", ended=None)
+    student.config.write_text("a: [")
+    [removal] = planned(teacher.folder, "none")
+    assert (removal.parts, removal.stays) == ((), ("s cannot be read, and may need it",))
+    assert all(one.whole for one in plan.of_root(walk.look(tmp_path), "none") if one.run is not None)
+
+
+def test_a_password_of_the_storage_is_not_told(tmp_path: Path) -> None:
+    one = stock.make(tmp_path / "a", cluster__storage="ftp://me:hunter2@host/runs")
+    for keep in ("artifact", "none"):
+        text = table.removals_text(planned(one.folder, keep), dry=True)  # type: ignore[arg-type]
+        assert "hunter2" not in text
+        assert "ftp://***@host/runs" in text
+
+
+def test_what_a_comparison_and_a_killed_start_leave_goes_with_the_run(tmp_path: Path) -> None:
+    one = stock.make(tmp_path / "a")
+    for name in ("predictions-test-artifact-int8-0123456789ab.parquet", "config.draft"):
+        (one.folder / name).write_bytes(b"x")
+    [removal] = planned(one.folder, "none")
+    assert (removal.whole, removal.stays) == (True, ())
+
+
+def test_totals_of_one_run_are_its_own(tmp_path: Path) -> None:
+    for name in "ab":
+        stock.make(tmp_path / name)
+    text = table.text(walk.look(tmp_path / "a"))
+    assert f" in {tmp_path / 'a'}" in text
+    assert f"rtrain clean {tmp_path / 'a'} --dry-run" in text
+
+
+def test_a_folder_that_cannot_be_read_is_listed_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock.make(tmp_path / "a")
+    (tmp_path / "lost+found").mkdir()
+    asked = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "lost+found" and asked(path, mode))
+    found = walk.look(tmp_path)
+    assert [known.name for known in found.runs] == ["a"]
+    assert [(one.name, one.what) for one in found.foreign] == [("lost+found", "a folder that cannot be read")]
+
+
+def test_the_days_until_a_finished_run_is_asked_for_again_are_none_of_its_own(tmp_path: Path) -> None:
+    one = stock.make(tmp_path / "a")
+    before = walk.look(tmp_path).runs[0].seconds
+    for kind in facts.OF_ROWS:
+        stock.log(one, kind, 1_700_000_000.0 + 3 * 86_400, store="s")
+    assert walk.look(tmp_path).runs[0].seconds == before
+    assert {*facts.OF_ROWS, "tokenised"} == {*preparing.TOLD}

@@ -11,7 +11,7 @@ import pytest
 
 from rtrain import config, events
 from rtrain.config import Config
-from rtrain.errors import ConfigError, TryAgain, UserError
+from rtrain.errors import ConfigError, TryAgain, UserError, hide
 from rtrain.report.live import trackers
 from rtrain.run import Run
 from rtrain.runs import opening as runs, preparing
@@ -302,4 +302,4 @@ def test_a_resumed_run_keeps_its_trackers_unless_others_are_asked_for(tmp_path: 
     ],
 )
 def test_passwords_of_addresses_are_hidden(address: str, shown: str) -> None:
-    assert trackers.hide(address) == shown
+    assert hide(address) == shown

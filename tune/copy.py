@@ -20,5 +20,6 @@ class Copy:
             self._search.append("claimed", token=uuid.uuid4().hex)
             owners = tuple(event["token"] for event in self._search.events("claimed"))
             self._replica = Replica(self._storage, self._search.name, owners)
+            self._replica.refuse_other(self._search.folder)
             self._replica.claim()
         self._replica.push(self._search.folder, [])

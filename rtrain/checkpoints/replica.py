@@ -16,17 +16,19 @@ interrupted deletion leaves has lost it first. Whatever comes back is verified l
 
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from rtrain import drafts, manifest
+from rtrain import drafts, events, manifest
 from rtrain.checkpoints import checkpoint
 from rtrain.config import Cluster
-from rtrain.errors import UserError
+from rtrain.errors import UserError, hide
 
 OWNER = "owner"
+TOLD_APART = ("identity", "data_digest")
+"""By what the event `created` says of these, runs are told apart whose weights differ."""
 FILES = ("config.yaml", "decisions.json", "quantizers.safetensors")
 """The files of the run folder that a resume reads, beside the log and the checkpoints; the first is always there."""
 LOGS = ("events.jsonl", "trials.jsonl")
@@ -61,6 +63,22 @@ class Replica:
     def exists(self) -> bool:
         """Whether a run was ever copied here."""
         return self._try(lambda files, root: bool(files.exists(f"{root}/config.yaml")))
+
+    def refuse_other(self, run: Path) -> None:
+        """Raise `UserError` where another run than the one of this folder was copied here: claimed by no start of it,
+        with other settings or other rows. It would be overwritten."""
+
+        def read(files: Any, root: str) -> Mapping[str, Any]:
+            owner = files.cat_file(f"{root}/{OWNER}").decode() if files.exists(f"{root}/{OWNER}") else None
+            log = f"{root}/{events.NAME}"
+            return {} if owner in self._owners or not files.exists(log) else _created(files.cat_file(log))
+
+        own, other = _created((run / events.NAME).read_bytes()), self._try(read)
+        if any(own.get(name) != other[name] for name in TOLD_APART if name in other):
+            raise UserError(
+                f"cluster.storage: {hide(self.url)} holds another run, of other settings or rows, which would be lost; "
+                "name another storage, or fetch it and remove it there"
+            )
 
     def claim(self) -> None:
         """Become the one start that may write here. Shows at once whether the storage works."""
@@ -106,7 +124,7 @@ class Replica:
 
         def read(files: Any, root: str) -> int:
             if not files.exists(f"{root}/config.yaml"):
-                raise UserError(f"{self.url} holds no run")
+                raise UserError(f"{hide(self.url)} holds no run")
             complete = _complete(files, f"{root}/checkpoints")
             with _draft(to) as draft:
                 for place in sorted(files.find(root)):
@@ -194,7 +212,7 @@ class Replica:
             self._own(files, root)
         elif owner != self._owners[-1]:
             raise Lost(
-                f"another process has taken up the run at {self.url}; this one, in {run}, ends. "
+                f"another process has taken up the run at {hide(self.url)}; this one, in {run}, ends. "
                 "Write --new for a run of its own."
             )
 
@@ -236,7 +254,7 @@ class Replica:
             raise
         except Exception as error:  # every kind of storage has errors of its own
             raise Unreachable(
-                f"cluster.storage: {self.url} fails: {str(error) or type(error).__name__}. Name a URL that "
+                f"cluster.storage: {hide(self.url)} fails: {str(error) or type(error).__name__}. Name a URL that "
                 "every node may read and write, with credentials in the environment (s3:// needs s3fs, gs:// gcsfs)."
             ) from error
 
@@ -244,6 +262,11 @@ class Replica:
 def of(cluster: Cluster, run: Path, owners: Sequence[str] = ()) -> Replica | None:
     """The replica of a run, where it has one."""
     return Replica(cluster.storage, run.name, owners) if cluster.storage else None
+
+
+def _created(log: bytes) -> Mapping[str, Any]:
+    """The event with which a log begins; empty where there is none, as in a trial's."""
+    return next((event for event in events.parsed(log) if event["kind"] == "created"), {})
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def explain(
 
     predictor = Predictor.load(answering(artifact))
     first, second = predictor.task.fields
-    read = sys.stdin.read() if text is None else text
+    read = sys.stdin.buffer.read().decode("utf-8", "surrogateescape") if text is None else text
     [found] = Explainer(predictor)([read if pair is None else {first: read, second: pair}], label, steps)
     document = found.to_document()
     if as_json:

@@ -7,7 +7,7 @@ from typing import Any
 from rtrain import config as configuration
 from rtrain.comparison.sides import Side
 from rtrain.config import Config
-from rtrain.report.live.trackers import hide
+from rtrain.errors import hide
 
 NONE = "-"
 

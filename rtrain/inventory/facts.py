@@ -16,6 +16,12 @@ from rtrain.report.summary import AFTERWARDS
 from rtrain.run import ARTIFACT, Run
 from rtrain.tasks import base
 
+OF_ROWS = (
+    *("tokens_reused", "strategy", "vocabulary", "bad_rows"),
+    *("unlabelled", "label_column", "head", "labels", "overlap"),
+)
+"""What the log says of a run's rows whenever it is asked for (`runs.preparing.TOLD`), but for their first reading."""
+
 
 @dataclass(frozen=True)
 class Score:
@@ -126,8 +132,8 @@ def read(run: Run, name: str, kind: str = "run") -> Known:
     if not isinstance(settings, dict):
         return Known(run, name, kind, "damaged", parts=parts, flaw="its config.yaml cannot be read")
     events = logs.skim(run.log)
-    # A finished run that is asked for again logs that its tokens are there, and trains no more.
-    training = [event for event in events if event["kind"] not in (*AFTERWARDS, "tokens_reused")]
+    # A finished run that is asked for again logs what is known of its rows, and trains no more.
+    training = [event for event in events if event["kind"] not in (*AFTERWARDS, *OF_ROWS)]
     stores = [event["store"] for event in events if isinstance(event.get("store"), str)]
     created = next((event for event in events if event["kind"] == "created"), None)
     folders = [event["model"] for event in events if event["kind"] == "vocabulary" and "model" in event]

@@ -7,11 +7,12 @@ from typing import Literal
 
 from rtrain import manifest
 from rtrain.checkpoints import checkpoint
-from rtrain.errors import UserError
+from rtrain.errors import UserError, hide
 from rtrain.inventory import log, shared, sizes
 from rtrain.inventory.facts import Known
 from rtrain.inventory.shared import Shared
 from rtrain.inventory.walk import Inventory
+from rtrain.run import Run
 
 Keep = Literal["best", "artifact", "none"]
 """What is kept of a run: its best checkpoint with all that is finished, all that is finished, or nothing."""
@@ -92,6 +93,9 @@ def _of(known: Known, keep: Keep, inventory: Inventory, going: set[Path]) -> lis
         return [Removal(known.name, known, keep, stays=(f"{busy} is being trained",))]
     if keep == "none":
         users = needed_by(known, inventory, going)
+        if known.versions:  # what a run needs is not known where its settings cannot be read
+            others = [one for one in inventory.runs if one.status == "damaged" and one is not known]
+            users += [f"{one.name} cannot be read, and may need it" for one in others if one.run.folder not in going]
         if users:
             return [Removal(known.name, known, keep, stays=("; ".join(users),))]
         foreign = [path for one in (known, *known.trials) for path in sizes.foreign(one.run)]
@@ -135,8 +139,15 @@ def _checked(removal: Removal) -> Removal:
 
 
 def _busy(known: Known) -> str | None:
-    """Name of the run that a process trains: itself, or a trial of it."""
-    return next((one.name for one in (known, *known.trials) if log.is_held(one.run)), None)
+    """Name of the run that a process trains: itself, a trial of it, or the search that it is a trial of, which may come
+    back to it at any moment."""
+    if held := next((one.name for one in (known, *known.trials) if log.is_held(one.run)), None):
+        return held
+    search = Run(known.run.folder.parent)
+    if not (search.exists and search.is_search):
+        return None
+    others = (search, *map(Run, search.folder.glob("trial-*")))
+    return f"its search {search.name}" if any(map(log.is_held, others)) else None
 
 
 def needed_by(known: Known, inventory: Inventory, going: Iterable[Path] = ()) -> list[str]:
@@ -187,7 +198,7 @@ def _parts(known: Known, keep: Keep, *, ended: bool) -> Removal:
     elif keep == "best" and updates:
         stays.append("checkpoints: the newest one does not tell which of them is the best")
     if known.storage and parts:
-        stays.append(f"its copy at {known.storage}")
+        stays.append(f"its copy at {hide(known.storage)}")
     return Removal(known.name, known, keep, tuple(parts), tuple(lost), tuple(stays))
 
 
@@ -219,7 +230,7 @@ def _lost_with(known: Known) -> tuple[str, ...]:
         what = "its artefact, scores, predictions, report and log"
     else:
         what = "what it has trained so far, and its log"
-    return (what, f"(its copy at {known.storage} stays)") if known.storage else (what,)
+    return (what, f"(its copy at {hide(known.storage)} stays)") if known.storage else (what,)
 
 
 # -------------------------------------------------------------------------------------------------- of what is shared

@@ -48,7 +48,7 @@ def inside(root: Path, folder: Path, known: Iterable[Known]) -> list[Shared]:
     folder of runs may have been moved."""
     every = list(known)
     found = []
-    for path in sorted(folder.iterdir()):
+    for path in _listed(folder):
         if path.name.startswith(".") or not path.is_dir():
             continue
         # The packaged model's copy is called by its digest too (`rtrain.runs.nodes`), which no settings name.
@@ -62,7 +62,7 @@ def inside(root: Path, folder: Path, known: Iterable[Known]) -> list[Shared]:
 def dead_drafts(folder: Path) -> list[Path]:
     """Drafts directly in a folder whose writers were killed."""
     found = []
-    for path in sorted(folder.iterdir()):
+    for path in _listed(folder):
         if re.fullmatch(r"\..+\.[0-9a-f]{8}", path.name) and path.is_dir() and (path / drafts.LOCK).exists():
             try:
                 dead = drafts.is_dead(path)
@@ -70,6 +70,13 @@ def dead_drafts(folder: Path) -> list[Path]:
                 continue
             found += [path] if dead else []
     return found
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:  # it stays, with all that is in it
+        return []
 
 
 def _used(known: Known, folder: str) -> set[str]:

@@ -1,5 +1,6 @@
 """What lies under a folder of runs: runs, searches, students, what they share, and what is none of these."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +77,7 @@ def look(root: Path) -> Inventory:
     if not root.is_dir():
         raise UserError(f"there is no folder {root}; name the one that holds the runs")
     if Run(root).exists:
-        return Inventory(root.parent, (_read(Run(root), root.name),))
+        return Inventory(root, (_read(Run(root), root.name),))
     found = _Found()
     _walk(root, root, found, DEPTH)
     here = {run.place for run in found.runs}
@@ -105,6 +106,8 @@ def _walk(root: Path, folder: Path, found: _Found, depth: int) -> None:
             found.places.append(path)
         elif path.name.startswith(".") and (path / drafts.LOCK).exists():
             found.drafts += [path] if path in shared.dead_drafts(folder) else []
+        elif not os.access(path, os.R_OK | os.X_OK):
+            found.foreign.append(Foreign(name, "a folder that cannot be read", (path,)))
         elif holds_run(path):
             found.runs.append(_read(Run(path), name))
         else:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet
 
-from rtrain.errors import UserError
+from rtrain.errors import UserError, hide
 from rtrain.run import Run
 
 COLUMNS = ("position", "row_id", "source", "line", "tokens", "text", "target", "prediction", "score", "loss")
@@ -99,7 +99,7 @@ def read(run: Run, split: str) -> AnswerRows | None:
         score=_floats(table["score"]),
         loss=_floats(table["loss"]),
         tokens=table["tokens"].to_numpy().astype(np.int64),
-        source=table["source"].to_pylist(),
+        source=[hide(source) for source in table["source"].to_pylist()],
         line=table["line"].to_numpy(),
         slices={
             name: ["" if value is None else value for value in table[name].to_pylist()]

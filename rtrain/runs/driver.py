@@ -135,6 +135,7 @@ def copy_out(run: Run, cluster: Cluster) -> None:
         return
     here = [checkpoint.path_of(run.checkpoints, update) for update in checkpoint.updates(run.checkpoints)]
     try:
+        copy.refuse_other(run.folder)
         # Where each that is here is there too, the others there may be all that is left: some here were cleaned away.
         if owners and {path.name for path in here} - {*copy.checkpoints()}:
             copy.push(run.folder, here)
@@ -251,8 +252,10 @@ def _owners(run: Run, cluster: Cluster) -> tuple[str, ...]:
         return ()
     run.append("claimed", token=uuid.uuid4().hex)
     owners = _tokens(run)
+    copy = replica.Replica(cluster.storage, run.name, owners)
     try:
-        replica.Replica(cluster.storage, run.name, owners).claim()
+        copy.refuse_other(run.folder)
+        copy.claim()
     except replica.Unreachable as error:
         if not checkpoint.updates(run.checkpoints):
             raise

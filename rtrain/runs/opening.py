@@ -52,8 +52,9 @@ def choose(folder: Path, config: Config, reuse: Reuse) -> tuple[Path, Config]:
             f"--out: {folder} holds a run already; write --resume to continue it, or --new for {_numbered(folder).name}"
         )
     if used and reuse == "resume":
-        _refuse_cleaned(Run(folder), config)
-        return folder, _resumed(folder, config)
+        resumed = _resumed(folder, config)
+        _refuse_cleaned(Run(folder), resumed)
+        return folder, resumed
     return _numbered(folder) if used else folder, config
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from rtrain import config as configuration, documents, events
 from rtrain.config import Config
-from rtrain.errors import Problem, TryAgain, UserError
+from rtrain.errors import Problem, TryAgain, UserError, hide
 from rtrain.run import Run
 
 Event = dict[str, Any]
@@ -215,15 +215,6 @@ class MLflow:
     def close(self, outcome: Outcome) -> None:
         status = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}[outcome]
         self._client.set_terminated(self._run_id, status)
-
-
-def hide(text: str) -> str:
-    """`text` without the user and password of its addresses, without the passwords of their queries, and without the
-    whole query of web addresses, which in presigned ones is a signature that whoever reads it may use."""
-    # A database's password may hold a slash. A path with an @ behind a port looks alike, and is hidden with it.
-    text = re.sub(r"://(?:[^/:@\s]*:[^@\s]*|[^/@\s]+)@", "://***@", text)
-    text = re.sub(r"(https?://[^?\s]+)\?[^\s\"',]+", r"\1?***", text)
-    return re.sub(r"([?&](?:ssl)?(?:password|passwd)=)[^&\s\"',]+", r"\1***", text)
 
 
 _OPEN: Mapping[str, Callable[[Config, Run], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}

@@ -5,10 +5,10 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.config import Config, Deploy, Recipe
+from rtrain.errors import hide
 from rtrain.report.collect import Collected
 from rtrain.report.drawing.blocks import Block, Code, Section, Table
 from rtrain.report.drawing.svg import short
-from rtrain.report.live.trackers import hide
 
 LONGEST = 120
 
@@ -59,7 +59,8 @@ def _identity(run: Collected) -> Table:
     if run.artifact:
         rows.append(("version of the artefact", run.artifact["version"]))
     for role, files in (run.created.get("origin") or {}).items():
-        rows += [(f"SHA-256, {role}: {short(name, LONGEST)}", sha256) for name, sha256 in list(files.items())[:20]]
+        named = [(short(hide(name), LONGEST), sha256) for name, sha256 in list(files.items())[:20]]
+        rows += [(f"SHA-256, {role}: {name}", sha256) for name, sha256 in named]
     note = (
         "Two runs with the same digests trained on the same rows in the same order; "
         "rtrain verify --ledger recomputes the order's digest from the token store."
