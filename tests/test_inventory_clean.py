@@ -647,7 +647,7 @@ def test_a_run_stays_that_an_unreadable_one_may_be_taught_by(tmp_path: Path) -> 
 def test_a_password_of_the_storage_is_not_told(tmp_path: Path) -> None:
     one = stock.make(tmp_path / "a", cluster__storage="ftp://me:hunter2@host/runs")
     for keep in ("artifact", "none"):
-        text = table.removals_text(planned(one.folder, keep), dry=True)  # type: ignore[arg-type]
+        text = table.removals_text(planned(one.folder, keep), dry=True)
         assert "hunter2" not in text
         assert "ftp://***@host/runs" in text
 
