@@ -850,6 +850,35 @@ def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(head: Head, 
     assert (nothing.returncode, "no job of the run long is going on" in nothing.stderr) == (1, True)
 
 
+class Restarted(BreaksOff):
+    """A head that came back with what its Redis knew: a job goes on for ever, until the head is asked for something of
+    it and finds that its supervisor is gone."""
+
+    def __init__(self) -> None:
+        super().__init__(took=False)
+        self._left, self.statuses, self.started = 0, {"rtrain-x": "RUNNING"}, list[str]()
+
+    def list_jobs(self) -> list[SimpleNamespace]:
+        fields = {"entrypoint": "", "start_time": None, "end_time": None, "driver_exit_code": None, "error_type": None}
+        return [SimpleNamespace(submission_id=job, status=status, **fields) for job, status in self.statuses.items()]
+
+    def get_job_logs(self, job: str) -> str:
+        self.statuses[job] = "FAILED"
+        return ""
+
+    def submit_job(self, submission_id: str, **named: Any) -> None:
+        self.started.append(submission_id)
+
+
+def test_a_job_that_went_with_its_head_is_started_again(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
+    words = ["train", "intent", "--out", "/x"]
+    base, api = naming.identity(words, naming.run_of(words)), Restarted()
+    api.statuses = {base: "RUNNING"}
+    assert client.Jobs("http://head", api).submit(words, upload.of(checkout), print) == f"{base}-try-2"
+    assert api.started == [f"{base}-try-2"]
+
+
 def test_no_head_is_said_in_a_line(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{STARTUP}", "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:1"}
     environ["RAY_AUTH_MODE"] = "disabled"

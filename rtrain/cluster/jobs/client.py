@@ -83,8 +83,10 @@ class Jobs:
         """Ask for the job that `words` name; returns its id. One that is there already is left as it is."""
         run = naming.run_of(words)
         base = naming.identity(words, run)
-        known = self.all()
-        decided = naming.decide(base, {job.id: job.status for job in known.values()})
+        known, decided = self._decided(base)
+        if isinstance(decided, naming.Attach) and known[decided.job].status == "RUNNING":
+            self._wake(decided.job)
+            known, decided = self._decided(base)
         entrypoint = shlex.join(["python", "-m", naming.ENTRY, *words])
         if isinstance(decided, naming.Attach):
             other = known[decided.job].entrypoint
@@ -116,6 +118,18 @@ class Jobs:
                 time.sleep(LOOK_EVERY_S)
                 if broke_off and decided.job in self.all():  # it was taken, and its answer lost
                     return decided.job
+
+    def _decided(self, base: str) -> tuple[dict[str, Job], naming.Attach | naming.Start]:
+        known = self.all()
+        return known, naming.decide(base, {job.id: job.status for job in known.values()})
+
+    def _wake(self, job: str) -> None:
+        """Have the head look whether a job goes on that it believes to. One that came back with what its Redis knew
+        looks at the supervisors of jobs once it is asked for something of a job, and not before: those that went with
+        its old processes would be running for ever, and the run would be started by nobody."""
+        with suppress(UserError), self._asked():
+            self._client.get_job_logs(job)
+        time.sleep(LOOK_EVERY_S)
 
     def nodes(self) -> str:
         """What the autoscaler says of nodes and demand; as `ray status` prints it."""
