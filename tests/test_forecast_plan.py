@@ -184,11 +184,13 @@ def test_a_search_takes_its_budget_and_its_end(cluster: layouts.Cluster) -> None
         return plan.searched(config, found, trials)
 
     assert hours() == pytest.approx(1200)
-    assert hours(trials=4) == pytest.approx(300)
+    assert hours(trials=4) == pytest.approx(800 / 4 + 400 / 3)  # of the end, three trainings go side by side
     assert hours(rows=full) == pytest.approx(500)
-    assert hours(final_rows=0) == pytest.approx(800)
-    assert hours(trials=2, final_rows=full) == pytest.approx(450)
-    assert hours(minutes=60) == pytest.approx(401)
+    # The best two and trial 0 have four fifths of a run before them, whatever else the end may cost.
+    assert hours(final_rows=0) == pytest.approx(800 + 3 * 80)
+    assert hours(trials=2, final_rows=full) == pytest.approx(400 + 3 * 80 / 2)
+    assert hours(minutes=60) == pytest.approx(1 + 20 + 400)  # a trial that was begun goes on to its first rung
+    assert hours(trials=32, rows=1, final_rows=0) == pytest.approx(100)  # no search is shorter than a run
     limited = configured(train__workers=1, train__epochs=2, tune__trials=3)
     found = replace(planned(limited, cluster), train_s=3600.0, evaluate_s=0.0, start_s=0.0)
     assert plan.searched(limited, found, 1) == pytest.approx(7)
@@ -328,6 +330,12 @@ def test_a_way_that_a_run_could_not_go_is_refused(
     code, out, err = run(*words, "--set", f"train.pipeline={pipeline}")
     assert (code, out) == (2, "")
     assert f"train.pipeline={pipeline}: it does not divide {said}" in err
+
+
+def test_a_length_that_the_model_cannot_read_is_refused(run: Cli, encoder: Path) -> None:
+    code, out, err = run("plan", "intent", "--model", encoder, "--rows", 1000, "--set", "data.max_tokens=4096")
+    assert (code, out) == (2, "")
+    assert "data.max_tokens=4096: the model reads" in err
 
 
 GPUS = {"node_config": {"InstanceType": "g5.xlarge"}, "resources": {"CPU": 4, "GPU": 1}, "max_workers": 3}

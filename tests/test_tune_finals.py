@@ -251,16 +251,20 @@ def test_the_winner_is_never_below_trial_0(count: int, shares: list[float], budg
     """On the held-back rows, in the mean over all of the seeds that both have."""
     found = play(searched(*shares[:count]), world(*shares), budget, aim=aim)
     verdict = found.verdict
-    scores = {trial: [held.score for run, held in found.judged.items() if run.of == trial] for trial in range(count)}
-    assert len(scores[0]) == verdict.seeds
-    assert verdict.first == pytest.approx(np.mean(scores[0]))
-    assert np.mean(scores[verdict.best]) >= np.mean(scores[0]) - 1e-12
+    held = {
+        trial: {run.seed: one.score for run, one in found.judged.items() if run.of == trial} for trial in range(count)
+    }
+    # On a front, trial 0 may have had a further seed beside a trial that another one has beaten since.
+    both = held[0].keys() & held[verdict.best].keys()
+    first, best = (np.mean([held[trial][seed] for seed in both]) for trial in (0, verdict.best))
+    assert len(both) == verdict.seeds
+    assert verdict.first == pytest.approx(first)
+    assert best >= first - 1e-12
     assert (verdict.kind == "default") == (verdict.best == 0)
     if verdict.best:
         assert verdict.against == verdict.best
         assert verdict.other is not None
-        assert len(scores[verdict.best]) == verdict.seeds
-        assert verdict.other == pytest.approx(np.mean(scores[verdict.best]))
+        assert verdict.other == pytest.approx(best)
         assert verdict.low is not None
         assert (verdict.kind == "better") == (verdict.low > 0 and verdict.seeds > 1)
 

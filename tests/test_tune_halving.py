@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tune.known.aim import Aim
-from tune.known.halving import KEPT, Go, Ladder, due, frozen_at, goes_on, sizes
+from tune.known.halving import KEPT, MOST, Go, Ladder, due, frozen_at, goes_on, sizes
 from tune.known.history import History, replay
 
 SCORE = Aim()
@@ -166,3 +166,10 @@ def test_the_front_is_by_what_a_model_costs_where_that_is_asked_for() -> None:
     priced = [replace(trial, cost=sizes[trial.number]) for trial in history.trials]
     assert [trial.number for trial in Aim("front", cost="bytes").ranked(priced, 0)] == [0, 1, 2]
     assert [trial.number for trial in Aim("front").ranked(history.trials, 0)] == [0, 2, 1]
+
+
+def test_a_budget_of_any_size_is_counted_at_once() -> None:
+    ladder = Ladder.of(0.2, 30_000)
+    assert ladder.affordable(10**30) == MOST - 1
+    trials = ladder.affordable(10**9)
+    assert ladder.cost(trials) <= 10**9 < ladder.cost(trials + 1)

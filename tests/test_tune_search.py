@@ -21,6 +21,7 @@ from rtrain.run import Run
 from rtrain.runs import driver, preparing
 from tests.reports import Page
 from tests.test_runs_notice import within
+from tests.tiny import make_encoder
 from tests.trained import settings
 from tune import search, slots, trial
 from tune.ending import gated, held_back
@@ -272,3 +273,19 @@ def test_a_search_in_a_used_folder_and_another_search_in_an_old_one_are_refused(
     other = with_overrides(config.load("intent"), {"tune.first_rung": 0.3})
     with pytest.raises(ConfigError, match=r"tune\.first_rung=0\.3: the search was started with 0\.2; leave it out"):
         search.run(other, found.search.folder, "resume")
+
+
+def test_values_that_the_model_cannot_read_are_refused_before_any_trial(tmp_path: Path) -> None:
+    """Each trial with one would fail, and count."""
+    encoder = make_encoder(tmp_path / "encoder")
+    base = {"data.path": "rows.csv", "model.name": str(encoder)}
+    for searched in ([16, 100_000], {"low": 16, "high": 100_000}):
+        chosen = config.load("intent", {**base, "tune.space": {"data.max_tokens": searched}})
+        with pytest.raises(ConfigError) as caught:
+            search.check_model(chosen, encoder)
+        assert {one.field for one in caught.value.problems} == {"tune.space.data.max_tokens"}
+        assert "data.max_tokens" in str(caught.value)
+    points = config.load("intent", {**base, "tune.points": [{"data.max_tokens": 100_000}]})
+    with pytest.raises(ConfigError, match=r"tune\.points\.0"):
+        search.check_model(points, encoder)
+    search.check_model(config.load("intent", {**base, "tune.space": {"data.max_tokens": [16, 32]}}), encoder)

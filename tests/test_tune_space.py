@@ -114,7 +114,12 @@ def test_every_setting_is_searched_or_refused() -> None:
         *("train.aggregation_frequency", "train.rows_per_update", "train.label_smoothing"),
         *("train.gradient_compression", "train.precision"),
     }
-    assert {name for name in config.dotted_names() if name.startswith("optim.")} <= accepted
+    every = {name for name in config.dotted_names() if name.startswith("optim.")}
+    assert every - accepted == {"optim.lr_rows"}  # the search itself says that
+    for own in ({"optim__lr_scaling": "sqrt"}, {"optim__beta2_scaling": "rows"}):
+        assert not space._refused(made(**own, optim__lr_rows=64), "optim.lr_rows")
+    by_trial = made(tune__space={"optim.lr_scaling": ["sqrt", "linear"]})
+    assert not space._refused(by_trial, "optim.lr_rows")
 
 
 @pytest.mark.parametrize(
@@ -123,6 +128,8 @@ def test_every_setting_is_searched_or_refused() -> None:
         ({"optim.lr": []}, [], "nothing to choose from"),
         ({"optim.lr": [1e-4]}, [1e-4], "nothing to choose from"),
         ({K: [1, 2, 1]}, 1, "twice among the choices"),
+        ({K: [None, 8]}, None, "it stands for what the recipe comes to, which is another choice too"),
+        ({ROWS: [None, 128]}, None, "it stands for what the recipe comes to, which is another choice too"),
         ({"optim.lr": [1e-4, "1.0e-4"]}, "1.0e-4", "twice among the choices"),
         ({"optim.lr": [1e-4, 2]}, 2, "input should be less than 1"),
         ({"optim.lr": {"low": 1e-4, "high": 2}}, 2.0, "input should be less than 1"),
@@ -415,3 +422,13 @@ def test_every_point_is_a_configuration_and_comes_back_from_it(seed: int, number
 
 def test_a_number_that_yaml_reads_as_a_text_is_a_number_in_a_trial() -> None:
     assert space.overrides(made(), {"optim.lr": "1e-6"}) == {"optim.lr": 1e-6}
+
+
+@pytest.mark.parametrize("choices", [[1, 16], ["1", "16"], ["1.0", 16]])
+def test_trials_are_evaluated_after_equal_rows_however_their_frequencies_are_written(choices: list[Any]) -> None:
+    chosen = made(train__evaluate_every=10, tune__space={K: choices})
+    assert space.evaluated_every(chosen) == space.evaluated_every(
+        made(train__evaluate_every=10, tune__space={K: [1, 16]})
+    )
+    points = made(train__evaluate_every=10, tune__space={"optim.lr": LR}, tune__points=[{K: "16.0"}])
+    assert space.evaluated_every(points) == space.evaluated_every(chosen)

@@ -111,6 +111,7 @@ def test_what_is_searched_where_nothing_is_said(trained: Trained, tmp_path: Path
     [
         ({"distill.layers": [1, 2]}, "tune.space.distill.layers", "the teacher has 2 layers"),
         ({"optim.lr": [1e-3, 1e-4]}, "tune.space.optim.lr", "a student's is distill.lr"),
+        ({"distill.width": {"low": 8, "high": 16}}, "tune.space.distill.width", "no multiple of the size"),
         ({"distill.epochs": [1, 2]}, "tune.space.distill.epochs", "as many rows"),
         ({"distill.confidence": [0.1, 0.2]}, "tune.space.distill.confidence", "the same rows"),
         ({"distill.student": ["a", "b"]}, "tune.space.distill.student", "students of one teacher"),

@@ -90,6 +90,22 @@ def check(config: Config, students: bool = False) -> None:
     ask_tell.check(config.deploy.tune.sampler)
 
 
+def check_model(config: Config, folder: Path) -> None:
+    """Raise `ConfigError` where the space or a point has a value that the model in a folder cannot read: each trial
+    with it would fail."""
+    tune, problems = config.deploy.tune, list[Problem]()
+    ends = [(one.name, value) for one in space.dimensions(config) for value in one.choices or (one.low, one.high)]
+    tried = [(f"tune.space.{name}", {name: value}) for name, value in ends]
+    tried += [(f"tune.points.{place}", dict(point)) for place, point in enumerate(tune.points)]
+    for field, point in tried:
+        if any(name.startswith(("data.", "model.")) for name in point):
+            recipe = configuration.with_overrides(config, space.overrides(config, point)).recipe
+            found = model.check_architecture(folder, recipe.data.window_tokens, chosen=recipe.model)
+            problems += [replace(one, field=field, reason=f"{one.field}: {one.reason}") for one in found]
+    if problems:
+        raise ConfigError(problems)
+
+
 def run(
     config: Config,
     folder: Path,

@@ -7,9 +7,9 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.compress import distill, student
-from rtrain.config import Config
+from rtrain.config import Config, Range
 from rtrain.config.deploy import SPACE
-from rtrain.errors import ConfigError
+from rtrain.errors import ConfigError, Problem
 from tune import search
 from tune.asking import space
 from tune.asking.space import LAYERS
@@ -20,6 +20,8 @@ STUDENTS: Mapping[str, Any] = {
     "distill.alpha": [0.5, 0.7, 0.9],
 }
 """In place of the default of `tune.space`."""
+
+WIDTH = "distill.width"
 
 
 def begun(config: Config, teacher: distill.Teacher, root: Path) -> Config:
@@ -45,6 +47,10 @@ def searched(config: Config, depth: int | None) -> dict[str, Any]:
 def check(config: Config, teacher: distill.Teacher, root: Path) -> None:
     """Everything about a search whose configuration is `begun` that can be refused before anything starts. Raises
     `ConfigError`."""
+    if isinstance(config.deploy.tune.space.get(WIDTH), Range):
+        reason = "most widths of a range are no multiple of the size of the teacher's heads"
+        fix = "write a list of widths, such as [128, 192, 256]"
+        raise ConfigError([Problem(f"tune.space.{WIDTH}", "a range", reason, fix)])
     search.check(config, students=True)
     for point in space.sizes(config):
         try:

@@ -107,7 +107,9 @@ def _planned(
 
     recipe, root = config.recipe, Path("runs")
     folder = models.resolve(recipe.model.name, root)
-    if problems := allowed.problems(recipe, folder) or allowed.of_devices(recipe, layout.choice, folder):
+    unread = models.check_architecture(folder, recipe.data.window_tokens, chosen=recipe.model)
+    refused = [*unread, *models.problems(recipe), *allowed.problems(recipe, folder)]
+    if problems := refused or allowed.of_devices(recipe, layout.choice, folder):
         raise ConfigError(problems)
     shape = facts.of_model(folder)
     rows, tokens = given

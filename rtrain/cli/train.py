@@ -108,12 +108,15 @@ def tune(
 
     if problems := preflight.overbooked(config, env.cores()):  # before Ray is imported, which takes seconds
         raise ConfigError(problems)
+    from rtrain.network import model as models
     from rtrain.report.live.progress import after
     from rtrain.runs import preparing
     from tune import search
 
     search.check(config)
     preparing.check(config, folder.parent, begun=reuse == "resume")
+    if reuse != "resume":
+        search.check_model(config, models.resolve(config.recipe.model.name, folder.parent))
     searched(context, config, folder, reuse, as_json, ("tune",), lambda winner: after(winner, "train"))
 
 

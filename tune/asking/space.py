@@ -95,11 +95,21 @@ def _refused(config: Config, name: str) -> list[Problem]:
         reason = f"a row of {config.recipe.task} is a block of so many tokens, and trials are compared on the same rows"
     elif section == "compress":
         reason = "it makes a smaller model of the winner; a search compares settings of one model"
+    elif name == RATE_ROWS and not _scales(config):
+        reason = "the search itself says for how many rows learning rates are meant (tune.lr_scaling)"
     elif name == "model.name":
         reason = "a search compares settings of one model"
     elif section == "train" and leaf in SPEED and name != FREQUENCY:
         reason = f"it changes speed, never the score; the rows of an update are {FREQUENCY} or {ROWS}"
     return [] if reason is None else [Problem(name, None, reason, "leave it out")]
+
+
+def _scales(config: Config) -> bool:
+    """Whether learning rate or beta2 follow the rows of an update by the recipe's own settings, or by those of its
+    trials."""
+    optim, tune = config.recipe.optim, config.deploy.tune
+    own = "none" not in (optim.lr_scaling, optim.beta2_scaling) or optim.lr_scaling != optim.beta2_scaling
+    return own or SCALING in tune.space or any(SCALING in point for point in tune.points)
 
 
 def _flaw(config: Config, name: str, searched: Range | tuple[Any, ...]) -> list[Problem]:
@@ -108,6 +118,8 @@ def _flaw(config: Config, name: str, searched: Range | tuple[Any, ...]) -> list[
     def problem(value: Any, reason: str, fix: str) -> list[Problem]:
         return [Problem(name, value, reason, fix)]
 
+    if not isinstance(searched, Range) and name in (FREQUENCY, ROWS) and None in searched:
+        return problem(None, "it stands for what the recipe comes to, which is another choice too", "write the number")
     if not isinstance(searched, Range):
         fix = "write two choices or more; a single one belongs to the recipe: --set " + f"{name}=..."
         return problem(list(searched), "nothing to choose from", fix) if len(searched) < 2 else []
@@ -250,17 +262,11 @@ def evaluated_every(config: Config) -> int | None:
     every = config.recipe.train.evaluate_every
     if every is None or config.deploy.tune.study:
         return None
-    tried = [*config.deploy.tune.points, *({name: _most(one)} for name, one in config.deploy.tune.space.items())]
-    of_one = rows_of_one(config)
-    sizes = [of_one[name] * int(point[name]) for point in tried for name in of_one if point.get(name) is not None]
-    largest = max([config.recipe.rows_per_update, *sizes])
+    searched = [one for one in dimensions(config) if one.name in (FREQUENCY, ROWS) and one.ordered]
+    tried = [*config.deploy.tune.points, *({one.name: max(one.choices or (one.high,))} for one in searched)]
+    recipes = [configuration.with_overrides(config, overrides(config, point)).recipe for point in tried]
+    largest = max(one.rows_per_update for one in (config.recipe, *recipes))
     return largest * max(1, round(every * config.recipe.rows_per_update / largest))
-
-
-def _most(searched: Range | tuple[Any, ...]) -> Any:
-    if isinstance(searched, Range):
-        return searched.high
-    return max(searched) if all(map(is_number, searched)) else None
 
 
 # ------------------------------------------------------------------------------------------------- what a trial changes

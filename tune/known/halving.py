@@ -7,6 +7,7 @@ its own checkpoint, as in Swersky et al. 2014, arXiv:1406.3896).
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from tune.known.aim import Aim, at
 from tune.known.history import History, Trial
 
 REDUCTION = 2
+MOST = 1 << 20
+"""More trials are asked of no budget."""
 KEPT = 2
 """Trials that are left for the end, trial 0 beside them."""
 
@@ -46,10 +49,12 @@ class Ladder:
 
     def affordable(self, rows: int) -> int:
         """The most trials that cost no more than `rows`; at least one."""
-        trials = 1
-        while self.cost(trials + 1) <= rows:
-            trials += 1
-        return trials
+        most = 2
+        while most < MOST and self.cost(most) <= rows:
+            most *= 2
+        # A trial more costs no less: by bisection, since a budget that nothing else bounds may be of any size.
+        found: int = bisect_right(range(most), rows, key=lambda trials: self.cost(trials) if trials else 0) - 1
+        return max(1, found)
 
 
 def sizes(planned: int) -> tuple[int, ...]:

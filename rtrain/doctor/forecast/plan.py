@@ -33,6 +33,8 @@ FORWARD: Final = 1 / 3
 """An evaluation's share of a training pass: it has no backward pass."""
 FINAL_RUNS: Final = 4.0
 """Full runs of a search's end, unless `tune.final_rows` says another number of rows."""
+FINALISTS: Final = 3
+"""Trials that go to their ends: the best two, and the one of the recipe's own settings."""
 CURVE: Final = (1, 8, 64, 512, 4096)
 """Workers that a plan tells the efficiency of."""
 RECOMPUTED: Final = 4 / 3
@@ -179,16 +181,21 @@ def hours(
 
 
 def searched(config: Config, one: Hours, trials: int) -> float:
-    """Hours of a search at most: its budget and its end, over the trials that run side by side. It may stop sooner."""
+    """Hours of a search: its budget, over the trials that run side by side, and its end, of which `FINALISTS` trainings
+    do. No search is shorter than a run, since its first trial goes to its end in any case, as the best two do; minutes
+    bound when a trial may begin. It may stop sooner."""
     tune = config.deploy.tune
     full_rows = one.updates * config.recipe.rows_per_update
     budget = tune.full_runs if tune.rows is None else tune.rows / full_rows
     if tune.trials is not None:
         budget = min(budget, tune.trials)
     end = FINAL_RUNS if tune.final_rows is None else tune.final_rows / full_rows
-    each = (one.train_s + one.evaluate_s) / trials
-    searching = budget * each if tune.minutes is None else min(budget * each, 60 * tune.minutes)
-    return (one.start_s + searching + end * each) / 3600
+    whole = one.train_s + one.evaluate_s
+    searching = budget * whole / trials
+    if tune.minutes is not None:
+        searching = min(searching, 60 * tune.minutes + tune.first_rung * whole)
+    ending = max(end, FINALISTS * (1 - tune.first_rung)) * whole / min(trials, FINALISTS)
+    return (one.start_s + max(whole, searching + ending)) / 3600
 
 
 def repeated_s(config: Config, found: Hours, watched: bool) -> float:

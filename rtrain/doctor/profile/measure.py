@@ -22,11 +22,19 @@ class Measured:
     workers: tuple[Worker, ...]
 
 
-def row(found: Row, folder: Path, length: Length, epochs: int, on_event: Callable[[dict[str, Any]], None]) -> Measured:
+def row(
+    found: Row,
+    folder: Path,
+    length: Length,
+    epochs: int,
+    on_event: Callable[[dict[str, Any]], None],
+    evaluate_every: int | None = None,
+) -> Measured:
     """Train as the recipe says for so many updates, and read where their time went.
 
     The run's folder is made at `folder` and removed in the end; the token store beside it is the one that training
-    uses. `epochs`: of a whole run of the recipe. Where the training fails, the folder stays, with its log.
+    uses. `epochs` and `evaluate_every`: of a whole run of the recipe. Where the training fails, the folder stays, with
+    its log.
     """
     prepared, processes = preparing.prepare(found.config, folder, tokens_root=folder.parent.parent), Processes()
 
@@ -42,7 +50,7 @@ def row(found: Row, folder: Path, length: Length, epochs: int, on_event: Callabl
     run, order = Run(folder), prepared.order
     workers = sorted((worker_file.read(path) for path in folder.glob(run.profile("*").name)), key=lambda one: one.rank)
     known = summary.summarise(run)
-    recipe = prepared.config.recipe
+    recipe, each = prepared.config.recipe, order.updates_per_epoch
     facts = figures.Facts(
         name=found.name,
         settings=found.settings,
@@ -51,8 +59,9 @@ def row(found: Row, folder: Path, length: Length, epochs: int, on_event: Callabl
         device=known["device"],
         rows_per_update=recipe.rows_per_update,
         order_digest=known["order_digest"],
-        save_every=recipe.train.save_every or order.updates_per_epoch,
-        run_updates=epochs * order.updates_per_epoch,
+        # Each evaluation saves too.
+        save_every=min(recipe.train.save_every or each, evaluate_every or each),
+        run_updates=epochs * each,
         processes=processes.told(),
         within=recipe.train.within,
     )

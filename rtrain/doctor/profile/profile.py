@@ -44,8 +44,8 @@ def run(
             if len(rows) > 1:
                 on_event({"kind": "stage", "text": f"row {number + 1} of {len(rows)}: {row.name}"})
             on_event(events.doing("reading the rows", "rows"))
-            place, epochs = folder / f"row-{number:02d}", config.recipe.train.epochs
-            measured.append(measure.row(row, place, length, epochs, on_event))
+            place, train = folder / f"row-{number:02d}", config.recipe.train
+            measured.append(measure.row(row, place, length, train.epochs, on_event, train.evaluate_every))
     document = {
         "kind": KIND,
         "version": VERSION,
