@@ -862,9 +862,9 @@ class Restarted(BreaksOff):
         fields = {"entrypoint": "", "start_time": None, "end_time": None, "driver_exit_code": None, "error_type": None}
         return [SimpleNamespace(submission_id=job, status=status, **fields) for job, status in self.statuses.items()]
 
-    def get_job_logs(self, job: str) -> str:
+    def delete_job(self, job: str) -> bool:
         self.statuses[job] = "FAILED"
-        return ""
+        raise RuntimeError(f"Attempted to delete job '{job}', but it is in a non-terminal state RUNNING.")
 
     def submit_job(self, submission_id: str, **named: Any) -> None:
         self.started.append(submission_id)

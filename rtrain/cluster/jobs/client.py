@@ -126,9 +126,10 @@ class Jobs:
     def _wake(self, job: str) -> None:
         """Have the head look whether a job goes on that it believes to. One that came back with what its Redis knew
         looks at the supervisors of jobs once it is asked for something of a job, and not before: those that went with
-        its old processes would be running for ever, and the run would be started by nobody."""
-        with suppress(UserError), self._asked():
-            self._client.get_job_logs(job)
+        its old processes would be running for ever, and the run would be started by nobody. To remove a job that has
+        not ended is refused, by the head itself; to read a log is asked of the job's own machine, which may be gone."""
+        with suppress(UserError, RuntimeError), self._asked():
+            self._client.delete_job(job)
         time.sleep(LOOK_EVERY_S)
 
     def nodes(self) -> str:
