@@ -32,13 +32,13 @@ def test_the_names_are_those_that_users_and_earlier_versions_know(tmp_path: Path
 
 def test_each_byte_of_the_log_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, parsed = Run(tmp_path), list[int]()
-    whole = events._parse
+    whole = events.parsed
 
     def counted(data: bytes) -> object:
         parsed.append(len(data))
         return whole(data)
 
-    monkeypatch.setattr(events, "_parse", counted)
+    monkeypatch.setattr(events, "parsed", counted)
     assert run.events() == []
     run.append("created", store="here")
     run.append("progress", update=1)
