@@ -672,12 +672,21 @@ def test_a_folder_that_cannot_be_read_is_listed_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock.make(tmp_path / "a")
-    (tmp_path / "lost+found").mkdir()
-    asked = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "lost+found" and asked(path, mode))
+    stock.age(stock.store(tmp_path, "unused"))
+    closed, asked = ["lost+found"], os.access
+    for name in ("lost+found", "theirs"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name not in closed and asked(path, mode))
+
+    def unused() -> Removal:
+        return next(one for one in plan.of_root(walk.look(tmp_path), "none", True) if one.name == ".tokens/unused")
+
     found = walk.look(tmp_path)
     assert [known.name for known in found.runs] == ["a"]
-    assert [(one.name, one.what) for one in found.foreign] == [("lost+found", "a folder that cannot be read")]
+    assert ("lost+found", walk.UNREAD) in [(one.name, one.what) for one in found.foreign]
+    assert unused().parts
+    closed.append("theirs")  # it may hold a run that uses the store
+    assert (unused().parts, "theirs" in str(unused().stays)) == ((), True)
 
 
 def test_the_days_until_a_finished_run_is_asked_for_again_are_none_of_its_own(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from rtrain.errors import UserError, hide
 from rtrain.inventory import log, shared, sizes
 from rtrain.inventory.facts import Known
 from rtrain.inventory.shared import Shared
-from rtrain.inventory.walk import Inventory
+from rtrain.inventory.walk import UNREAD, Inventory
 from rtrain.run import Run
 
 Keep = Literal["best", "artifact", "none"]
@@ -67,6 +67,8 @@ def of_root(inventory: Inventory, keep: Keep, stores: bool = False) -> list[Remo
     gone = {removal.run.run.folder for removal in found if removal.run and removal.whole}
     told = (*inventory.runs, *inventory.linked)
     unread = [known.name for known in told if known.status == "damaged" and known.run.folder not in gone]
+    # A run may lie in a folder that cannot be read; in the one that a file system has for itself there is none.
+    unread += [one.name for one in inventory.foreign if one.what == UNREAD and one.name != "lost+found"]
     found += [_of_shared(one, gone, stores, keep, unread) for one in inventory.shared]
     left = tuple(Part(path, sizes.size(path), sizes.LEFT) for path in inventory.drafts)
     return [*found, *([Removal("drafts of killed processes", None, keep, left)] if left else [])]

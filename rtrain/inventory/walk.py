@@ -12,6 +12,7 @@ from rtrain.inventory.facts import Known
 from rtrain.inventory.shared import Shared
 from rtrain.run import ARTIFACT, Run
 
+UNREAD = "a folder that cannot be read"
 DEPTH = 3
 """Folders below the root in which runs are sought: a demo or a drill keeps its runs in a folder of their own."""
 
@@ -107,7 +108,7 @@ def _walk(root: Path, folder: Path, found: _Found, depth: int) -> None:
         elif path.name.startswith(".") and (path / drafts.LOCK).exists():
             found.drafts += [path] if path in shared.dead_drafts(folder) else []
         elif not os.access(path, os.R_OK | os.X_OK):
-            found.foreign.append(Foreign(name, "a folder that cannot be read", (path,)))
+            found.foreign.append(Foreign(name, UNREAD, (path,)))
         elif holds_run(path):
             found.runs.append(_read(Run(path), name))
         else:

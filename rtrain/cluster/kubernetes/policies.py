@@ -10,7 +10,7 @@ from rtrain.cluster.lint.document import Document
 from rtrain.cluster.lint.findings import Found
 
 FEWEST_BITS = 8
-"""Of a block of addresses: 10.0.0.0/8 is the largest that is private."""
+"""A block of addresses with a shorter prefix is open to strangers: 10.0.0.0/8 is the largest that is private."""
 SELECTORS = ("podSelector", "namespaceSelector")
 
 
