@@ -123,10 +123,11 @@ def test_the_deadline_of_the_endpoint_or_of_the_client_ends_the_wait(
 
     async def main() -> None:
         async with asking(service) as stub:
-            first = asyncio.ensure_future(refused(stub.ModelInfer(question(TEXT), timeout=timeout_s)))
-            await gate.entered()
+            while not gate.rows:  # on a busy machine the time of one may pass before the engine has it
+                error = await refused(stub.ModelInfer(question(TEXT), timeout=timeout_s))
+                assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
             error = await refused(stub.ModelInfer(question(TEXT), timeout=timeout_s))
-            assert {error.code(), (await first).code()} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+            assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
             if deadline_s < timeout_s:
                 assert error.details() == "the deadline passed before the answer was ready"
             while service.batcher.waiting:
