@@ -38,7 +38,7 @@ NAMED = ("classes", "labels")
 NONE = "none"
 """In place of a label where there is none."""
 VERSION = 2
-"""Of what the histograms mean (`comparable`)."""
+"""Counts up when the histograms come to mean something else (`comparable`)."""
 MOST_ROWS = 20_000
 """More validation rows would not make the histograms better."""
 ABSTAIN = "abstain"

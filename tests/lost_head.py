@@ -94,7 +94,7 @@ def lose_processes(made: Up, stack: ExitStack) -> None:
             one.kill()
     until("their end", lambda: not [one for one in first.children() if one.status() != psutil.STATUS_ZOMBIE])
     home = str(own.home(made.head))
-    for text in own.commands[made.plan.head.name].run[-2:]:
+    for text in own.commands[made.plan.head.name].start:
         done = inside(made, made.head, ["bash", "-c", f"cd ~; {text.replace(own.file.home, home)}"], environ).wait()
         assert done == 0, text
 
@@ -138,7 +138,9 @@ def main(case: str, folder: Path, with_redis: bool) -> dict[str, Any]:
     make_artifact(folder / "artifact", ("lost", "found"))
     text = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
     plan, file = plans.of(text), commands.of(plans.read(text))
-    run, command = Run(folder / "runs" / "lost"), words(folder, "lost", 2, "train.epochs=4000")
+    run = Run(folder / "runs" / "lost")
+    command = words(folder, "lost", 2, "train.epochs=4000")
+    endpoint_command = ["serve", str(folder / "artifact"), "--set", "serve.replicas=1"]
     files = upload.of(ROOT, 20_000_000)
     with ExitStack() as stack:
         beside = (lambda network: redis(stack, folder, network)) if with_redis else lambda network: {}
@@ -146,7 +148,7 @@ def main(case: str, folder: Path, with_redis: bool) -> dict[str, Any]:
         own = made.site.own
         assert own is not None
         endpoint = stack.enter_context(own.forwarded(PORT))
-        serves = made.jobs.submit(["serve", str(folder / "artifact"), "--set", "serve.replicas=1"], files, say)
+        serves = made.jobs.submit(endpoint_command, files, say)
         made.jobs.await_line(serves, "serving ")
         trains = made.jobs.submit(command, files, say)
         until("three checkpoints", lambda: stored(folder) >= 3 * SAVE_EVERY)
@@ -160,6 +162,11 @@ def main(case: str, folder: Path, with_redis: bool) -> dict[str, Any]:
         say("the head is there again")
         anew = None if with_redis or case != "gcs" else lambda: lose_processes(made, stack)
         found = seen(made, run, folder, command, files, before, lost, back, anew)
+        if found["submitted_again"]:
+            asked = time.time()
+            made.jobs.submit(endpoint_command, files, say)
+            again = until("an answer", lambda: [at for at in asking.answered if at > asked])
+            found["endpoint_again_s"] = round(again[0] - asked, 1)
         asking.end()
         answers = [at - lost for at in asking.answered if at > lost]
         found |= {"case": case, "redis": with_redis, "endpoint_answers": len(answers)}
@@ -236,7 +243,7 @@ def seen(
         "submitted_s": round(asked - lost, 1),
         "submitted_times": times,
         "seconds_to_next_update": round(event["time"] - asked, 1),
-        "updates_lost": newest - started["update"],
+        "updates_lost": max(0, newest - started["update"]),
         "went": [(what, round(at - asked, 1)) for what, at in sorted(went, key=lambda one: one[1])][:20],
     }
 

@@ -99,13 +99,19 @@ def test_a_job_submitted_again_goes_on_from_its_storage_when_the_head_is_gone(tm
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize(
     ("case", "beside", "lives"),
-    [("gcs", ("redis",), True), ("processes", ("redis",), False)],
+    [
+        ("gcs", ("redis",), True),
+        ("processes", ("redis",), False),
+        ("gcs", (), False),
+        ("processes", (), False),
+        ("machine", (), False),
+    ],
 )
 def test_whatever_a_lost_head_ends_the_run_goes_on_from_its_storage(
     tmp_path: Path, case: str, beside: tuple[str, ...], lives: bool
 ) -> None:
-    """But for a head that comes back as another cluster's, without a Redis or at another address: the autoscaler waits
-    for the nodes that the old one had (docs/cluster.md)."""
+    """By itself where its driver lives, else as it is submitted again. Without a Redis what comes back is another
+    cluster's head: its autoscaler starts Ray anew on the machines that there are."""
     if lacking := network.problem():
         pytest.skip(lacking)
     if beside and shutil.which("redis-server") is None:

@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 from ray.autoscaler.node_launch_exception import NodeLaunchException
 
 from rtrain.cluster.rehearsal import plan as plans, ports
-from rtrain.cluster.rehearsal.machines import machine, provider, up
+from rtrain.cluster.rehearsal.machines import machine, provider, remote, up
 from rtrain.cluster.rehearsal.machines.book import Book, Machine
 from rtrain.cluster.rehearsal.machines.cloud import Cloud, Start
 from rtrain.cluster.rehearsal.ports import Listener
@@ -45,6 +47,64 @@ def asked_by(book: Book, count: int = 1) -> list[str]:
     made = provider.Rehearsed({plans.FOLDER: str(book.folder)}, "rehearsal")
     tags = {"ray-user-node-type": "worker", "ray-node-kind": "worker"}
     return list(made.create_node_with_resources_and_labels({}, tags, count, {"CPU": 8}, {"a": "b"}))
+
+
+def test_commands_reach_a_machine_that_listens_one_after_another(book: Book) -> None:
+    [name] = asked_by(book)
+    cloud, said = provider.Rehearsed({plans.FOLDER: str(book.folder)}, "rehearsal"), []
+
+    def act(text: str) -> int:
+        said.append(subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False).stdout)
+        return 3 if "fails" in text else 0
+
+    runner = cloud.get_command_runner("", name, {}, "rehearsal", subprocess, True)
+    with pytest.raises(OSError, match="No such file"):
+        runner.run("echo nobody listens", timeout=0)
+    with remote.Shell(book.shell(name)) as shell:
+
+        def listens() -> None:
+            for _ in range(3):
+                shell.serve(act, 10.0)
+
+        thread = threading.Thread(target=listens)
+        thread.start()
+        runner.run('echo "$LIKE" $MANY', environment_variables={"LIKE": "it's $HOME", "MANY": {"CPU": 8}})
+        with pytest.raises(subprocess.CalledProcessError, match="exit status 3"):
+            runner.run("echo fails")
+        runner.run("echo again")
+        thread.join()
+        shell.serve(act, 0.01)  # nobody asks
+    assert said == ['it\'s $HOME {"CPU": 8}\n', "fails\n", "again\n"]
+
+
+def test_a_machine_that_ends_within_a_command_has_not_done_it(book: Book) -> None:
+    [name] = asked_by(book)
+    with remote.Shell(book.shell(name)) as shell:
+
+        def ends(text: str) -> int:
+            raise InterruptedError
+
+        def listens() -> None:
+            with suppress(InterruptedError):
+                shell.serve(ends, 10.0)
+
+        thread = threading.Thread(target=listens)
+        thread.start()
+        with pytest.raises(ConnectionError, match="has ended"):
+            remote.run(book.shell(name), "true", 10.0)
+        thread.join()
+
+
+def test_the_autoscaler_s_tags_are_added_to_those_that_there_are(book: Book) -> None:
+    cloud = provider.Rehearsed({plans.FOLDER: str(book.folder)}, "rehearsal")
+    [name] = asked_by(book)
+    cloud.set_node_tags(name, {"ray-node-status": "setting-up"})
+    cloud.set_node_tags(name, {"ray-node-status": "up-to-date"})
+    assert cloud.node_tags(name) == {
+        "ray-user-node-type": "worker",
+        "ray-node-kind": "worker",
+        "ray-node-status": "up-to-date",
+    }
 
 
 def test_what_is_asked_for_is_there_until_it_has_ended(book: Book) -> None:
@@ -77,8 +137,6 @@ def test_ray_s_provider_has_the_calls_that_are_made_here() -> None:
 
     needed = ("non_terminated_nodes", "is_running", "node_tags", "terminate_nodes", "safe_to_scale", "post_process")
     assert all(hasattr(NodeProvider, name) and hasattr(NodeProviderAdapter, f"_v1_{name}") for name in needed)
-    with pytest.raises(NotImplementedError):
-        provider.Rehearsed({plans.FOLDER: "/tmp"}, "x").set_node_tags("a", {})
 
 
 # ----------------------------------------------------------------------------------------------------------- machines

@@ -20,6 +20,8 @@ from rtrain.cluster.rehearsal.machines import commands, metadata, network
 from rtrain.cluster.rehearsal.machines.book import Book
 from rtrain.cluster.rehearsal.machines.cloud import Cloud
 from rtrain.cluster.rehearsal.machines.own import Own
+from rtrain.cluster.rehearsal.machines.provider import Rehearsed
+from rtrain.cluster.rehearsal.plan import FOLDER
 
 # Slow since they may be skipped: namespaces are root's alone.
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(network.problem() is not None, reason=network.problem() or "")]
@@ -61,7 +63,15 @@ class Tried:
         self.own.__exit__()
 
     def machine(self, kind: str) -> str:
-        return self.book.ask(kind, {"CPU": 1.0}, {"for": "training"}, {})
+        """Its name. A worker runs its commands when it is told to, as by the autoscaler of a head."""
+        name = self.book.ask(kind, {"CPU": 1.0}, {"for": "training"}, {})
+        provider = Rehearsed({FOLDER: str(self.book.folder)}, "tried")
+        if kind != self.plan.head.name:
+            until(lambda: provider.is_running(name))
+            environ = {"RAY_HEAD_IP": self.own.address.partition(":")[0]}
+            for text in self.own.file.of(kind, is_head=False).run:
+                provider.get_command_runner("", name).run(text, environment_variables=environ)
+        return name
 
 
 @pytest.fixture

@@ -41,6 +41,15 @@ def test_the_autoscaler_gets_the_same_cluster_of_another_cloud() -> None:
     assert [(host.has, most) for host, most in kinds.values()] == [({"CPU": 8.0}, 4)]
     assert made["provider"]["module"] == f"{provider.__name__}.{provider.Rehearsed.__name__}"
     assert not [name for name, commands in prepared.items() if name.endswith("_commands") and commands]
+    assert made["provider"]["disable_node_updaters"]
+
+
+def test_the_autoscaler_gets_the_commands_that_make_nodes_of_machines() -> None:
+    from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
+
+    made = AutoscalingConfig(PLAN.autoscaler_file("/tmp/book", {"worker": ["echo set up"]}, ["ray start"]))
+    assert made.get_worker_setup_commands("worker") == ["echo set up"]
+    assert (made.get_worker_start_ray_commands(), made.disable_node_updaters()) == (["ray start"], False)
 
 
 def changed(**settings: Any) -> str:

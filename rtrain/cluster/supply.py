@@ -93,7 +93,7 @@ class Needs(NamedTuple):
     data_labels: Labels = ANY
     """Those that a node must have for workers, and for data tasks."""
     share: float = 1.0
-    """Of a GPU, that a worker takes; a worker without a GPU takes a CPU."""
+    """The part of a GPU that a worker takes; a worker without a GPU takes a CPU."""
 
     def places(self, node: Node) -> int:
         """Workers that the node has room for. None takes parts of two GPUs."""

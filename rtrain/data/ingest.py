@@ -83,7 +83,7 @@ class Share:
     """Deal the rows at random, by this rule of `exchange.noise`, in the updates that measure the noise of gradients; 0:
     none does."""
     speeds: tuple[float, ...] = ()
-    """Of all workers, by which the rows of the other updates are dealt; none: equally many tokens for each."""
+    """Those of all workers, by which the rows of the other updates are dealt; none: equally many tokens for each."""
 
 
 def plan_update(store: Store, share: Share, number: int) -> Update:

@@ -30,7 +30,7 @@ class Cut:
     norms: tuple[str, ...]
     """Normalisations, which then read a worker's own tokens."""
     several: Mapping[str, int] = field(default_factory=dict)
-    """Of `by_outputs`, the layers whose outputs are several vectors after each other: how many. A worker has its share
+    """The layers of `by_outputs` whose outputs are several vectors after each other: how many. A worker has its share
     of each."""
     inside: tuple[str, ...] = ()
     """Dropout between two products: of a worker's own numbers, with masks of its own."""

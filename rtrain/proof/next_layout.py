@@ -19,7 +19,7 @@ from rtrain.runs import driver, preparing
 from rtrain.strategies import allowed
 
 LAYOUTS: tuple[dict[str, Any], ...] = ({"pipeline": 2}, {"tensor": 2}, {"shard": 3}, {"shard": 0})
-"""Of which the first is taken that is another than the run's, and is possible."""
+"""The first is taken that is another than the run's, and is possible."""
 ROUNDING = {"fp32": 0.02}
 """How far weights may part, of the distance moved since the change, by precision: Adam amplifies rounding where the
 true gradient is zero. (Two layouts in fp32 parted by 0.003 over four updates.)"""

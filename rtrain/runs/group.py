@@ -38,7 +38,7 @@ class Layout:
     asked: bool = False
     """The run itself asks an autoscaler for the workers, and Ray Train does not."""
     share: float = 1.0
-    """Of a GPU, that each worker has."""
+    """The part of a GPU that each worker has."""
 
 
 class Workers(Protocol):

@@ -60,7 +60,7 @@ def _same(loss: Any, _: Any) -> Any:
 
 
 def problems(train: Train, config: Mapping[str, Any]) -> list[Problem]:
-    """Of `train.pipeline` of more than one stage, for a model with these settings (config.json)."""
+    """What is in the way of `train.pipeline` of more than one stage, for a model with these settings (config.json)."""
     stages, schedule = train.pipeline, SCHEDULES[train.schedule]
     kind = config.get("model_type")
     if kind not in cuts.CUTS:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,9 +78,12 @@ class Plan:
     def by_name(self) -> dict[str, Kind]:
         return {kind.name: kind for kind in (self.head, *self.kinds)}
 
-    def autoscaler_file(self, folder: str) -> dict[str, Any]:
+    def autoscaler_file(
+        self, folder: str, setup: Mapping[str, Sequence[str]] | None = None, start: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """What Ray's autoscaler is given in place of the file: the same cluster from a cloud on this machine, whose
-        book is in `folder`."""
+        book is in `folder`. With `setup`, commands by worker type, it makes nodes of the machines that it has got by
+        these and by those that `start` Ray; else machines start Ray themselves."""
         described = {
             kind.name: {
                 "resources": {name: int(amount) for name, amount in kind.resources.items()},
@@ -88,6 +91,7 @@ class Plan:
                 "min_workers": kind.least,
                 "max_workers": kind.most,
                 "node_config": {},
+                "worker_setup_commands": list((setup or {}).get(kind.name, ())),
             }
             for kind in (self.head, *self.kinds)
         }
@@ -98,7 +102,7 @@ class Plan:
             "provider": {
                 "type": "external",
                 "module": PROVIDER,
-                "disable_node_updaters": True,
+                "disable_node_updaters": setup is None,
                 "disable_launch_config_check": True,
                 FOLDER: folder,
             },
@@ -108,6 +112,7 @@ class Plan:
             "file_mounts": {},
             "cluster_synced_files": [],
             **{f"{name}_commands": [] for name in COMMANDS},
+            "worker_start_ray_commands": list(start),
         }
 
     def tight(self, workers: int, data_cpus: int) -> "Plan | None":

@@ -51,9 +51,10 @@ class Pilot:
     """Passes of `micro_batch` rows on each worker, of an update: its aggregation frequency."""
     update_s: float
     exchange_s: float
-    """Of these, for which a worker stood still for the exchange."""
+    """The part of `update_s` for which a worker stood still for the exchange."""
     passes_s: float | None = None
-    """Of these, in which a worker went forward and backward; None on a GPU, whose kernels run beside its spans."""
+    """The part of `update_s` in which a worker went forward and backward; None on a GPU, whose kernels run beside its
+    spans."""
 
 
 def of_run(log: Sequence[Mapping[str, Any]], k: float) -> Pilot:

@@ -58,7 +58,7 @@ def needs(
         return of_pass(tensor=tensor, recomputed=recomputed, more_passes=more)
 
     def staged(way: Way) -> Need:
-        """Of the fullest stage. Where its layers are cut too, or shared, it takes less."""
+        """What the fullest stage needs. Where its layers are cut too, or shared, it takes less."""
         train = recipe.train.model_copy(update={"workers": workers, "pipeline": way.pipeline})
         lengths = stages.lengths(train, passes.lengths, passes.tokens_of_update)
         number = math.ceil(passes.tokens_of_update / (workers // train.pipeline) / sum(lengths))

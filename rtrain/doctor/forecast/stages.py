@@ -39,7 +39,7 @@ def kept(train: Train, stage: int, passes: int) -> tuple[int, ...]:
     if schedule.parts == 1:
         return own * min(passes, stages - stage)
     before = (schedule.parts - 1) * stages + 2 * (stages - 1 - stage)
-    # Of each part as many passes as there are stages, in turns.
+    # The parts take turns, each with as many passes as there are stages.
     turns = (part for each in cycle(own) for part in repeat(each, stages))
     return tuple(islice(turns, min(passes * schedule.parts, before + 1)))
 

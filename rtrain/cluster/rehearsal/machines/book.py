@@ -64,6 +64,10 @@ class Book:
         if not self._file(name, "ended").is_file():
             self._write(name, "ended", {"ended": time.time(), "why": why})
 
+    def tag(self, name: str, tags: Mapping[str, str]) -> None:
+        """Notes of the autoscaler's in place of those that there are."""
+        self._write(name, "tags", {"tags": dict(tags)})
+
     def sell_out(self) -> None:
         """From now on nobody gets another machine, as in a cloud without spot capacity."""
         self._write("cloud", "sold-out", {})
@@ -82,7 +86,7 @@ class Book:
         found = {}
         for path in self.folder.glob("*.asked"):
             document: dict[str, Any] = {}
-            for kind in ("asked", "started", "unwanted", "failed", "ended"):
+            for kind in ("asked", "tags", "started", "unwanted", "failed", "ended"):
                 if (part := path.with_suffix(f".{kind}")).is_file():
                     document |= json.loads(part.read_text())
             found[path.stem] = Machine(**document)
@@ -93,6 +97,10 @@ class Book:
         return {name: one for name, one in self.all().items() if one.ended is None}
 
     # --------------------------------------------------------------------------------------------------------- by both
+
+    def shell(self, name: str) -> Path:
+        """The socket at which a machine of its own takes commands (`remote`)."""
+        return self._file(name, "shell")
 
     def _take_name(self, kind: str) -> str:
         number = 1

@@ -29,10 +29,16 @@ TOKEN = "~/.ray/auth_token"
 class Commands:
     """What one node runs, in this order, and where its files are."""
 
-    run: tuple[str, ...]
+    setup: tuple[str, ...]
+    start: tuple[str, ...]
+    """Those that start Ray, each time that a head takes the node."""
     left_out: tuple[str, ...]
     environments: tuple[str, ...]
     """Folders in the home, by whose `bin` the commands call python or ray."""
+
+    @property
+    def run(self) -> tuple[str, ...]:
+        return (*self.setup, *self.start)
 
 
 @dataclass(frozen=True)
@@ -47,17 +53,17 @@ class File:
         """Those of a node of that type."""
         role = "head" if is_head else "worker"
         node = ("available_node_types", kind)
-        listed = [
+        setup = [
             *self._list(*node, BEFORE[0], otherwise=(BEFORE[0],)),
             *self._list(BEFORE[1]),
             *(self._list("head_setup_commands") if is_head else ()),
             *(() if is_head else self._list(*node, "worker_setup_commands", otherwise=("worker_setup_commands",))),
-            *self._list(f"{role}_start_ray_commands"),
         ]
-        left = tuple(text for text in listed if CHANGING & programs(text))
-        run = tuple(text for text in listed if text not in left)
-        named = dict.fromkeys(name for text in listed for name in re.findall(r"~/([\w.-]+)/bin/", text))
-        return Commands(run, left, tuple(named))
+        start = self._list(f"{role}_start_ray_commands")
+        left = tuple(text for text in (*setup, *start) if CHANGING & programs(text))
+        named = dict.fromkeys(name for text in (*setup, *start) for name in re.findall(r"~/([\w.-]+)/bin/", text))
+        kept = [tuple(text for text in listed if text not in left) for listed in (setup, start)]
+        return Commands(kept[0], kept[1], left, tuple(named))
 
     def _list(self, *place: str, otherwise: tuple[str, ...] = ()) -> Sequence[str]:
         found = self.document.get(*place)

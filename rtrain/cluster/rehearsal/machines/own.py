@@ -92,7 +92,9 @@ class Own:
             home=str(home),
             files={"/etc/hosts": str(names), "/etc/resolv.conf": str(resolver)},
             book=str(self._folder / "book"),
-            commands=[text.replace(self.file.home, str(home)) for text in found.run],
+            user_home=self.file.home,
+            # As the launcher on a laptop does; a worker is made by the autoscaler of the head that has got it.
+            commands=found.run if is_head else (),
             copies=self._copies(machine.name, is_head),
         )
         spec.write(home.parent / "spec.json")
@@ -112,7 +114,11 @@ class Own:
                 place.symlink_to(given.resolve())
         if is_head:
             bootstrap = self._path(machine, self.file.option("--autoscaling-config") or "~/ray_bootstrap_config.yaml")
-            bootstrap.write_text(yaml.safe_dump(self.plan.autoscaler_file(str(self._folder / "book"))))
+            workers = {kind.name: self.file.of(kind.name, is_head=False) for kind in self.plan.kinds}
+            setup = {name: one.setup for name, one in workers.items()}
+            start = next((one.start for one in workers.values()), ())
+            described = self.plan.autoscaler_file(str(self._folder / "book"), setup, start)
+            bootstrap.write_text(yaml.safe_dump(described))
             # The file's own command makes none where there is one: this process shows the same one to every cluster.
             token = self.token_of(machine)
             token.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +149,7 @@ class Own:
             # What the file's commands have installed comes first, where they put it ahead.
             "PATH": f"{SYSTEM_PATH}:{Path(sys.executable).parent}",
             "PYTHONPATH": str(package_root()),
-            "RAY_HEAD_IP": self._place().address,
+            **({"RAY_HEAD_IP": place.address} if is_head else {}),
             "RAY_DEFAULT_OBJECT_STORE_MEMORY_PROPORTION": STORE_SHARE,
             **({**nodes.HEAD_ENVIRON, **self.environ} if is_head else {}),
         }

@@ -2,9 +2,9 @@
 
     python -m rtrain.cluster.rehearsal.machines.vm SPEC
 
-`SPEC` is the file of a `Spec`. The commands run one after another, as the launcher runs them over SSH; what they leave
-running goes on. The machine lasts until it is told to end, whatever runs on it, as a cloud's machines do; where a
-command fails, it ends at once. Linux, and root.
+`SPEC` is the file of a `Spec`. Its commands run one after another, as the launcher runs them over SSH, and then those
+that come through its shell; what they leave running goes on. The machine lasts until it is told to end, whatever runs
+on it, as a cloud's machines do; where one of the first commands fails, it ends at once. Linux, and root.
 """
 
 import ctypes
@@ -24,6 +24,7 @@ from typing import Any
 
 from rtrain.cluster.rehearsal.machines import network
 from rtrain.cluster.rehearsal.machines.book import Book
+from rtrain.cluster.rehearsal.machines.remote import Shell
 
 SHARED_MEMORY_BYTES = 512 << 20
 GOODBYE_S = 4.0
@@ -38,6 +39,8 @@ class Spec:
     namespace: str
     """That of its network."""
     home: str
+    user_home: str
+    """What commands call its home."""
     files: Mapping[str, str]
     """Files of this machine that are others there, such as /etc/hosts: which, by the first ones' paths."""
     book: str
@@ -79,19 +82,28 @@ def _first(spec: Spec) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, hear)
         _furnish(spec)
-        for text in spec.commands:
-            _say(f"$ {text}")
-            if code := _waited(os.posix_spawnp("bash", ["bash", "-c", text], os.environ)):
-                _say(f"# ended with {code}")
-                Book(Path(spec.book)).failed(spec.name, text, code)
-                return 1
-        _say("# up")
-        while True:
-            _reap()
-            time.sleep(LOOK_EVERY_S)
+        with Shell(Book(Path(spec.book)).shell(spec.name)) as shell:
+            for text in spec.commands:
+                if _run(spec, text):
+                    return 1
+            _say("# up")
+            while True:
+                _reap()
+                shell.serve(lambda text: _run(spec, text), LOOK_EVERY_S)
     except _Told:
         _goodbye()
         return 0
+
+
+def _run(spec: Spec, text: str) -> int:
+    """The exit code of a command, which the book is told where it fails."""
+    text = text.replace(spec.user_home, spec.home)
+    _say(f"$ {text}")
+    code = _waited(os.posix_spawnp("bash", ["bash", "-c", text], os.environ))
+    if code:
+        _say(f"# ended with {code}")
+        Book(Path(spec.book)).failed(spec.name, text, code)
+    return code
 
 
 def _furnish(spec: Spec) -> None:
