@@ -135,11 +135,18 @@ def test_a_node_is_lost_where_ray_says_so_or_where_nobody_takes_its_connections(
 
 
 def test_the_head_leaves_its_jobs_the_autoscaler_s_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(supply.AUTOSCALER_FILE, raising=False)
+    """And misses nodes sooner, if it is not told when."""
+    name, value = session.HEALTH_CHECK
+    for one in (supply.AUTOSCALER_FILE, name):
+        monkeypatch.delenv(one, raising=False)
     session.on_node_start(SimpleNamespace(ray_client_server_port=1, autoscaling_config=None), head=False)
-    assert supply.AUTOSCALER_FILE not in os.environ
+    assert not {supply.AUTOSCALER_FILE, name} & os.environ.keys()
     session.on_node_start(SimpleNamespace(ray_client_server_port=1, autoscaling_config="~/bootstrap.yaml"), head=True)
     assert os.environ.pop(supply.AUTOSCALER_FILE) == str(Path.home() / "bootstrap.yaml")
+    assert os.environ.pop(name) == value
+    monkeypatch.setenv(name, "20000")
+    session.on_node_start(SimpleNamespace(ray_client_server_port=1, autoscaling_config=None), head=True)
+    assert os.environ[name] == "20000"
 
 
 SCRIPT = '''
