@@ -90,7 +90,10 @@ def listening(machines: Iterable[tuple[str, int]], known: Mapping[int, str] = NO
         with suppress(psutil.Error):
             for process in psutil.Process(pid).children(recursive=True):
                 with suppress(psutil.Error, OSError):
-                    role = role_of(" ".join(process.cmdline()))
+                    words = process.cmdline()
+                    if not words and not _link(Path(f"/proc/{process.pid}/exe")):
+                        continue  # it ends: a process loses its memory, and with it its name, before its sockets
+                    role = role_of(" ".join(words))
                     for address, port in _open(process.pid):
                         found.add(Listener(name, known.get(port, role), scope_of(address), port))
     return found
