@@ -76,6 +76,17 @@ def sureness(logits: Any) -> Any:
     return (powers / powers.sum(axis=1, keepdims=True)).max(axis=1)
 
 
+@pytest.mark.parametrize(
+    ("named", "format"),
+    [("more.tsv", "conll"), ("more.tsv.gz", "conll"), ("more.json", "conll"), ("more.jsonl", None), (None, "conll")],
+)
+def test_further_rows_are_read_as_the_labelled_ones_unless_their_name_tells_another_format(
+    named: str | None, format: str | None
+) -> None:
+    data = configuration.Data(path="/rows/train.tsv", format="conll", text="tokens", label="tags")
+    assert unlabelled.without_labels(data, named).format == format
+
+
 # ---------------------------------------------------------------------------------------------------- a student's store
 
 

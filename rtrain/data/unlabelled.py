@@ -15,6 +15,7 @@ from rtrain.batch import Ints
 from rtrain.config import Augment, Data, Recipe
 from rtrain.data import records
 from rtrain.data.formats import digests
+from rtrain.data.formats.addresses import suffix
 from rtrain.data.formats.files import Piece, tells_format
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
@@ -41,8 +42,9 @@ def without_labels(data: Data, path: str | None) -> Data:
     """How the rows of `path` are read: as others, but for labels and for what only scores and splits need."""
     neutral = {"label": None, "separator": None, "slices": (), "split_by": None, "split": None, "outside": None}
     splits = {"valid": None, "test": None, "folds": None, "fold": 0, "valid_part": 0, "valid_share": 0.0}
-    # A name that tells no format is read as the labelled rows are: a .json may be one of SQuAD's.
-    told = path is not None and tells_format(path)
+    # A name that tells no format is read as the labelled rows are, and one that ends as theirs does: a .json may be one
+    # of SQuAD's, a .tsv one of sentences with a word in each line.
+    told = path is not None and tells_format(path) and suffix(path) != suffix(data.path or "")
     return data.model_copy(update={**neutral, **splits, "path": path, "format": None if told else data.format})
 
 
