@@ -230,6 +230,23 @@ def test_files_are_told_apart_by_their_role(tmp_path: Path, encoder: Path) -> No
     assert unlabelled.source(with_overrides(settings(tmp_path, encoder), {"distill.teacher": None}).recipe) == labelled
 
 
+def test_a_student_s_copies_are_rows_without_labels_like_others(
+    teacher: distill.Teacher, tmp_path: Path, encoder: Path
+) -> None:
+    """They follow from the rows and their number, wherever they lie, and are made again where they are gone."""
+    config = settings(tmp_path, encoder, **{"distill.layers": 1, "distill.copies": 2})
+    begun = distill.started(config, teacher, tmp_path)
+    copied = Path(str(begun.recipe.distill.copied))
+    further = unlabelled.parted(unlabelled.source(begun.recipe))[1]
+    assert [Path(piece.uri).name for piece in further.pieces] == ["further.jsonl", copied.name]
+    without = distill.started(with_overrides(config, {"distill.copies": 0}), teacher, tmp_path).recipe
+    assert without.distill.copied is None
+    assert begun.recipe.identity() != without.identity()
+    moved = with_overrides(begun, {"distill.copied": str(tmp_path / "elsewhere.jsonl")})
+    assert moved.recipe.identity() == begun.recipe.identity()
+    assert distill.started(moved, teacher, tmp_path).recipe.distill.copied == str(copied)
+
+
 def test_a_missing_file_is_named_with_all_else_that_is_wrong(tmp_path: Path, encoder: Path) -> None:
     config = settings(tmp_path, encoder, **{"distill.unlabelled": str(tmp_path / "nowhere.csv"), "data.text": "txet"})
     with pytest.raises(ConfigError) as caught:
@@ -318,6 +335,7 @@ def refused(config: Config, teacher: distill.Teacher, root: Path) -> list[str]:
             "it keeps nothing of what distill.hidden compares",
         ),
         ({"distill.confidence": 0.5, "distill.unlabelled": None}, "there are no rows to choose from"),
+        ({"distill.confidence": 0.5, "distill.unlabelled": None, "distill.copies": 1}, None),
         ({"distill.hidden": 1.0}, None),
         ({"distill.relations": 1.0, "distill.relation_heads": 4, "distill.width": 16}, None),
     ],

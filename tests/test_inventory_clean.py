@@ -334,13 +334,19 @@ def test_stores_and_copies_that_no_run_uses_go_and_others_only_when_asked(tmp_pa
     (tmp_path / ".tokens" / ".cccc.classes.baselines.json").write_text("{}")
     for name in (".students/v1-3", ".students/v2-3"):
         stock.age(stock.artifact(tmp_path / name, "start"))
-    stock.make(tmp_path / "ended", store="aaaa", updates=(), model__name=str(tmp_path / ".students" / "v1-3"))
+    for name in ("1111", "2222"):
+        (tmp_path / ".copies" / name).mkdir(parents=True)
+        (tmp_path / ".copies" / name / "rows.jsonl").write_text("{}")
+        stock.age(tmp_path / ".copies" / name)
+    student = {"model__name": str(tmp_path / ".students" / "v1-3")}
+    student["distill__copied"] = str(tmp_path / ".copies" / "1111" / "rows.jsonl")
+    stock.make(tmp_path / "ended", store="aaaa", updates=(), **student)
     stock.make(tmp_path / "open", ended="interrupted", store="bbbb")
     orphaned = drafts.Draft(tmp_path / ".tokens" / "eeee")
     written = drafts.Draft(tmp_path / ".tokens" / "ffff")
     orphaned.release()
     found = walk.look(tmp_path)
-    unused = {".students/v2-3", ".tokens/cccc", ".tokens/.cccc.classes.baselines.json"}
+    unused = {".students/v2-3", ".copies/2222", ".tokens/cccc", ".tokens/.cccc.classes.baselines.json"}
     left = {orphaned.folder.relative_to(tmp_path).as_posix()}
     removals = plan.of_root(found, "artifact")
     assert gone(removals, tmp_path) == unused | left

@@ -10,6 +10,7 @@ from rtrain.compress import ranges, student, teacher as answers
 from rtrain.config import Config
 from rtrain.config.recipe import OF_STUDENTS
 from rtrain.data import records
+from rtrain.data.augment import replaced
 from rtrain.data.formats import digests
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.gate import gate, sides
@@ -131,6 +132,8 @@ def started(config: Config, teacher: Teacher, root: Path) -> Config:
     chosen, asked = config.recipe.distill, config.recipe.model.pooling
     derived = {"train.epochs": chosen.epochs, "optim.lr": chosen.lr, "distill.teacher": teacher.made.version}
     derived["distill.co_teachers"] = [one.made.version for one in co_teachers(config, teacher)]
+    if chosen.copies and not (chosen.copied and Path(chosen.copied).is_file()):
+        derived["distill.copied"] = str(replaced.ensure(config.recipe, root).absolute())
     if chosen.student is not None:
         # The teacher's run has decided it for its own model.
         way = {} if "model.pooling" in config.named else {"model.pooling": "auto"}
@@ -184,8 +187,8 @@ def refused(config: Config, teacher: Teacher, weights: Path) -> list[Problem]:
         found += inner.problems(recipe, weights, teacher.folder)
     if recipe.distill.quantization_aware:
         found += ranges.problems(recipe, weights)
-    if recipe.distill.confidence and recipe.distill.unlabelled is None:
-        fix = "name them with distill.unlabelled, or leave it out"
+    if recipe.distill.confidence and recipe.distill.unlabelled is None and not recipe.distill.copies:
+        fix = "name them with distill.unlabelled, write distill.copies, or leave it out"
         found.append(Problem("distill.confidence", recipe.distill.confidence, "there are no rows to choose from", fix))
     if recipe.distill.confidence and base.get(recipe.task).output == "number":
         reason = "the teacher gives a number and does not say how sure it is"
@@ -203,7 +206,7 @@ def _of_words(config: Config, teacher: Teacher) -> list[Problem]:
     found = []
     if distill.alpha or not inner.active(distill):
         found.append(Problem("distill.alpha", distill.alpha, f"{reason}, which are not kept for a student", way))
-    for name in ("unlabelled", "teachers"):
+    for name in ("unlabelled", "copies", "teachers"):
         if value := getattr(distill, name):
             found.append(Problem(f"distill.{name}", value, f"{reason}, and gives rows none to learn", "leave it out"))
     if config.recipe.compress.vocabulary == "trim":

@@ -219,14 +219,14 @@ ADDED_TO_MODEL: dict[str, Any] = {
 ADDED_TO_DISTILL: dict[str, Any] = {
     **{"student": None, "width": None, "unlabelled": None, "confidence": 0.0},
     **{"relations": 0.0, "relation_heads": 12, "relation_layer": None, "hidden": 0.0},
-    **{"quantization_aware": False, "co_teachers": []},
+    **{"quantization_aware": False, "co_teachers": [], "copies": 0},
 }
 """The same for `distill`."""
 
 
 ADDED_TO_COMPRESS: dict[str, Any] = {"vocabulary_most": None}
 """The same for `compress`."""
-OF_STUDENTS = ("model.name", "train.epochs", "optim.lr", "distill.teacher", "distill.co_teachers")
+OF_STUDENTS = (*("model.name", "train.epochs", "optim.lr", "distill.teacher", "distill.co_teachers", "distill.copied"),)
 """Settings of a student that follow from its teacher and from its other settings."""
 
 
@@ -250,8 +250,13 @@ class Distill(Section):
     unlabelled: str | None = None
     """File, folder or glob of further rows, with the columns of the training rows but for their labels. The student
     learns the teacher's answers to them."""
+    copies: Annotated[int, Field(ge=0)] = 0
+    """Copies of each training row whose words are in part other rows', and to which the student learns the teacher's
+    answers too. 3 took a student of three layers, which finds entities, half of the way to its teacher."""
+    copied: str | None = None
+    """File with these copies. `rtrain distill` sets it."""
     confidence: Share = 0.0
-    """Rows of `unlabelled` of which the teacher is less sure than this are left out."""
+    """Rows of `unlabelled`, and copies, of which the teacher is less sure than this are left out."""
     relations: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the distance between the relations of tokens inside student and teacher, of queries with queries, keys
     with keys and values with values (MiniLMv2, Wang et al. 2020, arXiv:2012.15828). 0: off."""
@@ -400,7 +405,8 @@ class Recipe(Section):
         for name, neutral in ADDED_TO_DATA.items():
             if document["data"][name] == neutral:
                 del document["data"][name]
-        document.get("distill", {}).pop("teachers", None)  # where the runs lie; what they are is in co_teachers
+        for name in ("teachers", "copied"):  # where they lie; what they are is in co_teachers, and follows from copies
+            document.get("distill", {}).pop(name, None)
         for name, neutral in ADDED_TO_DISTILL.items():
             if "distill" in document and document["distill"][name] == neutral:
                 del document["distill"][name]

@@ -59,22 +59,23 @@ def inspect(data: Data, path: str, setting: str, root: Path | None = None, begun
 
 
 def source(recipe: Recipe, root: Path | None = None, begun: bool = False) -> records.Source:
-    """All files of a run's rows; of a student's, those of `distill.unlabelled` too. Raises `ConfigError`. `begun` as
-    `records.inspect` has it."""
-    path = recipe.distill.unlabelled if recipe.distill.teacher else None
+    """All files of a run's rows; of a student's, those of `distill.unlabelled` and of its copies too. Raises
+    `ConfigError`. `begun` as `records.inspect` has it."""
     problems: list[Problem] = []
-    found, further = records.Source((), ()), records.Source((), ())
+    found, further = records.Source((), ()), list[Piece]()
     try:
         found = records.inspect(recipe.data, root, begun)
     except ConfigError as error:
         problems += error.problems
-    try:
-        further = further if path is None else inspect(recipe.data, path, SETTING, root, begun)
-    except ConfigError as error:
-        problems += error.problems
+    for name in ("unlabelled", "copied") if recipe.distill.teacher else ():
+        if (path := getattr(recipe.distill, name)) is not None:
+            try:
+                further += inspect(recipe.data, path, f"distill.{name}", root, begun).pieces
+            except ConfigError as error:
+                problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return replace(found, pieces=found.pieces + tuple(piece._replace(role=ROLE) for piece in further.pieces))
+    return replace(found, pieces=found.pieces + tuple(piece._replace(role=ROLE) for piece in further))
 
 
 def parted(given: records.Source) -> tuple[records.Source, records.Source]:

@@ -105,6 +105,11 @@ class Known:
         return frozenset(str(version) for version in (self.teacher, *others) if version)
 
     @property
+    def copied(self) -> str | None:
+        """The file with copies of a student's rows."""
+        return _text(_section(self.settings, "distill").get("copied"))
+
+    @property
     def data(self) -> tuple[str, ...]:
         """The names of its rows: files, folders, addresses or hub names."""
         rows = _section(self.settings, "data")

@@ -10,11 +10,12 @@ from rtrain import drafts, hub
 from rtrain.inventory import sizes
 from rtrain.inventory.facts import Known
 
-TOKENS, STUDENTS, VOCABULARIES = ".tokens", ".students", ".vocabularies"
+TOKENS, STUDENTS, VOCABULARIES, COPIES = ".tokens", ".students", ".vocabularies", ".copies"
 KINDS = {
     TOKENS: "token store",
     STUDENTS: "start of a student",
     VOCABULARIES: "trimmed model",
+    COPIES: "copies of rows",
     hub.FOLDERS["model"]: "copy of a model",
     hub.FOLDERS["dataset"]: "copy of a data set",
 }
@@ -87,6 +88,8 @@ def _used(known: Known, folder: str) -> set[str]:
         return {Path(known.model).name}
     if folder == VOCABULARIES:
         return {known.trimmed.name} if known.trimmed else set()
+    if folder == COPIES:
+        return {Path(known.copied).parent.name} if known.copied else set()
     kind: hub.Kind = "model" if folder == hub.FOLDERS["model"] else "dataset"
     names = [known.model] if kind == "model" else known.data
     return {hub.place(kind, name, Path()).name for text in names if (name := hub.parse(text))}

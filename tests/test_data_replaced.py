@@ -1,0 +1,106 @@
+"""Copies of training rows with words of other rows, for a student: which rows, which words, and once."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rtrain import config as configuration
+from rtrain.config import Recipe
+from rtrain.data import records
+from rtrain.data.augment import replaced
+from rtrain.data.splits import Splits
+from rtrain.errors import ConfigError
+from tests.conftest import labelled_rows, write_rows
+
+ROWS, COPIES = 200, 3
+
+
+def recipe_of(folder: Path, **overrides: object) -> Recipe:
+    path = folder / "rows.csv"
+    if not path.exists():
+        write_rows(path, labelled_rows(ROWS))
+    return configuration.load("intent", {"data.path": str(path), "distill.copies": COPIES, **overrides}).recipe
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_about_a_fifth_of_the_words_are_others_and_signs_and_gaps_stay() -> None:
+    text = "  one two,\t3 four\n--  five " * 200
+    found = replaced.replaced(text, ["other"], np.random.default_rng(0))
+    before, after = text.split(), found.split()
+    assert len(before) == len(after)
+    assert "".join(text.split(" ")).count("\t") == found.count("\t") == 200
+    assert [one for one in after if not one.isalpha() and "," not in one] == ["3", "--"] * 200
+    changed = [one == "other" for one in after]
+    assert 0.17 < sum(changed) / (4 * 200) < 0.23
+    assert all(new == "other" or new == old for old, new in zip(before, after, strict=True))
+
+
+def test_training_rows_alone_are_copied_with_words_of_training_rows_alone(tmp_path: Path) -> None:
+    """Else a student would learn what it is judged by."""
+    recipe = recipe_of(tmp_path)
+    source = records.inspect(recipe.data)
+    splits = Splits.of(recipe.data, source)
+    rows = [row for piece in source.pieces for row in records.read(piece, recipe.data)]
+    trained = [row.text.split() for row in rows if splits.split(row, "train") == "train"]
+    held_out = [row.text.split() for row in rows if splits.split(row, "train") != "train"]
+    assert len(held_out) > 20
+    found = [row["text"].split() for row in read(replaced.ensure(recipe, tmp_path))]
+    assert COPIES * len(trained) * 0.5 < len(found) <= COPIES * len(trained)
+    words = {word for text in trained for word in text}
+    assert {word for text in found for word in text} <= words
+
+    def shared(one: list[str], other: list[str]) -> float:
+        return sum(a == b for a, b in zip(one, other, strict=False)) / max(len(one), len(other))
+
+    assert all(max(shared(text, other) for other in trained) > 0.3 for text in found)
+    assert not any(text in trained for text in found)
+
+
+def test_copies_are_made_once_for_the_same_rows_and_number(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    made = replaced.ensure(recipe, tmp_path / "runs")
+    written = made.read_bytes()
+    made.write_bytes(written + b"\n")  # it would be gone if they were made anew
+    assert replaced.ensure(recipe_of(tmp_path, **{"distill.alpha": 0.1}), tmp_path / "runs") == made
+    assert made.read_bytes() == written + b"\n"
+    assert replaced.ensure(recipe, tmp_path / "other").read_bytes() == written
+    others = [
+        recipe_of(tmp_path, **{name: value}) for name, value in (("distill.copies", 1), ("data.valid_share", 0.3))
+    ]
+    assert len({made, *(replaced.ensure(one, tmp_path / "runs") for one in others)}) == 3
+    assert sorted(path.name for path in made.parent.iterdir()) == [replaced.FILE]
+
+
+def test_both_texts_of_a_row_are_copied_and_words_with_their_tags_stay_apart(tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    lines = [{"a": f"first text number {one}", "b": f"another one of {one}", "y": "same"} for one in range(60)]
+    pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = {"data.path": str(pairs), "data.text": "a", "data.text_pair": "b", "data.label": "y"}
+    assert all(row.keys() == {"a", "b"} for row in read(replaced.ensure(recipe_of(tmp_path, **given), tmp_path)))
+    words = tmp_path / "words.tsv"
+    words.write_text("".join(f"Ada\tB-PER\nsaw\tO\n{one}\tO\n\n" for one in range(60)))
+    tags = configuration.load(
+        "entities", {"data.path": str(words), "data.format": "conll", "distill.copies": COPIES}
+    ).recipe
+    found = replaced.ensure(tags, tmp_path)
+    assert {len(row["tokens"].split()) for row in read(found)} == {3}
+
+
+def test_rows_without_words_have_no_copies(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.csv"
+    path.write_text("text,label\n" + "".join(f"{one},{one % 2}\n" for one in range(50)))
+    with pytest.raises(ConfigError, match=r"distill\.copies=3: no training row has a word"):
+        replaced.ensure(recipe_of(tmp_path, **{"data.path": str(path)}), tmp_path)
+    assert list((tmp_path / replaced.FOLDER).iterdir()) == []
+
+
+def test_of_many_words_a_sample_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replaced, "MOST_WORDS", 100)
+    found = replaced.sample(str(number) for number in range(10_000))
+    assert len(found) == len(set(found)) == 100
+    assert 3000 < sum(map(int, found)) / 100 < 7000
