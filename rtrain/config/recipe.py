@@ -252,7 +252,7 @@ class Distill(Section):
     learns the teacher's answers to them."""
     copies: Annotated[int, Field(ge=0)] = 0
     """Copies of each training row whose words are in part other rows', and to which the student learns the teacher's
-    answers too. 3 took a student of three layers, which finds entities, half of the way to its teacher."""
+    answers too. 3 took a student of three layers, which finds entities, two thirds of the way to its teacher."""
     copied: str | None = None
     """File with these copies. `rtrain distill` sets it."""
     confidence: Share = 0.0
