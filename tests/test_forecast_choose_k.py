@@ -119,6 +119,24 @@ def test_stages_tell_a_pilot_s_passes_but_not_on_a_gpu() -> None:
     assert of_run([{**LOG[0], "device": "gpu"}, *LOG[1:-1], ended], 4).passes_s is None
 
 
+@pytest.mark.parametrize(
+    ("device", "moved"),
+    [
+        ("cpu", 20e9),
+        ("NVIDIA H100 80GB HBM3", 0.8 * 3350e9),
+        ("NVIDIA A100-SXM4-40GB", 0.8 * 1555e9),
+        ("NVIDIA A10G", 0.8 * 600e9),
+        ("NVIDIA GeForce RTX 5090", 0.8 * 600e9),
+    ],
+)
+def test_a_pilot_s_step_is_foretold_by_the_memory_of_its_device(device: str, moved: float) -> None:
+    """440 MB of weights, of which a step moves seven times as much, and updates of 0.5 s with 0.1 s of exchange: what
+    the step leaves are the passes, of which k = 8 has as many again. A GPU that is not in the table is taken for an
+    A10G."""
+    _, found = choose_k.of_log([{**LOG[0], "device": device}, *LOG[1:]], RECIPE, 440e6)
+    assert by_k(found)[8].update_s == pytest.approx(0.5 + (0.5 - 0.1 - 7 * 440e6 / moved))
+
+
 def test_a_pilot_is_read_from_its_log() -> None:
     found = of_run(LOG, 4)
     assert found.scale.rows == pytest.approx(950 / 9)
@@ -129,6 +147,12 @@ def test_a_pilot_that_was_resumed_tells_the_pace_of_its_last_start() -> None:
     """What is counted is counted by each start for itself."""
     resumed = [*LOG[:-1], {"kind": "crashed"}, {**LOG[0], "update": 60}, {**LOG[-1], "seconds": {"train": 10.0}}]
     assert of_run(resumed, 4) == of_run(LOG, 4)
+
+
+def test_what_began_after_a_pilot_has_ended_says_nothing_of_it() -> None:
+    """Two starts later on both came to update 90, and to no end."""
+    later = [{**LOG[0], "update": 80}, {"kind": "progress", "update": 90, "train_s": 0.1}, {"kind": "crashed"}]
+    assert of_run([*LOG, *later, *later], 4) == of_run(LOG, 4)
 
 
 def test_a_log_that_tells_too_little_is_refused() -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from rtrain import events
 from rtrain.config import Recipe
-from rtrain.doctor.forecast.pace import CPU, passes
+from rtrain.doctor.forecast.pace import memory_per_s, passes
 from rtrain.doctor.forecast.scaling import STEP, Compute, between
 from rtrain.errors import UserError
 from rtrain.exchange import noise
@@ -73,11 +73,12 @@ def of_run(log: Sequence[Mapping[str, Any]], k: float) -> Pilot:
 
 
 def update_s(log: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds of an update by the newest start of a run's log: their median. The first one of a start is left out, as
-    it makes what later ones find, and so are those that measure the noise, where it is told how long others take.
-    Raises `UserError` where no start has come to its end."""
+    """Seconds of an update by the newest start of a run's log that has come to its end: their median. The first one of
+    a start is left out, as it makes what later ones find, and so are those that measure the noise, where it is told how
+    long others take. Raises `UserError` where no start has come to its end."""
     started, ended = _last(log)
-    ours = log[max(place for place, event in enumerate(log) if event is started) :]
+    begin, end = (max(place for place, event in enumerate(log) if event is one) for one in (started, ended))
+    ours = log[begin:end]  # a start that began later counts its own seconds
     measuring = {event["update"] for event in ours if event["kind"] == noise.KIND}
     told = [event for event in ours if event["kind"] == "progress"]
     plain, every = list[float](), list[float]()
@@ -146,7 +147,8 @@ def of_log(
     """A pilot of the recipe with `size` bytes of weights, by its log; `another` as in `work`. Raises `UserError` where
     that tells too little."""
     pilot = of_run(log, passes(recipe, recipe.train.workers))
-    return pilot, options(pilot, work(pilot, size, CPU.memory_per_s, another), tried)
+    memory = memory_per_s(_last(log)[0].get("device", "cpu"))
+    return pilot, options(pilot, work(pilot, size, memory, another), tried)
 
 
 @dataclass(frozen=True)

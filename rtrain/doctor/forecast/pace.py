@@ -1,5 +1,6 @@
 """How fast a worker computes: as a finished run has shown, or by a table of assumptions. Pure, but for a run's log."""
 
+import re
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,6 +51,9 @@ PEAK: Final[Mapping[str, tuple[float, float, float]]] = {
     "H100": (989e12, 3350e9, 80),
 }
 """By GPU: operations a second in half precision, bytes of memory a second, gigabytes of memory; by data sheets."""
+UNKNOWN: Final = "A10G"
+"""The GPU whose figures are taken for one that is not in the table: a small one, so that a plan says too many hours
+rather than too few."""
 REACHED: Final = 0.3
 """Share of a GPU's peak that training reaches: an assumption; 0.2 for small encoders, 0.4 for large ones."""
 CPU: Final = Pace(100e9, 20e9, HOST, "an assumption for a processor's core that computes bf16")
@@ -62,6 +66,15 @@ def assumed(gpu: str | None) -> Pace:
         return CPU
     flops, memory, _ = PEAK[gpu]
     return Pace(REACHED * flops, 0.8 * memory, None, f"an assumption: {REACHED:.0%} of the peak of an {gpu}")
+
+
+def memory_per_s(device: str) -> float:
+    """Bytes that the optimizer moves in a second, by the name that a run's log has for its device: `cpu`, or that of a
+    GPU, e.g. `NVIDIA H100 80GB HBM3`. A GPU that is not in the table is taken for `UNKNOWN`."""
+    if device == "cpu":
+        return CPU.memory_per_s
+    known = (word for word in re.findall(r"\w+", device) if word in PEAK)
+    return assumed(next(known, UNKNOWN)).memory_per_s
 
 
 def wires(pace: Pace, gpu: str | None, gpus: int, efa: int, per_node: int) -> Fabric:
@@ -127,7 +140,7 @@ def of_run(run: Run, models: Path | None = None) -> Seen:
             "as the run's", 0.0, 0.0, 0.0, _bandwidth(exchanged.get("bytes", done.gradient), started["workers"], waited)
         )
     why = f"as {run.name} went on {started['workers']} workers ({started['device']}, {started['precision']})"
-    memory = CPU.memory_per_s if started["device"] == "cpu" else assumed("A100").memory_per_s
+    memory = memory_per_s(started["device"])
     spreads = [worker["spread"] for worker in ended.get("stages") or () if "spread" in worker]
     spread = statistics.median(spreads) if spreads else SPREAD
     return Seen(Pace(rate, memory, link or HOST, why, spread), update_s, started["workers"])
