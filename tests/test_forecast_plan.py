@@ -181,7 +181,7 @@ def test_a_search_takes_its_budget_and_its_end(cluster: layouts.Cluster) -> None
     def hours(trials: int = 1, **tune: float) -> float:
         config = configured(train__workers=1, train__epochs=2, **{f"tune__{name}": one for name, one in tune.items()})
         found = replace(planned(config, cluster), train_s=300_000.0, evaluate_s=60_000.0, start_s=0.0)
-        return plan.searched(config, found, trials)
+        return plan.searched(config, found, trials, tune.get("price"))
 
     assert hours() == pytest.approx(1200)
     assert hours(trials=4) == pytest.approx(800 / 4 + 400 / 3)  # of the end, three trainings go side by side
@@ -190,19 +190,51 @@ def test_a_search_takes_its_budget_and_its_end(cluster: layouts.Cluster) -> None
     assert hours(final_rows=0) == pytest.approx(800 + 3 * 80)
     assert hours(trials=2, final_rows=full) == pytest.approx(400 + 3 * 80 / 2)
     assert hours(minutes=60) == pytest.approx(1 + 20 + 400)  # a trial that was begun goes on to its first rung
+    # What 2 of money pay for: 40 hours of a worker, of each of four trials ten.
+    assert hours(money=2, price=0.05) == pytest.approx(40 + 20 + 400)
+    assert hours(trials=4, money=2, price=0.05) == pytest.approx(10 + 20 + 400 / 3)
+    assert hours(minutes=60, money=2, price=0.05) == hours(minutes=60)
     assert hours(trials=32, rows=1, final_rows=0) == pytest.approx(100)  # no search is shorter than a run
     limited = configured(train__workers=1, train__epochs=2, tune__trials=3)
     found = replace(planned(limited, cluster), train_s=3600.0, evaluate_s=0.0, start_s=0.0)
     assert plan.searched(limited, found, 1) == pytest.approx(7)
 
 
-def test_money_is_unknown_where_the_price_of_the_head_is(cluster: layouts.Cluster) -> None:
-    table, nodes = dict(prices.table()), {kind.name: 1 for kind in cluster.kinds}
-    assert plan.money(cluster, nodes, table, 100.0, 0.0) is not None
-    own = cluster.heads[0].instance
-    assert own is not None
-    dear = replace(cluster.heads[0], instance=own._replace(name="m7i.metal-48xl"))
-    assert plan.money(replace(cluster, heads=(dear,)), nodes, table, 100.0, 0.0) is None
+@pytest.mark.parametrize("name", ["head", "worker"])
+def test_the_price_of_a_type_that_no_table_has_is_asked_for_and_taken(name: str) -> None:
+    """By the file of prices and by the cluster's own; not taken for a node that costs nothing."""
+    document = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    document["available_node_types"][name]["node_config"]["InstanceType"] = "m7i.metal-48xl"
+    cluster, nodes = layouts.of_document(document), {"worker": 2}
+    assert plan.money(cluster, nodes, prices.table(), 100.0, 0.0) is None
+    found = plan.money(cluster, nodes, prices.table(None, {"prices": {"m7i.metal-48xl": 5.0}}), 100.0, 0.0)
+    assert found is not None
+    assert found.dollars == pytest.approx(100 * (0.101 + 2 * 5.0 if name == "worker" else 5.0 + 2 * 0.357))
+
+
+def test_nodes_that_are_up_whatever_runs_are_paid_for() -> None:
+    """Two of the least number of four are taken away from the run, and of the others nothing is repeated."""
+    document = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    plain, nodes = layouts.of_document(document), {"worker": 2}
+    document["available_node_types"]["worker"]["min_workers"] = 4
+    kept = layouts.of_document(document)
+    few, many = (plan.money(one, nodes, prices.table(), 100.0, 3600.0) for one in (plain, kept))
+    assert few is not None
+    assert many is not None
+    assert few.dollars == pytest.approx(100 * 0.815)
+    assert many.dollars == pytest.approx(100 * 1.529)
+    assert many.interruptions == pytest.approx(few.interruptions)
+    assert money.idle(plain, nodes) == []
+    assert money.idle(kept, nodes) == ["2 more of worker are up whatever runs (min_workers), and paid for"]
+
+
+def test_a_worker_s_hour_has_a_price_whatever_it_runs_on() -> None:
+    """As a run's report has it: by the setting, else by the file."""
+    table = prices.table() | {"worker": prices.of(0.04)}
+    assert money.worker_price(configured(), prices.table()) is None
+    assert money.worker_price(configured(), table) == 0.04
+    assert money.worker_price(configured(tune__price=0.1), table) == 0.1
+    assert money.of_workers(10.0, 8, 0.5) == money.Cost(10.0, 40.0, of_workers=True)
 
 
 def test_an_interruption_repeats_what_is_not_saved(cluster: layouts.Cluster) -> None:
@@ -373,6 +405,20 @@ def test_a_price_file_is_written_once_and_read(run: Cli, encoder: Path, tmp_path
     file.write_text(file.read_text().replace("c7i.2xlarge: {on_demand: 0.357", "c7i.2xlarge: {on_demand: 357"))
     _, out, _ = run("plan", "intent", "--model", encoder, "--rows", 9000, "--prices", "prices.yaml", "--json")
     assert json.loads(out)["cost"]["dollars"] > 10
+
+
+def test_machines_of_one_s_own_cost_what_a_worker_s_hour_does(run: Cli, encoder: Path, tmp_path: Path) -> None:
+    """The head alone, of no cloud's type."""
+    kind = {"resources": {"CPU": 8}, "node_config": {}}
+    here = {"cluster_name": "here", "max_workers": 0, "head_node_type": "here", "available_node_types": {"here": kind}}
+    Path("here.yaml").write_text(yaml.safe_dump(here))
+    words = ("plan", "intent", "--model", encoder, "--rows", 9000, "--workers", 2, "--cluster", "here.yaml")
+    assert "money      unknown: a node's price is not known; write it, or that of a worker" in run(*words)[1]
+    (tmp_path / "prices.yaml").write_text("worker: {on_demand: 400}\n")
+    made = json.loads(run(*words, "--prices", "prices.yaml", "--json")[1])
+    assert made["cost"]["dollars"] == pytest.approx(made["hours"] * 2 * 400)
+    assert made["cost"]["spot_dollars"] is None
+    assert " $ by the price of a worker's hour\n" in run(*words, "--prices", "prices.yaml")[1]
 
 
 def test_spot_nodes_that_are_taken_away_too_often_have_no_price(run: Cli, encoder: Path, tmp_path: Path) -> None:

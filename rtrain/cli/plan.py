@@ -101,7 +101,7 @@ def _planned(
     search: bool,
     wires: Sequence[str],
 ) -> dict[str, Any]:
-    from rtrain.doctor.forecast import facts, pace as paces, plan as planning
+    from rtrain.doctor.forecast import facts, money, pace as paces, plan as planning
     from rtrain.network import model as models
     from rtrain.strategies import allowed, ways as strategies
 
@@ -132,10 +132,16 @@ def _planned(
         how = {"shared_memory": "through shared memory", "stock": "by sockets"}[by]
         pace = dataclasses.replace(pace, exchange=link, why=f"{pace.why}; exchanges {how} as measured here")
     found = planning.hours(config, layout, chosen, shape, counted, pace, kind, wires)
-    total = planning.searched(config, found, layout.trials) if search else found.hours
+    price = money.worker_price(config, table)
+    total = planning.searched(config, found, layout.trials, price) if search else found.hours
     watched = "rtrain.cluster.spot" in json.dumps(nodes.document.get("worker_start_ray_commands", []))
-    cost = planning.money(nodes, chosen.nodes, table, total, planning.repeated_s(config, found, watched))
     notes = [layout.choice.why, planning.replicas(config, nodes), *planning.untold(recipe.train)]
+    repeats_s = planning.repeated_s(config, found, watched)
+    if price is None:
+        cost = planning.money(nodes, chosen.nodes, table, total, repeats_s)
+        notes += money.idle(nodes, chosen.nodes)
+    else:
+        cost = money.of_workers(total, layout.room * layout.trials, price)
     if layout.room < layout.workers:
         notes.append(
             f"there is room for {layout.room} of {layout.workers} workers; it starts with {layout.least} or more"

@@ -29,7 +29,12 @@ class Kind:
     labels: supply.Labels
     most: int
     instance: Instance | None
+    """What is known of its type; None where the table has no such type."""
     is_spot: bool
+    type: str | None = None
+    """Its type by its cloud's name, by which prices are looked up; None on machines of one's own."""
+    least: int = 0
+    """Nodes that are up, and paid for, whatever runs."""
 
     @property
     def host(self) -> Host:
@@ -65,13 +70,15 @@ def of_document(document: Mapping[str, Any]) -> Cluster:
     unlimited = max(limit, supply.ANY_NUMBER)
     for name, kind in kinds.items():
         node = known.get(name)
-        instance = BY_NAME.get((node.instance if node else None) or "")
+        type_ = node.instance if node else None
+        instance = BY_NAME.get(type_ or "")
         has = {"CPU": instance.cpus, "GPU": instance.gpus} if instance else {}
         resources = {key: value for key, value in has.items() if value} | (kind.get("resources") or {})
         most = 1 if name == head else int(number(kind.get("max_workers", unlimited), f"{name}.max_workers"))
+        least = 0 if name == head else int(number(kind.get("min_workers", 0), f"{name}.min_workers"))
         counted = {key: number(value, f"{name}.resources.{key}") for key, value in resources.items()}
         labels, is_spot = kind.get("labels") or supply.ANY, bool(node and node.is_spot)
-        found.append((name == head, Kind(name, counted, labels, most, instance, is_spot)))
+        found.append((name == head, Kind(name, counted, labels, most, instance, is_spot, type_, least)))
     heads = tuple(kind for is_head, kind in found if is_head)
     return Cluster(heads, tuple(kind for is_head, kind in found if not is_head), limit, document)
 

@@ -88,7 +88,7 @@ def choose(
     does."""
 
     def price(kind: Kind) -> float:
-        known = table.get(kind.instance.name) if kind.instance else None
+        known = table.get(kind.type or "")
         return 1.0 if known is None else known.spot if kind.is_spot else known.on_demand
 
     larger: list[str] = []
@@ -180,10 +180,10 @@ def hours(
     return Hours(number, update, number * update.seconds, evaluate_s, starts, over(fabric, numbers), others)
 
 
-def searched(config: Config, one: Hours, trials: int) -> float:
+def searched(config: Config, one: Hours, trials: int, price: float | None = None) -> float:
     """Hours of a search: its budget, over the trials that run side by side, and its end, of which `FINALISTS` trainings
-    do. No search is shorter than a run, since its first trial goes to its end in any case, as the best two do; minutes
-    bound when a trial may begin. It may stop sooner."""
+    do. No search is shorter than a run, since its first trial goes to its end in any case, as the best two do; minutes,
+    and money by the `price` of a worker's hour, bound when a trial may begin. It may stop sooner."""
     tune = config.deploy.tune
     full_rows = one.updates * config.recipe.rows_per_update
     budget = tune.full_runs if tune.rows is None else tune.rows / full_rows
@@ -192,8 +192,10 @@ def searched(config: Config, one: Hours, trials: int) -> float:
     end = FINAL_RUNS if tune.final_rows is None else tune.final_rows / full_rows
     whole = one.train_s + one.evaluate_s
     searching = budget * whole / trials
-    if tune.minutes is not None:
-        searching = min(searching, 60 * tune.minutes + tune.first_rung * whole)
+    limits = [] if tune.minutes is None else [60 * tune.minutes]
+    if tune.money is not None and price:
+        limits.append(3600 * tune.money / price / config.recipe.train.workers / trials)
+    searching = min([searching, *(limit + tune.first_rung * whole for limit in limits)])
     ending = max(end, FINALISTS * (1 - tune.first_rung)) * whole / min(trials, FINALISTS)
     return (one.start_s + max(whole, searching + ending)) / 3600
 
@@ -213,18 +215,7 @@ def money(
     cluster: Cluster, nodes: layouts.Nodes, table: Mapping[str, Price], total_h: float, repeats_s: float
 ) -> pricing.Cost | None:
     """None where the price of a node is not known."""
-    paid: dict[str, tuple[int, Price]] = {}
-    for kind in cluster.kinds:
-        if number := nodes.get(kind.name, 0):
-            if kind.instance is None or kind.instance.name not in table:
-                return None
-            paid[kind.name] = (number, table[kind.instance.name])
-    heads = [kind.instance.name for kind in cluster.heads if kind.instance]
-    if any(name not in table for name in heads):
-        return None
-    return pricing.cost(
-        total_h, paid, table[heads[0]] if heads else None, repeats_s=repeats_s, restart_s=NODE_S + START_S
-    )
+    return pricing.of_nodes(cluster, nodes, table, total_h, repeats_s=repeats_s, restart_s=NODE_S + START_S)
 
 
 def untold(train: Train) -> list[str]:
@@ -318,7 +309,10 @@ def text(made: Mapping[str, Any]) -> list[str]:
         by_workers = ", ".join(f"{one['workers']:,} {one['efficiency']:.0%}" for one in curve)
         lines.append(f"scaling    efficiency by workers, {which}: {by_workers}")
     if cost is None:
-        lines.append("money      unknown: a node's price is not known; write it into a file (--prices)")
+        unknown = "unknown: a node's price is not known; write it, or that of a worker's hour, into a file (--prices)"
+        lines.append(f"money      {unknown}")
+    elif cost["of_workers"]:
+        lines.append(f"money      {cost['dollars']:.2f} $ by the price of a worker's hour")
     else:
         lines.append(f"money      {cost['dollars']:.2f} $ on demand; {_of_spot(cost)}")
     return [*lines, *(f"note       {note}" for note in made["notes"])]
