@@ -73,6 +73,12 @@ def test_room_on_gpus_is_that_of_the_smallest_known_kind() -> None:
     nodes = [{"GPU": 4.0, "accelerator_type:H100": 1.0}, {"GPU": 1.0, "accelerator_type:T4": 1.0}, {"CPU": 4.0}]
     assert fitting.room(nodes, "gpu", 4) == Room(fitting.USABLE_GPU * 16 * GB, 1, "gpu")
     assert fitting.room([{"GPU": 1.0, "accelerator_type:X1": 1.0}], "gpu", 1) is None
+    # An A100 of 80 GB has both names, where somebody writes the second one.
+    large = {"GPU": 1.0, "accelerator_type:A100": 1.0, "accelerator_type:A100-80G": 1.0}
+    assert fitting.room([large], "gpu", 1) == Room(fitting.USABLE_GPU * 80 * GB, 1, "gpu")
+    for kind, size in (("H200", 141), ("V100", 16), ("L40S", 48)):
+        found = fitting.room([{"GPU": 1.0, f"accelerator_type:{kind}": 1.0}], "gpu", 1)
+        assert found == Room(fitting.USABLE_GPU * size * GB, 1, "gpu")
 
 
 # ------------------------------------------------------------------------------------------------------------ the needs

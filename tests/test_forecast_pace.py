@@ -46,3 +46,13 @@ def test_a_finished_run_tells_its_pace(tmp_path: Path, encoder: Path) -> None:
     events.append(run.folder, "started", **{**started, "update": 50})
     events.append(run.folder, "trained", **last, stages=spreads)
     assert pace.of_run(run).pace == replace(seen.pace, spread=0.04)
+
+
+def test_a_gpu_that_no_table_has_is_no_processor() -> None:
+    """It is taken for an A10G, and fp32 for what it is on each: TF32 is off."""
+    unknown, known = pace.assumed("g5.xlarge"), pace.assumed("A10G")
+    assert (unknown.flops_per_s, unknown.memory_per_s, unknown.exchange) == (0.3 * 70e12, 0.8 * 600e9, None)
+    assert unknown == replace(known, why=unknown.why)
+    assert "g5.xlarge" in unknown.why
+    assert pace.assumed("A100", "bf16").flops_per_s == pytest.approx(0.3 * 312e12)
+    assert pace.assumed("A100", "fp32").flops_per_s == pytest.approx(0.3 * 19.5e12)

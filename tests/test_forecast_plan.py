@@ -370,7 +370,11 @@ def test_a_length_that_the_model_cannot_read_is_refused(run: Cli, encoder: Path)
     assert "data.max_tokens=4096: the model reads" in err
 
 
-GPUS = {"node_config": {"InstanceType": "g5.xlarge"}, "resources": {"CPU": 4, "GPU": 1}, "max_workers": 3}
+GPUS: dict[str, Any] = {
+    "node_config": {"InstanceType": "g5.xlarge"},
+    "resources": {"CPU": 4, "GPU": 1},
+    "max_workers": 3,
+}
 CPUS = {"node_config": {"InstanceType": "m7i.xlarge"}, "resources": {"CPU": 4}, "max_workers": 3}
 
 
@@ -396,6 +400,29 @@ def test_what_the_devices_of_the_cluster_cannot_do_is_refused(
     code, out, err = run(*words, *(word for one in settings for word in ("--set", one)))
     assert (code, out) == (2, "")
     assert said in err
+
+
+def test_a_gpu_that_no_table_has_is_told_and_may_be_named(run: Cli, encoder: Path) -> None:
+    """g5.xlarge is not in the table of instances, although g5.2xlarge is."""
+    head = {"resources": {"CPU": 0}, "node_config": {"InstanceType": "m7i.large"}}
+    some = {"provider": {"type": "aws", "region": "us-west-2"}, "max_workers": 3, "head_node_type": "head"}
+    named = {**GPUS, "resources": {**GPUS["resources"], "accelerator_type:H100": 1}}
+    words = ("plan", "intent", "--model", encoder, "--rows", 1000, "--workers", 1, "--cluster", "some.yaml", "--json")
+    made = list[dict[str, Any]]()
+    for worker in (GPUS, named):
+        nodes = {"head": head, "worker": worker}
+        Path("some.yaml").write_text(yaml.safe_dump({"cluster_name": "some", **some, "available_node_types": nodes}))
+        made.append(json.loads(run(*words)[1]))
+    unknown, known = ([note for note in one["notes"] if "was not checked" in note] for one in made)
+    assert unknown[0].startswith(
+        "the memory of g5.xlarge's GPU is not known and was not checked: write accelerator_type:"
+    )
+    assert known == []
+    assert "A10G, for which the GPU of g5.xlarge" in made[0]["pace"]
+    assert made[1]["pace"].endswith("of the peak of an H100")
+    cluster = layouts.of_document({**some, "available_node_types": {"head": head, "worker": named}})
+    held = [plan.holds(Need(total * GB, 0, 0, 0), supply.Needs("gpu", 1))(cluster.kinds[0]) for total in (67, 69)]
+    assert held == [1, 0]  # of 80 GB
 
 
 def test_a_price_file_is_written_once_and_read(run: Cli, encoder: Path, tmp_path: Path) -> None:

@@ -120,9 +120,9 @@ def _planned(
     chosen = planning.choose(config, nodes, layout, _needs(config, layout, folder, counted), table)
     kinds = [*(kind for kind in nodes.kinds if chosen.nodes.get(kind.name)), *nodes.heads]
     kind = max(kinds, key=lambda one: one.node.get("GPU" if layout.device == "gpu" else "CPU", 0.0))
-    gpu = kind.instance.gpu if kind.instance and layout.device == "gpu" else None
+    assumed = paces.assumed(kind.gpu, recipe.train.precision) if layout.device == "gpu" else paces.CPU
     like, measure = pace_of
-    pace = paces.of_run(Run(like.absolute()), root).pace if like else paces.assumed(gpu)
+    pace = paces.of_run(Run(like.absolute()), root).pace if like else assumed
     if measure:
         from rtrain.doctor.forecast import calibrate
 
@@ -136,6 +136,7 @@ def _planned(
     total = planning.searched(config, found, layout.trials, price) if search else found.hours
     watched = "rtrain.cluster.spot" in json.dumps(nodes.document.get("worker_start_ray_commands", []))
     notes = [layout.choice.why, planning.replicas(config, nodes), *planning.untold(recipe.train)]
+    notes += planning.unchecked(kinds, layout.needs)
     repeats_s = planning.repeated_s(config, found, watched)
     if price is None:
         cost = planning.money(nodes, chosen.nodes, table, total, repeats_s)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import yaml
 
@@ -56,6 +56,15 @@ LOST_LOOK_S, CONNECT_S = 1.0, 1.5
 def count(nodes: Iterable[Node], device: str) -> int:
     """How many workers the nodes have room for, without data tasks. A worker needs a whole CPU or GPU of one node."""
     return sum(int(node.get(NEEDS[device], 0.0)) for node in nodes)
+
+
+ACCELERATOR: Final = "accelerator_type:"
+"""With the kind of a node's GPUs behind it, the name of a resource that Ray gives the node."""
+
+
+def accelerators(node: Node) -> list[str]:
+    """The kinds of GPU that a node has, as Ray calls them: `A100`, and `A100-80G` beside it where somebody says so."""
+    return [name.removeprefix(ACCELERATOR) for name in node if name.startswith(ACCELERATOR)]
 
 
 class Host(NamedTuple):

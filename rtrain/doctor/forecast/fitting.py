@@ -140,8 +140,9 @@ def _of_node(node: Mapping[str, float], device: str, workers: int) -> Iterator[R
     if device == "cpu" and "memory" in node:
         yield Room(USABLE * node["memory"], workers)
     if device == "gpu":
-        kinds = [name.removeprefix("accelerator_type:") for name in node if name.startswith("accelerator_type:")]
-        yield from (Room(USABLE_GPU * PEAK[kind][2] * 1e9, 1, device) for kind in kinds if kind in PEAK)
+        known = [PEAK[kind].gigabytes for kind in supply.accelerators(node) if kind in PEAK]
+        if known:
+            yield Room(USABLE_GPU * max(known) * 1e9, 1, device)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,16 @@ class Kind:
     def host(self) -> Host:
         return Host(self.node, self.labels)
 
+    @property
+    def called(self) -> str:
+        return self.type or self.name
+
+    @property
+    def gpu(self) -> str:
+        """The kind of its GPUs: as its resources say it, else as the table does; else what it is called itself."""
+        said = max(supply.accelerators(self.node), key=len, default=None)  # A100-80G says more than A100
+        return said or (self.instance and self.instance.gpu) or self.called
+
 
 @dataclass(frozen=True)
 class Cluster:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -43,29 +43,54 @@ class Pace:
 
 HOST: Final = Link("host", 0.5e-3, 0.2e-3, 0.2e-3, 1.0e9)
 """Gloo's sockets within a machine."""
-PEAK: Final[Mapping[str, tuple[float, float, float]]] = {
-    "T4": (65e12, 320e9, 16),
-    "A10G": (70e12, 600e9, 24),
-    "L4": (121e12, 300e9, 24),
-    "A100": (312e12, 1555e9, 40),
-    "H100": (989e12, 3350e9, 80),
+
+
+class Gpu(NamedTuple):
+    """What a GPU's data sheet says."""
+
+    half: float
+    """Operations a second in half precision, by tensor cores and without sparsity."""
+    single: float
+    """Operations a second in fp32: torch leaves TF32 off, and nothing here sets it."""
+    memory_per_s: float
+    """Bytes."""
+    gigabytes: float
+
+
+# NVIDIA's data sheets. V100: of 16 GB, SXM2; A100: of 40 GB, SXM4; A100-80G: PCIe, the slower of two; H100, H200: SXM5.
+PEAK: Final[Mapping[str, Gpu]] = {
+    "V100": Gpu(125e12, 15.7e12, 900e9, 16),
+    "T4": Gpu(65e12, 8.1e12, 320e9, 16),
+    "A10": Gpu(125e12, 31.2e12, 600e9, 24),
+    "A10G": Gpu(70e12, 35e12, 600e9, 24),
+    "L4": Gpu(121e12, 30.3e12, 300e9, 24),
+    "L40S": Gpu(362e12, 91.6e12, 864e9, 48),
+    "A100": Gpu(312e12, 19.5e12, 1555e9, 40),
+    "A100-80G": Gpu(312e12, 19.5e12, 1935e9, 80),
+    "H100": Gpu(989e12, 67e12, 3350e9, 80),
+    "H200": Gpu(989e12, 67e12, 4800e9, 141),
 }
-"""By GPU: operations a second in half precision, bytes of memory a second, gigabytes of memory; by data sheets."""
+"""By the names that Ray gives them. It calls one of 80 GB an A100 too, which is counted with 40."""
+NVLINK: Final = ("A100", "A100-80G", "H100", "H200")
+"""Those whose neighbours of one node are joined by it."""
 UNKNOWN: Final = "A10G"
 """The GPU whose figures are taken for one that is not in the table: a small one, so that a plan says too many hours
 rather than too few."""
 REACHED: Final = 0.3
 """Share of a GPU's peak that training reaches: an assumption; 0.2 for small encoders, 0.4 for large ones."""
+MOVED: Final = 0.8
+"""Share of its memory's bandwidth that the optimizer's step reaches: an assumption."""
 CPU: Final = Pace(100e9, 20e9, HOST, "an assumption for a processor's core that computes bf16")
 """About half of what a core of an AMD EPYC (Zen 5) came to with MiniLM, 229e9: clouds count two threads of a core."""
 
 
-def assumed(gpu: str | None) -> Pace:
-    """The pace of a kind of node that nobody has measured."""
-    if gpu is None or gpu not in PEAK:
-        return CPU
-    flops, memory, _ = PEAK[gpu]
-    return Pace(REACHED * flops, 0.8 * memory, None, f"an assumption: {REACHED:.0%} of the peak of an {gpu}")
+def assumed(gpu: str, precision: str = "auto") -> Pace:
+    """The pace of a kind of GPU that nobody has measured; one that is not in the table is taken for `UNKNOWN`."""
+    known = PEAK.get(gpu)
+    peak = known or PEAK[UNKNOWN]
+    flops = peak.single if precision == "fp32" else peak.half
+    of = f"an {gpu}" if known else f"an {UNKNOWN}, for which the GPU of {gpu} is taken, as it is not known"
+    return Pace(REACHED * flops, MOVED * peak.memory_per_s, None, f"an assumption: {REACHED:.0%} of the peak of {of}")
 
 
 def memory_per_s(device: str) -> float:
@@ -79,7 +104,7 @@ def memory_per_s(device: str) -> float:
 
 def wires(pace: Pace, gpu: str | None, gpus: int, efa: int, per_node: int) -> Fabric:
     """By what workers exchange, within a node and between nodes."""
-    inside = pace.exchange or PRESETS["nvlink" if gpu in ("A100", "H100") and gpus > 1 else "pcie"]
+    inside = pace.exchange or PRESETS["nvlink" if gpu in NVLINK and gpus > 1 else "pcie"]
     between = PRESETS["efa" if efa > 1 else "25gbit" if gpu else "10gbit"]
     return Fabric(inside, between, max(1, per_node))
 

@@ -49,20 +49,32 @@ def ways(config: Config, folder: Path, workers: int) -> Iterator[Way]:
 
 
 def holds(need: Need, needs: supply.Needs) -> layouts.Holds:
-    """How many workers' memory a node has. One whose instance type is not known holds as many as it has places for."""
+    """How many workers' memory a node has. One whose memory is not known holds as many as it has places for
+    (`unchecked` says so)."""
 
     def count(kind: Kind) -> int:
+        if needs.device == "gpu":
+            known = paces.PEAK.get(kind.gpu)
+            own = None if known is None else needs.share * fitting.USABLE_GPU * known.gigabytes * 1e9
+            return needs.places(kind.node) if own is None or need.total - need.process <= own else 0
         if kind.instance is None:
             return 1 << 30
-        if needs.device == "gpu":
-            known = paces.PEAK.get(kind.instance.gpu or "")
-            own = None if known is None else needs.share * fitting.USABLE_GPU * known[2] * 1e9
-            fits = own is None or need.total - need.process <= own
-            return needs.places({"GPU": float(kind.instance.gpus)}) if fits else 0
         left = USABLE * kind.instance.memory_gb * 1e9 - need.checkpoint
         return max(0, int(left // (need.total - need.checkpoint)))
 
     return count
+
+
+def unchecked(kinds: Iterable[Kind], needs: supply.Needs) -> list[str]:
+    """What is to be said of types with places for workers whose memory is in no table."""
+    found = []
+    for kind in (kind for kind in kinds if needs.offered([kind.host]).places):
+        if needs.device == "gpu" and kind.gpu not in paces.PEAK:
+            known = f"write {supply.ACCELERATOR}KIND: 1 among its resources, where KIND is {', '.join(paces.PEAK)}"
+            found.append(f"the memory of {kind.called}'s GPU is not known and was not checked: {known}")
+        elif needs.device == "cpu" and kind.instance is None:
+            found.append(f"the memory of {kind.called} is not known and was not checked")
+    return found
 
 
 @dataclass(frozen=True)
@@ -152,8 +164,8 @@ def hours(
         compute = scaling.Compute(compute.step_s, compute.pass_s * RECOMPUTED, compute.spread)
     fabric = paces.wires(
         pace,
-        instance.gpu if instance and gpu else None,
-        instance.gpus if instance else 1,
+        kind.gpu if gpu else None,
+        int(kind.node.get("GPU", 1)),
         instance.efa if instance else 0,
         chosen.per_node,
     )
