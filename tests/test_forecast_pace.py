@@ -7,6 +7,7 @@ import pytest
 
 from rtrain import config as configuration, events
 from rtrain.doctor.forecast import facts, pace
+from rtrain.doctor.forecast.links import PRESETS, Link
 from rtrain.errors import UserError
 from rtrain.run import Run
 from tests.test_forecast_plan import configured
@@ -46,6 +47,23 @@ def test_a_finished_run_tells_its_pace(tmp_path: Path, encoder: Path) -> None:
     events.append(run.folder, "started", **{**started, "update": 50})
     events.append(run.folder, "trained", **last, stages=spreads)
     assert pace.of_run(run).pace == replace(seen.pace, spread=0.04)
+
+
+@pytest.mark.parametrize(("device", "link"), [("cpu", pace.HOST), ("NVIDIA A100-SXM4-40GB", None)])
+def test_a_run_on_one_gpu_tells_nothing_of_how_several_exchange(
+    tmp_path: Path, encoder: Path, device: str, link: Link | None
+) -> None:
+    """That is by the links of the planned nodes' GPUs; processes on a machine's processors have its sockets."""
+    run = Run(tmp_path / "run")
+    run.folder.mkdir()
+    run.config.write_text(configuration.to_yaml(configured(model__name=str(encoder), train__workers=1)))
+    events.append(run.folder, "started", update=0, of=50, workers=1, device=device, precision="bf16")
+    told = {"rows_seen": 400, "real_tokens": 8000, "seconds": {"train": 20.0}, "exchange": None}
+    events.append(run.folder, "trained", updates=50, **told)
+    found = pace.of_run(run).pace
+    assert found.exchange == link
+    inside = pace.wires(found, None if link else "A100", 8, 0, 8).inside
+    assert inside == (link or PRESETS["nvlink"])
 
 
 def test_a_gpu_that_no_table_has_is_no_processor() -> None:

@@ -15,7 +15,7 @@ from rtrain import config as configuration, events
 from rtrain.cli import app as cli
 from rtrain.cluster import prices, supply
 from rtrain.config import Config
-from rtrain.doctor.forecast import facts, layouts, memory, money, pace, plan
+from rtrain.doctor.forecast import calibrate, facts, layouts, memory, money, pace, plan
 from rtrain.doctor.forecast.memory import Need
 from rtrain.errors import ConfigError
 from rtrain.run import Run
@@ -423,6 +423,20 @@ def test_a_gpu_that_no_table_has_is_told_and_may_be_named(run: Cli, encoder: Pat
     cluster = layouts.of_document({**some, "available_node_types": {"head": head, "worker": named}})
     held = [plan.holds(Need(total * GB, 0, 0, 0), supply.Needs("gpu", 1))(cluster.kinds[0]) for total in (67, 69)]
     assert held == [1, 0]  # of 80 GB
+
+
+def test_exchanges_of_processes_are_not_those_of_gpus(run: Cli, encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "exchanges", lambda *given, **more: pytest.fail("measured"))
+    head = {"resources": {"CPU": 0}, "node_config": {"InstanceType": "m7i.large"}}
+    some = {"provider": {"type": "aws", "region": "us-west-2"}, "max_workers": 3, "head_node_type": "head"}
+    nodes = {"head": head, "worker": {"node_config": {"InstanceType": "p4d.24xlarge"}, "max_workers": 1}}
+    Path("some.yaml").write_text(yaml.safe_dump({"cluster_name": "some", **some, "available_node_types": nodes}))
+    words = ("plan", "intent", "--model", encoder, "--rows", 1000, "--workers", 8, "--cluster", "some.yaml", "--json")
+    plain, measured = (json.loads(run(*words, *more)[1]) for more in ((), ("--measure",)))
+    assert measured["update_s"] == plain["update_s"]
+    assert [note for note in measured["notes"] if note not in plain["notes"]] == [
+        "--measure: nothing was measured, since GPUs do not exchange by what processes of a machine do"
+    ]
 
 
 def test_a_price_file_is_written_once_and_read(run: Cli, encoder: Path, tmp_path: Path) -> None:

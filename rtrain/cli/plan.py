@@ -123,7 +123,7 @@ def _planned(
     assumed = paces.assumed(kind.gpu, recipe.train.precision) if layout.device == "gpu" else paces.CPU
     like, measure = pace_of
     pace = paces.of_run(Run(like.absolute()), root).pace if like else assumed
-    if measure:
+    if measure and layout.device == "cpu":
         from rtrain.doctor.forecast import calibrate
 
         train = chosen.way.of(recipe.train, layout.room)
@@ -137,6 +137,8 @@ def _planned(
     watched = "rtrain.cluster.spot" in json.dumps(nodes.document.get("worker_start_ray_commands", []))
     notes = [layout.choice.why, planning.replicas(config, nodes), *planning.untold(recipe.train)]
     notes += planning.unchecked(kinds, layout.needs)
+    if measure and layout.device == "gpu":
+        notes.append("--measure: nothing was measured, since GPUs do not exchange by what processes of a machine do")
     repeats_s = planning.repeated_s(config, found, watched)
     if price is None:
         cost = planning.money(nodes, chosen.nodes, table, total, repeats_s)

@@ -168,7 +168,8 @@ def of_run(run: Run, models: Path | None = None) -> Seen:
     memory = memory_per_s(started["device"])
     spreads = [worker["spread"] for worker in ended.get("stages") or () if "spread" in worker]
     spread = statistics.median(spreads) if spreads else SPREAD
-    return Seen(Pace(rate, memory, link or HOST, why, spread), update_s, started["workers"])
+    exchange = link or (None if gpu else HOST)
+    return Seen(Pace(rate, memory, exchange, why, spread), update_s, started["workers"])
 
 
 def _bandwidth(size: float, workers: int, seconds: float) -> float:
