@@ -66,6 +66,21 @@ def test_a_run_on_one_gpu_tells_nothing_of_how_several_exchange(
     assert inside == (link or PRESETS["nvlink"])
 
 
+def test_the_pace_of_a_run_that_computes_layers_again_is_that_of_its_processor(tmp_path: Path, encoder: Path) -> None:
+    """In the same seconds it has made one forward pass more, a third of the others' products."""
+    found = list[pace.Pace]()
+    for name, again in (("plain", False), ("again", True)):
+        run = Run(tmp_path / name)
+        run.folder.mkdir()
+        settings = {"model__name": str(encoder), "train__workers": 1, "train__gradient_checkpointing": again}
+        run.config.write_text(configuration.to_yaml(configured(**settings)))
+        events.append(run.folder, "started", update=0, of=50, workers=1, device="cpu", precision="fp32")
+        told = {"rows_seen": 400, "real_tokens": 8000, "seconds": {"train": 20.0}, "exchange": None}
+        events.append(run.folder, "trained", updates=50, **told)
+        found.append(pace.of_run(run).pace)
+    assert found[1].flops_per_s == pytest.approx(4 / 3 * found[0].flops_per_s)
+
+
 def test_a_gpu_that_no_table_has_is_no_processor() -> None:
     """It is taken for an A10G, and fp32 for what it is on each: TF32 is off."""
     unknown, known = pace.assumed("g5.xlarge"), pace.assumed("A10G")

@@ -174,6 +174,20 @@ def test_hours_are_rows_by_the_pace(cluster: layouts.Cluster) -> None:
     assert found.evaluate_s == pytest.approx(flops / 32 / 1e9 / 3 * (2 * 1250 + 1250))
 
 
+def test_an_evaluation_computes_no_layer_again(cluster: layouts.Cluster) -> None:
+    config = configured(train__workers=1, train__epochs=2)
+    given, layout = pace.Pace(1e9, 1e30, pace.HOST, "", 0.0), layouts.laid_out(config, cluster)
+    ways = [(Way(gradient_checkpointing=again), Need(1e9, 0, 0, 0)) for again in (False, True)]
+    plain, again = (
+        plan.hours(
+            config, layout, plan.choose(config, cluster, layout, [way], {}), SHAPE, ROWS, given, cluster.kinds[0]
+        )
+        for way in ways
+    )
+    assert again.train_s == pytest.approx(4 / 3 * plain.train_s)
+    assert again.evaluate_s == plain.evaluate_s
+
+
 def test_a_search_takes_its_budget_and_its_end(cluster: layouts.Cluster) -> None:
     """With 100 hours a full run, 8 of them and 4 for the end by default."""
     full = 2 * -(-10_000 // 32) * 32

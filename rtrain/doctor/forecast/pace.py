@@ -76,6 +76,8 @@ NVLINK: Final = ("A100", "A100-80G", "H100", "H200")
 UNKNOWN: Final = "A10G"
 """The GPU whose figures are taken for one that is not in the table: a small one, so that a plan says too many hours
 rather than too few."""
+RECOMPUTED: Final = 4 / 3
+"""How many times as long a pass is whose layers are computed again: one more forward pass."""
 REACHED: Final = 0.3
 """Share of a GPU's peak that training reaches: an assumption; 0.2 for small encoders, 0.4 for large ones."""
 MOVED: Final = 0.8
@@ -157,7 +159,7 @@ def of_run(run: Run, models: Path | None = None) -> Seen:
     cost = parted.of(train, shape, tokens, within, started["workers"], gpu=gpu, tied=tied)
     step = 0.0 if gpu else STEP * done.weights / CPU.memory_per_s / cost.step_shares
     computing = (update_s - waited - step - cost.still_s - (0.0 if gpu else cost.beside_s)) / (1 + cost.bubble)
-    computing = max(computing, 0.1 * update_s)
+    computing = max(computing, 0.1 * update_s) / (RECOMPUTED if train.gradient_checkpointing else 1)
     rate = done.flops * rows / recipe.train.micro_batch / computing
     link = None
     if started["workers"] > 1 and waited:

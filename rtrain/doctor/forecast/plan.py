@@ -37,8 +37,6 @@ FINALISTS: Final = 3
 """Trials that go to their ends: the best two, and the one of the recipe's own settings."""
 CURVE: Final = (1, 8, 64, 512, 4096)
 """Workers that a plan tells the efficiency of."""
-RECOMPUTED: Final = 4 / 3
-"""How many times as long a pass is whose layers are computed again: one more forward pass."""
 UNCHANGED: Final = "no weight changes by it"
 
 
@@ -160,8 +158,9 @@ def hours(
     recipe, train = config.recipe, chosen.way.of(config.recipe.train, workers)
     work = paces.work(recipe, shape, rows)
     compute = pace.compute(work)
+    of_row = FORWARD * compute.pass_s / recipe.train.micro_batch  # an evaluation computes nothing again
     if chosen.way.gradient_checkpointing:
-        compute = scaling.Compute(compute.step_s, compute.pass_s * RECOMPUTED, compute.spread)
+        compute = scaling.Compute(compute.step_s, compute.pass_s * paces.RECOMPUTED, compute.spread)
     fabric = paces.wires(
         pace,
         kind.gpu if gpu else None,
@@ -182,7 +181,6 @@ def hours(
     number = recipe.train.epochs * each
     evaluations = number // recipe.train.evaluate_every if recipe.train.evaluate_every else recipe.train.epochs
     scored = rows.valid * evaluations + rows.test
-    of_row = FORWARD * compute.pass_s / recipe.train.micro_batch
     numbers = sorted({max(parts, many) for many in CURVE if max(parts, many) % parts == 0})
     others = {name: over(replace(fabric, between=PRESETS[name]), numbers) for name in wires}
     starts = START_S + (NODE_S if chosen.nodes else 0.0)
