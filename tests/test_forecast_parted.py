@@ -69,6 +69,24 @@ def test_stages_wait_for_the_first_and_the_last_pass(schedule: str, bubble: floa
     assert of(4, 8000, tied=True, pipeline=4, schedule=schedule).still_s == pytest.approx(sent * 2.0 + 2.0)
 
 
+def test_stages_whose_layers_are_cut_are_of_as_many_workers_as_both_say() -> None:
+    """Two stages of two workers each, which have half of two layers and of the table: 9 MB. Eight passes of 1,000
+    tokens take nine sums of 2 MB, and a vector for each token forth and back."""
+    found = of(8, 8000, pipeline=2, tensor=2)
+    assert (found.parts, found.step_shares, found.summed) == (4, 4, 9 * MB)
+    assert found.bubble == of(4, 8000, pipeline=2).bubble == pytest.approx(1 / 8)
+    assert found.still_s == pytest.approx(8 * 9 * 2.0 + 2 * 8 * 2.0)
+
+
+def test_stages_that_replicas_share_gather_their_own_layers() -> None:
+    """18 MB of the first stage, 16 of them in layers, over two replicas: as of a model that is half as deep."""
+    found, plain = of(4, 8000, pipeline=2, shard=3), of(4, 8000, pipeline=2)
+    assert (found.parts, found.step_shares, found.summed) == (2, 4, 0.0)
+    assert (found.still_s, found.bubble) == (plain.still_s, plain.bubble)
+    assert found.beside_s == pytest.approx(8 * (2 * 8 + 1 + 18))
+    assert of(4, 8000, pipeline=2, shard=2).beside_s == pytest.approx(9 + 8 * 18)
+
+
 def test_an_update_in_parts_computes_as_much_and_waits_for_what_is_sent() -> None:
     compute, work = Compute(8.0, 6.0), Work(1e9, 20 * MB, 34 * MB)
     whole = scaling.update(compute, work, ONE, 4, 1.0, hides=False)
@@ -84,26 +102,29 @@ def test_an_update_in_parts_computes_as_much_and_waits_for_what_is_sent() -> Non
     assert beside.exchange_s == 5.0
 
 
-@pytest.mark.parametrize("settings", [{"shard": 3}, {"tensor": 2}, {"pipeline": 2}])
+@pytest.mark.parametrize("settings", [{"shard": 3}, {"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "tensor": 2}])
 def test_a_finished_run_in_parts_tells_the_pace_by_which_it_takes_as_long(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     """50 updates of 64 rows of 20 tokens in 20 s; a quarter of a megabyte a second between its workers."""
     encoder, run = make_encoder(tmp_path / "encoder"), Run(tmp_path / "run")
     run.folder.mkdir()
+    workers = max(2, settings.get("tensor", 1) * settings.get("pipeline", 1))
     given = {f"train.{name}": value for name, value in settings.items()}
     config = configuration.load("intent", {"model.name": str(encoder), "train.rows_per_update": 64, **given})
     run.config.write_text(configuration.to_yaml(config))
-    events.append(run.folder, "started", update=0, of=50, workers=2, device="cpu", precision="fp32", rows_per_update=64)
+    events.append(
+        run.folder, "started", update=0, of=50, workers=workers, device="cpu", precision="fp32", rows_per_update=64
+    )
     told = {"rows_seen": 3200, "real_tokens": 64_000, "seconds": {"train": 20.0}, "exchange": None}
     events.append(run.folder, "trained", updates=50, **told)
     found, recipe, shape = pace.of_run(run).pace, config.recipe, facts.of_model(encoder)
     work, fabric = pace.work(recipe, shape, facts.given(1, 20)), uniform(pace.HOST)
     parts = recipe.train.tensor * recipe.train.pipeline
-    layout = parted.of(recipe.train, shape, 64 * 20 * parts / 2, fabric, 2, gpu=False, tied=False)
-    passes = pace.passes(recipe, 2 // parts)
+    layout = parted.of(recipe.train, shape, 64 * 20 * parts / workers, fabric, workers, gpu=False, tied=False)
+    passes = pace.passes(recipe, workers // parts)
     compute = replace(found.compute(work), spread=0.0)
-    again = scaling.update(compute, work, fabric, 2, passes, hides=False, parted=layout)
+    again = scaling.update(compute, work, fabric, workers, passes, hides=False, parted=layout)
     assert again.seconds == pytest.approx(0.4, rel=0.01)
     assert again.seconds > 1.01 * again.compute_s
 

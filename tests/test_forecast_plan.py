@@ -343,6 +343,8 @@ def test_what_is_not_foretold_is_noted(run: Cli, encoder: Path) -> None:
     ]
     assert plain["memory_mb"]["segment"] > 0  # two whole models of one node
     assert "segment" not in made["memory_mb"]
+    staged = configured(train__workers=4, train__shard=3, train__pipeline=2).recipe.train
+    assert plan.untold(staged) == ["train.pipeline: memory is that of stages whose layers are neither cut nor shared"]
     assert plan.untold(configured(train__shard=3, train__offload=True).recipe.train) == [
         "train.offload: how long weights and gradients are on their way to GPUs and back is not foretold"
     ]

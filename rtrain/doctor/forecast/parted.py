@@ -31,25 +31,34 @@ def tokens_of_pass(train: Train, device: str) -> int:
 
 def of(train: Train, shape: Shape, tokens: float, fabric: Fabric, workers: int, *, gpu: bool, tied: bool) -> Parted:
     """What a layout costs on so many workers. `tokens`: of a replica's update; `tied`: the table of words is the head's
-    too."""
+    too. Of a pipeline's stages it is the first one, which has that table, and with it most."""
     most, half = tokens_of_pass(train, "gpu" if gpu else "cpu"), train.precision != "fp32"
-    if train.pipeline > 1:
-        return _pipeline(train, shape, tokens, most, fabric, tied)
-    parts, replicas = train.tensor, workers // train.tensor
-    passes, still = max(1, math.ceil(tokens / most)), 0.0
-    if parts > 1:
+    staged, cut = train.pipeline, train.tensor
+    parts, layers = staged * cut, shape.layers / staged
+    replicas, layer, rest = workers // parts, shape.layer / cut, shape.table / cut
+    passes = max(1, math.ceil(tokens / (stages.tokens(train, most, tokens) if staged > 1 else most)))
+    still, bubble = 0.0, 0.0
+    if cut > 1:
         vectors = tokens / passes * shape.hidden * (HALF if half else FP32)
-        still = passes * (SUMS * shape.layers + 1) * fabric.seconds(vectors, parts)
+        still += passes * (SUMS * layers + 1) * fabric.seconds(vectors, cut)
+    if staged > 1:
+        each = SCHEDULES[train.schedule].parts
+        # Each pass goes on to the next stage, and its gradient comes back, from every part of the network but the last.
+        still += 2 * each * passes * fabric.sent(tokens / passes * shape.hidden * FP32, parts)
+        # Both ends have a tied table, and add its gradients up.
+        still += fabric.seconds(rest, 2) if tied else 0.0
+        # Idle passes that are added, where an update has too few, hardly take time.
+        bubble = (staged - 1) / each / passes
     if train.shard < 2 or replicas == 1:
         shares = replicas if train.shard == 1 else 1
         still += gather(shape.weights, shares, 1, fabric)
-        return Parted(parts, parts * shares, shape.weights / parts if parts > 1 else None, still_s=still)
-    layer, rest = shape.layer / parts, shape.table / parts
-    shared = shape.layers * scatter(layer, replicas, parts, fabric, gpu) + scatter(rest, replicas, parts, fabric, gpu)
-    layers, ends = shape.layers * gather(layer, replicas, parts, fabric), gather(rest, replicas, parts, fabric)
-    # The third stage gathers a layer before its forward pass and before its backward pass, the rest once.
-    beside = passes * (2 * layers + ends + shared) if train.shard == 3 else layers + ends + passes * shared
-    return Parted(parts, parts * replicas, 0.0, beside, still)
+        summed = rest + layers * layer if parts > 1 else None
+        return Parted(parts, parts * shares, summed, still_s=still, bubble=bubble)
+    shared = layers * scatter(layer, replicas, parts, fabric, gpu) + scatter(rest, replicas, parts, fabric, gpu)
+    gathered, ends = layers * gather(layer, replicas, parts, fabric), gather(rest, replicas, parts, fabric)
+    # The third way gathers a layer before its forward pass and before its backward pass, the rest once.
+    beside = passes * (2 * gathered + ends + shared) if train.shard == 3 else gathered + ends + passes * shared
+    return Parted(parts, parts * replicas, 0.0, beside, still, bubble)
 
 
 def gather(size: float, workers: int, groups: int, fabric: Fabric) -> float:
@@ -61,15 +70,3 @@ def scatter(size: float, workers: int, groups: int, fabric: Fabric, gpu: bool) -
     """Seconds until each worker has the sum of its share of so many bytes: the first half of a sum. Gloo sums all of
     them."""
     return fabric.seconds(size, workers, groups) / (2 if gpu else 1)
-
-
-def _pipeline(train: Train, shape: Shape, tokens: float, most: int, fabric: Fabric, tied: bool) -> Parted:
-    parts, each = train.pipeline, SCHEDULES[train.schedule].parts
-    passes = max(1, math.ceil(tokens / stages.tokens(train, most, tokens)))
-    # Each pass goes on to the next stage, and its gradient comes back, from every part of the network but the last.
-    sends = 2 * each * passes * fabric.sent(tokens / passes * shape.hidden * FP32, parts)
-    summed = shape.table + (shape.weights - shape.table) / parts  # of the first stage, which has most
-    # Both ends have a tied table, and add its gradients up.
-    still = sends + (fabric.seconds(shape.table, 2) if tied else 0.0)
-    # Idle passes that are added, where an update has too few, hardly take time.
-    return Parted(parts, parts, summed, still_s=still, bubble=(parts - 1) / each / passes)

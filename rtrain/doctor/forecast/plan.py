@@ -234,6 +234,8 @@ def untold(train: Train) -> list[str]:
     if train.context > 1:
         exchanged = f"what {train.context} workers of a replica exchange in each pass is not foretold"
         found.append(f"train.context: {exchanged}, and memory is that of workers which have all tokens")
+    if train.pipeline > 1 and (train.tensor > 1 or train.shard > 1):
+        found.append("train.pipeline: memory is that of stages whose layers are neither cut nor shared")
     if train.offload:
         found.append("train.offload: how long weights and gradients are on their way to GPUs and back is not foretold")
     return found
