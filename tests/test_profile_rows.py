@@ -74,6 +74,9 @@ def test_nothing_is_evaluated_and_no_training_ends_while_a_row_is_measured() -> 
         (["workers=1", "train.workers=2"], "train.workers is swept twice"),
         (["train.wrokers=1"], "train.wrokers"),
         (["workers=0,1"], "train.workers"),
+        (["train.epochs=1,2"], "--sweep=train.epochs: a profile sets it itself"),
+        (["train.evaluate_every=2"], "--sweep=train.evaluate_every: a profile sets it itself"),
+        (["cluster.storage=s3://copies"], "--sweep=cluster.storage: a profile sets it itself"),
         (["workers=1,2,3,4,5,6", "train.micro_batch=1,2,3,4,5,6"], "36 rows, and a profile has 32 at most"),
     ],
 )

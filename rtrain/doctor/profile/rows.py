@@ -57,6 +57,10 @@ def rows(config: Config, sweeps: Sequence[str], length: Length) -> list[Row]:
         if name in named:
             problems.append(Problem("--sweep", text, f"{name} is swept twice", "name all of its values in one --sweep"))
         named[name] = values
+    fixed = _fixed(config, length, set(named))
+    for name in (name for name in named if name in fixed and name not in _SETS_ROWS):
+        fix = "leave it out; --updates says how many updates are measured"
+        problems.append(Problem("--sweep", name, "a profile sets it itself: its rows do nothing but train", fix))
     found = list[Row]()
     combinations = list(itertools.product(*named.values()))
     if len(combinations) > MOST:
@@ -64,7 +68,6 @@ def rows(config: Config, sweeps: Sequence[str], length: Length) -> list[Row]:
         problems.append(Problem("--sweep", None, f"{len(combinations)} rows, and a profile has {MOST} at most", fix))
     if problems:
         raise ConfigError(problems)
-    fixed = _fixed(config, length, set(named))
     for combination in combinations:
         chosen = dict(zip(named, combination, strict=True))
         try:
