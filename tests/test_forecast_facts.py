@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rtrain import config as configuration
 from rtrain.doctor.forecast import facts
 from rtrain.errors import ConfigError
 from tests.conftest import labelled_rows, write_rows
@@ -32,6 +33,14 @@ def test_rows_are_counted_by_split_and_their_tokens_in_a_sample(tmp_path: Path, 
     assert facts.of_rows(noisy, encoder).train == 10 * found.train
     with pytest.raises(ConfigError, match="it has no row to train on"):
         facts.of_rows(configured(data__path=str(write_rows(tmp_path / "none.csv", []))).recipe, encoder)
+
+
+def test_rows_that_are_not_read_are_as_long_as_is_said_or_as_the_blocks_of_the_task() -> None:
+    intent, packed = configured(data__max_tokens=256).recipe, configuration.load("domain-adapt").recipe
+    assert [facts.length(intent, tokens) for tokens in (None, 20, 999)] == [facts.TOKENS, 20, 256]
+    assert facts.length(packed, None) == packed.data.max_tokens == 256
+    with pytest.raises(ConfigError, match=r"--tokens=64: rows of masked_lm are blocks of 256 tokens.*max_tokens=64"):
+        facts.length(packed, 64)
 
 
 def test_rows_that_are_not_trained_on_are_not_counted(tmp_path: Path, encoder: Path) -> None:

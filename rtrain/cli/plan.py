@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from rtrain.strategies.ways import Way
 
 CLUSTER = Path("cluster.yaml")
-TOKENS = 128
 
 
 def plan(
@@ -114,7 +113,7 @@ def _planned(
     shape = facts.of_model(folder)
     rows, tokens = given
     if rows is not None:
-        counted = facts.given(rows, min(tokens or TOKENS, recipe.data.window_tokens))
+        counted = facts.given(rows, facts.length(recipe, tokens))
     else:
         counted = facts.of_rows(recipe, folder)
     chosen = planning.choose(config, nodes, layout, _needs(config, layout, folder, counted), table)

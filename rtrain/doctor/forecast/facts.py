@@ -26,6 +26,8 @@ from rtrain.tasks.encode import reading_of
 
 MOST_ROWS: Final = 200_000
 """Rows that are counted; of more, their number is asked for."""
+TOKENS: Final = 128
+"""Those of a row that is not read, where nobody says it."""
 SAMPLE: Final = 512
 """Rows whose tokens are counted."""
 
@@ -52,6 +54,20 @@ class Rows:
 def given(rows: int, tokens: int) -> Rows:
     """So many rows for training, of one length; an eighth as many for validation and test each, as splits are."""
     return Rows(rows, rows // 8, rows // 8, (tokens,), 1.0)
+
+
+def length(recipe: Recipe, tokens: int | None) -> int:
+    """Tokens of rows that are not read: so many, and of a task that packs its texts into blocks those of a block, all
+    of which are full. Raises `ConfigError` where both are said."""
+    longest = recipe.data.window_tokens
+    if not base.get(recipe.task).packs:
+        return min(tokens or TOKENS, longest)
+    if tokens is not None:
+        reason = f"rows of {recipe.task} are blocks of {longest} tokens, whatever the texts"
+        raise ConfigError(
+            [Problem("--tokens", tokens, reason, f"write --set data.max_tokens={tokens}, or leave it out")]
+        )
+    return longest
 
 
 def of_rows(recipe: Recipe, model: Path) -> Rows:
