@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rtrain import config as configuration
-from rtrain.cluster import demand, supply
+from rtrain.cluster import demand, prices, supply
 from rtrain.config import Config
 from rtrain.doctor.forecast import layouts
 from rtrain.errors import ConfigError
@@ -217,6 +217,28 @@ def test_an_instance_s_processors_are_filled_in() -> None:
 def test_what_is_no_cluster_s_file_is_refused(broken: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="available_node_types"):
         layouts.of_document(broken)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("available_node_types", "worker", "resources"), [8], "worker.resources of the cluster's file"),
+        (("available_node_types", "worker", "labels"), ["a"], "worker.labels of the cluster's file"),
+        (("provider",), "aws", "provider of the cluster's file=aws: is no map"),
+        (("provider", "type"), ["aws"], "write one of aws, gcp, azure, or local"),
+        (("metadata",), ["a"], "metadata of the cluster's file"),
+        (("metadata",), {"prices": ["a"]}, "metadata.prices of the cluster's file"),
+    ],
+)
+def test_what_is_no_map_of_a_file_is_named(place: tuple[str, ...], value: Any, said: str) -> None:
+    found = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    inner = found
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    with pytest.raises(ConfigError) as error:
+        prices.table(None, layouts.of_document(found).document.get("metadata"))
+    assert said in str(error.value)
 
 
 def test_a_refusal_comes_without_torch_and_at_once() -> None:

@@ -72,6 +72,9 @@ def test_an_entry_that_is_no_price_is_refused(tmp_path: Path, text: str) -> None
         prices.read(file)
     with pytest.raises(ConfigError, match="no such file"):
         prices.read(tmp_path / "none.yaml")
+    file.write_text("a: 2024-13-45")
+    with pytest.raises(ConfigError, match="no YAML"):
+        prices.read(file)
 
 
 def test_interruptions_repeat_and_are_paid_for() -> None:
@@ -548,6 +551,9 @@ def test_other_ways_to_ask_wrongly(run: Cli) -> None:
     assert run("plan", "intent", "--tokens", 64)[0] == 2
     code, _, err = run("plan", "--write-prices", "no/such/folder/p.yaml")
     assert (code, "no/such/folder/p.yaml: No such file or directory" in err) == (1, True)
+    Path("date.yaml").write_text("cluster_name: 2024-13-45\n")
+    code, _, err = run("plan", "intent", "--rows", 1000, "--cluster", "date.yaml")
+    assert (code, "no YAML (month must be in" in err) == (2, True)
     Path("latin.yaml").write_bytes("# Größe\ncluster_name: x\n".encode("latin-1"))
     code, _, err = run("plan", "intent", "--rows", 1000, "--cluster", "latin.yaml")
     assert (code, "no YAML" in err) == (2, True)

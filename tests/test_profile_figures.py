@@ -130,6 +130,9 @@ def test_what_is_no_profile_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "late.json").write_text(json.dumps(document(version=99)))
     with pytest.raises(UserError, match="profile again with this version"):
         profile.read(tmp_path / "late.json")
+    (tmp_path / "torn.json").write_text(json.dumps({**document(rows=[]), "name": None}))
+    with pytest.raises(UserError, match=r"torn\.json lacks name, rows; profile again"):
+        profile.read(tmp_path / "torn.json")
 
 
 # --------------------------------------------------------------------------------------------------------------- trace

@@ -70,6 +70,7 @@ def test_nothing_is_evaluated_and_no_training_ends_while_a_row_is_measured() -> 
         (["workers"], "--sweep=workers: names no values; write e.g. --sweep workers=1,2"),
         (["workers="], "names no values"),
         (["workers=1,[2"], "its values are no list"),
+        (["optim.lr=2024-13-45"], "its values are no list"),
         (["workers=1,1"], "names a value twice"),
         (["workers=1", "train.workers=2"], "train.workers is swept twice"),
         (["train.wrokers=1"], "train.wrokers"),

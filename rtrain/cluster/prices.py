@@ -13,7 +13,7 @@ from typing import Any, Final
 import yaml
 
 from rtrain.cluster.instances import INSTANCES
-from rtrain.cluster.lint.document import number
+from rtrain.cluster.lint.document import mapping, number
 from rtrain.errors import ConfigError, Problem
 
 WORKER: Final = "worker"
@@ -43,8 +43,8 @@ def table(file: Path | None = None, metadata: Mapping[str, Any] | None = None) -
 
 
 def own(metadata: Mapping[str, Any]) -> dict[str, Price]:
-    """Those of a cluster's file, by its `metadata`. Raises `ConfigError` for what is no number."""
-    prices = metadata.get("prices") or {}
+    """Those of a cluster's file, by its `metadata`. Raises `ConfigError` for what is no map or no number."""
+    prices = mapping(mapping(metadata, "metadata").get("prices"), "metadata.prices")
     return {str(name): of(number(dollars, f"metadata.prices.{name}")) for name, dollars in prices.items()}
 
 
@@ -67,7 +67,7 @@ def read(file: Path) -> dict[str, Price]:
         raise ConfigError([Problem("cluster.prices", str(file), "no such file", fix)])
     try:
         document = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: other bytes, a date that the calendar has not
         raise ConfigError([Problem("cluster.prices", str(file), f"no YAML ({error})", "write it again")]) from None
     found: dict[str, Price] = {}
     problems: list[Problem] = []

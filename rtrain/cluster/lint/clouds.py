@@ -39,7 +39,7 @@ class Cloud:
 def _gcp_spot(node: Settings) -> bool:
     scheduling = node.get("scheduling") or {}
     parts: list[Settings] = scheduling if isinstance(scheduling, list) else [scheduling]
-    return any(part.get("preemptible") or part.get("provisioningModel") == "SPOT" for part in parts)
+    return any(get(part, "preemptible") or get(part, "provisioningModel") == "SPOT" for part in parts)
 
 
 def _gcp_moves(image: Any) -> bool:
@@ -119,7 +119,8 @@ class Node:
 
 def nodes(document: Document) -> Iterator[Node]:
     """The node types of a cloud that is in the table."""
-    cloud, types = CLOUDS.get(document.get("provider", "type")), document.get("available_node_types")
+    provider, types = document.get("provider", "type"), document.get("available_node_types")
+    cloud = CLOUDS.get(provider) if isinstance(provider, str) else None
     if cloud is None or not isinstance(types, dict):
         return
     head = document.get("head_node_type")

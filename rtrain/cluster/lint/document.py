@@ -124,3 +124,12 @@ def number(value: object, name: str) -> float:
         return float(value)
     fix = "write a number; rtrain cluster lint says what else"
     raise ConfigError([Problem(f"{name} of the cluster's file", value, "is no number", fix)])
+
+
+def mapping(value: object, name: str) -> dict[Any, Any]:
+    """A map of a cluster's file, as `number` has a number; an empty one where nothing is written. Raises
+    `ConfigError`."""
+    if value is None or isinstance(value, dict):
+        return value or {}
+    fix = f"write {name.rpartition('.')[2]}: {{NAME: VALUE}}; rtrain cluster lint says what else"
+    raise ConfigError([Problem(f"{name} of the cluster's file", value, "is no map", fix)])

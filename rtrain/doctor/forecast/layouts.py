@@ -10,7 +10,7 @@ from typing import Any, Final
 from rtrain.cluster import feasible, preflight, supply
 from rtrain.cluster.instances import BY_NAME, Instance
 from rtrain.cluster.lint import clouds
-from rtrain.cluster.lint.document import Document, number
+from rtrain.cluster.lint.document import Document, mapping, number
 from rtrain.cluster.supply import Host, Needs, Room
 from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem
@@ -74,6 +74,10 @@ def of_document(document: Mapping[str, Any]) -> Cluster:
     if not isinstance(kinds, dict) or not all(isinstance(kind, dict) for kind in kinds.values()):
         reason, fix = "names no available_node_types", "write one with rtrain cluster init --cloud aws"
         raise ConfigError([Problem("--cluster", None, reason, fix)])
+    provider = mapping(document.get("provider"), "provider").get("type")
+    if provider is not None and not isinstance(provider, str):
+        fix = f"write one of {', '.join(clouds.CLOUDS)}, or local"
+        raise ConfigError([Problem("provider.type of the cluster's file", provider, "is no text", fix)])
     known = {node.name: node for node in clouds.nodes(Document("", document, {}))}
     found: list[tuple[bool, Kind]] = []
     head, limit = document.get("head_node_type"), int(number(document.get("max_workers", LIMIT), "max_workers"))
@@ -83,11 +87,13 @@ def of_document(document: Mapping[str, Any]) -> Cluster:
         type_ = node.instance if node else None
         instance = BY_NAME.get(type_ or "")
         has = {"CPU": instance.cpus, "GPU": instance.gpus} if instance else {}
-        resources = {key: value for key, value in has.items() if value} | (kind.get("resources") or {})
+        resources = {key: value for key, value in has.items() if value} | mapping(
+            kind.get("resources"), f"{name}.resources"
+        )
         most = 1 if name == head else int(number(kind.get("max_workers", unlimited), f"{name}.max_workers"))
         least = 0 if name == head else int(number(kind.get("min_workers", 0), f"{name}.min_workers"))
         counted = {key: number(value, f"{name}.resources.{key}") for key, value in resources.items()}
-        labels, is_spot = kind.get("labels") or supply.ANY, bool(node and node.is_spot)
+        labels, is_spot = mapping(kind.get("labels"), f"{name}.labels"), bool(node and node.is_spot)
         found.append((name == head, Kind(name, counted, labels, most, instance, is_spot, type_, least)))
     heads = tuple(kind for is_head, kind in found if is_head)
     return Cluster(heads, tuple(kind for is_head, kind in found if not is_head), limit, document)

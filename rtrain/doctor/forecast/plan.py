@@ -351,6 +351,6 @@ def read_cluster(file: Path) -> dict[str, Any]:
         raise ConfigError([Problem("--cluster", str(file), "no such file", fix)])
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: other bytes, a date that the calendar has not
         raise ConfigError([Problem("--cluster", str(file), f"no YAML ({error})", "see rtrain cluster lint")]) from None
     return found if isinstance(found, dict) else {}

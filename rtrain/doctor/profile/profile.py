@@ -17,6 +17,8 @@ from rtrain.errors import UserError
 from rtrain.runs import preparing
 
 KIND, VERSION = "rtrain profile", 1
+NEEDED = ("name", "recipe", "task", "model", "length", "machine", "rows")
+"""What a document is not written without, and read for."""
 JSON, PAGE, TRACE = "profile.json", "profile.html", "trace.json"
 Session = Callable[[Config, Path], AbstractContextManager[None]]
 OnEvent = Callable[[dict[str, Any]], None]
@@ -89,6 +91,8 @@ def read(path: Path) -> dict[str, Any]:
             "profile again with this version of rtrain" if version else f"name a {JSON} that rtrain profile has written"
         )
         raise UserError(f"--beside: {file} is no profile of version {VERSION}; {fix}")
+    if lacking := [name for name in NEEDED if not document.get(name)]:
+        raise UserError(f"--beside: {file} lacks {', '.join(lacking)}; profile again")
     return document
 
 

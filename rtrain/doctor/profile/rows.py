@@ -106,7 +106,7 @@ def _parsed(text: str, problems: list[Problem]) -> tuple[str, list[Any]]:
         return name, []
     try:
         found = yaml.safe_load(f"[{values}]")
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # ValueError: a date that the calendar has not
         problems.append(Problem("--sweep", text, "its values are no list", fix))
         return name, []
     if len(found) != len({repr(value) for value in found}):
