@@ -513,8 +513,32 @@ def test_a_pilot_chooses_the_aggregation_frequency(run: Cli, encoder: Path, tmp_
     assert made["settings"] == best["settings"]
     # As a search carries it: by the root of the rows.
     assert [one["lr"] for one in made["options"]] == pytest.approx([3e-4 * (k / 4) ** 0.5 for k in (1, 2, 4, 8)])
-    _, text, _ = run("plan", "--choose-k", "--like", pilot.folder)
-    assert text.splitlines()[-1].startswith(f"write --set train.aggregation_frequency={best['k']} --set ")
+    words = ("plan", "--choose-k", "--like", pilot.folder)
+    assert run(*words)[1].splitlines()[-1].startswith(f"write --set train.aggregation_frequency={best['k']} --set ")
+    linear = json.loads(run(*words, "--set", "tune.lr_scaling=linear", "--json")[1])
+    assert [one["lr"] for one in linear["options"]] == pytest.approx([3e-4 * k / 4 for k in (1, 2, 4, 8)])
+    assert run(*words, "--set", "tune.no_such=1")[0] == 2
+    code, _, err = run("plan", "intent", *words[1:], "--workers", 4, "--cluster", "c.yaml", "--set", "train.epochs=2")
+    assert code == 2
+    for said in ("recipe=intent: ", "--workers=4: ", "--cluster=c.yaml: ", "train.epochs=2: "):
+        assert f"{said}--choose-k decides by the run --like" in err
+
+
+@pytest.mark.parametrize("words", [("plan", "--choose-k"), ("plan", "intent", "--rows", 1000)])
+def test_a_run_that_is_not_there_is_named(run: Cli, encoder: Path, words: tuple[Any, ...]) -> None:
+    code, _, err = run(*words, *(("--model", encoder) if "intent" in words else ()), "--like", "nowhere")
+    assert (code, "nowhere holds no run" in err) == (1, True)
+
+
+def test_nobody_misses_notices_of_nodes_that_are_no_spot_nodes(run: Cli, encoder: Path) -> None:
+    made = yaml.safe_load(Path("cluster.yaml").read_text()) | {"worker_start_ray_commands": ["ray start"]}
+    words = ("plan", "intent", "--model", encoder, "--rows", 1000, "--cluster", "some.yaml")
+    missed = list[bool]()
+    for market in ({"MarketType": "spot"}, None):
+        made["available_node_types"]["worker"]["node_config"]["InstanceMarketOptions"] = market
+        Path("some.yaml").write_text(yaml.safe_dump(made))
+        missed.append("nobody listens for spot notices" in run(*words)[1])
+    assert missed == [True, False]
 
 
 @pytest.mark.parametrize(

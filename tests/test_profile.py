@@ -59,4 +59,8 @@ def test_the_verb_sets_two_profiles_beside_each_other(
     cli.main(["profile", "--beside", "a.json", "--beside", "b.json", "--json"])
     found = json.loads(capfd.readouterr().out)
     assert found["rows"] == [{"rows": ["workers=1", "workers=1"], "ratio": pytest.approx(2.0)}]
+    assert found["notes"] == []
     assert Path(found["page"]).read_text().startswith("<!")
+    (tmp_path / "b.json").write_text(json.dumps(document(row(), row(workers=2), name="b")))
+    cli.main(["profile", "--beside", "a.json", "--beside", "b.json"])
+    assert "b has 1 more than the other: nothing is beside workers=2\n" in capfd.readouterr().out

@@ -117,6 +117,16 @@ def test_two_profiles_stand_on_one_page_on_one_scale() -> None:
     assert "other: workers=1, worker 0, forward: 60, 30.0 %" in text
 
 
+def test_rows_that_have_none_beside_them_are_told() -> None:
+    documents = [document(row(), row(workers=2), row(workers=4)), document(row(), name="other")]
+    said = ["one has 2 more than the other: nothing is beside workers=2, workers=4"]
+    assert tables.unpaired(documents, ["one", "other"]) == said
+    assert tables.unpaired([documents[1], documents[1]], ["one", "other"]) == []
+    words = Words()
+    words.feed(page.beside(documents, ["one", "other"]))
+    assert said[0] in " ".join(words.data)
+
+
 def test_what_is_no_profile_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "good").mkdir()
     (tmp_path / "good" / profile.JSON).write_text(json.dumps(document()))

@@ -109,8 +109,9 @@ def _beside(recipe: str | None, paths: list[Path], out: str | None, as_json: boo
         names = [str(path) for path in paths]
     made = Path(out or "profiles.html").expanduser().absolute()
     made.write_text(page.beside(documents, names), encoding="utf-8")
-    text = f"{tables.beside(documents, names).text}\n\npage: {made}"
-    show({"profiles": [str(path) for path in paths], "rows": _ratios(documents), "page": str(made)}, as_json, text)
+    notes = tables.unpaired(documents, names)
+    found = {"profiles": [str(path) for path in paths], "rows": _ratios(documents), "notes": notes, "page": str(made)}
+    show(found, as_json, "\n".join([tables.beside(documents, names).text, "", *notes, f"page: {made}"]))
 
 
 def _ratios(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,9 @@ from rtrain.cli.options import (
     TestOption,
     ValidOption,
     Workers,
+    chosen_run,
     configured,
+    overrides_of,
 )
 from rtrain.cli.output import show
 from rtrain.errors import ConfigError, Problem
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from rtrain.strategies.ways import Way
 
 CLUSTER = Path("cluster.yaml")
+CARRIED = ("optim.", "tune.")
+"""Settings by which --choose-k carries the learning rate; those of the pilot's own training are its run's."""
 
 
 def plan(
@@ -71,7 +75,11 @@ def plan(
         show({"file": str(write_prices)}, as_json, f"{shown(write_prices)}: edit it, and name it by --prices")
         return
     if choose_k:
-        _chosen_k(like, as_json)
+        files = {"--data": data, "--valid": valid, "--test": test, "--model": model, "--prices": prices}
+        counts = {"--workers": workers, "--rows": rows, "--tokens": tokens}
+        asked = {"--measure": measure or None, "--wires": wires or None, "--search": search or None}
+        where = {"recipe": recipe, "--cluster": None if cluster == CLUSTER else str(cluster)}
+        _chosen_k(like, assignments, where | files | counts | asked, as_json)
         return
     if recipe is None:
         raise ConfigError([Problem("recipe", None, "missing", "write a recipe's name or a YAML file")])
@@ -121,7 +129,7 @@ def _planned(
     kind = max(kinds, key=lambda one: one.node.get("GPU" if layout.device == "gpu" else "CPU", 0.0))
     assumed = paces.assumed(kind.gpu, recipe.train.precision) if layout.device == "gpu" else paces.CPU
     like, measure = pace_of
-    pace = paces.of_run(Run(like.absolute()), root).pace if like else assumed
+    pace = paces.of_run(Run(chosen_run(like)), root).pace if like else assumed
     if measure and layout.device == "cpu":
         from rtrain.doctor.forecast import calibrate
 
@@ -148,7 +156,8 @@ def _planned(
         notes.append(
             f"there is room for {layout.room} of {layout.workers} workers; it starts with {layout.least} or more"
         )
-    notes += [] if watched else ["nobody listens for spot notices: an interruption repeats what is not saved yet"]
+    if not watched and any(kind.is_spot for kind in nodes.kinds if chosen.nodes.get(kind.name)):
+        notes.append("nobody listens for spot notices: an interruption repeats what is not saved yet")
     if recipe.train.strategy == "manual" and chosen.way != strategies.own(recipe.train, layout.room):
         notes.append(f"write {' '.join(f'--set {name}={value}' for name, value in chosen.way.settings.items())}")
     return planning.document(layout, chosen, found, total, cost, pace, [note for note in notes if note])
@@ -172,14 +181,24 @@ def _needs(
     return fitting.needs(recipe, folder, ways, passes, layout.room, layout.device)
 
 
-def _chosen_k(like: Path | None, as_json: bool) -> None:
+def _chosen_k(like: Path | None, assignments: list[str] | None, unused: Mapping[str, Any], as_json: bool) -> None:
+    """`unused`: what else the command names, which says nothing of a run that is there."""
     from rtrain import config as configuration
     from rtrain.doctor import frequency
 
+    why, problems = "--choose-k decides by the run --like", list[Problem]()
     if like is None:
         reason = "needs a pilot: a short run of the recipe"
         fix = "write --like RUN, or let one be trained: rtrain profile RECIPE --choose-k"
-        raise ConfigError([Problem("--like", None, reason, fix)])
-    run = Run(like.absolute())
-    document = frequency.decided(configuration.load(str(run.config)), run)
+        problems.append(Problem("--like", None, reason, fix))
+    problems += [Problem(name, value, why, "leave it out") for name, value in unused.items() if value is not None]
+    overrides = overrides_of(assignments)
+    for name in (name for name in overrides if not name.startswith(CARRIED)):
+        reason = f"{why}, which was trained with settings of its own"
+        fix = "leave it out, or let a pilot be trained with it: rtrain profile RECIPE --choose-k"
+        problems.append(Problem(name, overrides[name], reason, fix))
+    if like is None or problems:
+        raise ConfigError(problems)
+    run = Run(chosen_run(like))
+    document = frequency.decided(configuration.load(str(run.config), overrides), run)
     show(document, as_json, *frequency.text(document))

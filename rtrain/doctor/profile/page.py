@@ -47,8 +47,10 @@ def beside(documents: Sequence[Document], names: Sequence[str]) -> str:
     """Two profiles, of two machines or two settings, on one page."""
     every = [Note(f"{name}: {tables.told(document)}.") for name, document in zip(names, documents, strict=True)]
     compared = _block("Part by part", tables.beside(documents, names), tables.LEGEND)
+    left = [Note(one) for one in tables.unpaired(documents, names)]
+    bars = _bars(documents, [f"{name}: " for name in names])
     sections = [
-        Section("where", "Where the time goes", "", [_bars(documents, [f"{name}: " for name in names]), compared]),
+        Section("where", "Where the time goes", "", [bars, compared, *left]),
         Section("what", "What was measured", "", every),
     ]
     return render(" and ".join(names), "Two profiles by rtrain", [], sections)

@@ -130,6 +130,17 @@ def beside(documents: Sequence[Document], names: Sequence[str]) -> Columns:
     return Columns(head, lines, figures=2)
 
 
+def unpaired(documents: Sequence[Document], names: Sequence[str]) -> list[str]:
+    """What is to be said of the rows of two profiles that have none beside them."""
+    pairs = min(len(document["rows"]) for document in documents)
+    left = {name: document["rows"][pairs:] for name, document in zip(names, documents, strict=True)}
+    return [
+        f"{name} has {len(rows)} more than the other: nothing is beside {', '.join(row['name'] for row in rows)}"
+        for name, rows in left.items()
+        if rows
+    ]
+
+
 def mean(row: Mapping[str, Any], part: str) -> float:
     """Seconds of a part of a row, in the mean of its workers; `update` is the whole."""
     workers = row["of_workers"]
