@@ -3,11 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rtrain import config as configuration
+from rtrain.config import Model
 from rtrain.doctor.forecast import facts
 from rtrain.errors import ConfigError
+from rtrain.network import local
 from tests.conftest import labelled_rows, write_rows
 from tests.test_forecast_plan import configured
 from tests.tiny import make_encoder
@@ -64,3 +67,44 @@ def test_a_model_s_sizes_have_several_names(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"dim": 8, "vocab_size": 100}))
     with pytest.raises(ConfigError, match="num_hidden_layers, intermediate_size"):
         facts.of_model(tmp_path)
+
+
+def test_products_are_those_of_the_matrices_and_of_attention() -> None:
+    """MiniLM's 10.6 million weights, 128 tokens: 67 million operations a token, of which attention has a twentieth."""
+    found = facts.Shape(384, 6, 1536, 30522).flops(np.full(4, 128))
+    assert found / 512 == pytest.approx(6 * 10.6e6 + 12 * 6 * 384 * 128, rel=0.01)
+
+
+MODERN = {
+    **{"model_type": "modernbert", "hidden_size": 768, "intermediate_size": 1152, "num_hidden_layers": 22},
+    **{"vocab_size": 50368, "global_attn_every_n_layers": 3, "local_attention": 128},
+}
+
+
+def test_a_gated_model_that_mostly_reads_what_is_near_is_told_from_others(tmp_path: Path) -> None:
+    """ModernBERT-base: 110.3 million weights in matrices, and 8 of 22 layers that read all. In the others a piece of
+    128 tokens reads 64 more on either side."""
+    (tmp_path / "config.json").write_text(json.dumps(MODERN))
+    found = facts.of_model(tmp_path)
+    assert (found.gated, found.reach, found.local_layers) == (True, 64, 14)
+    matrices = found.layers * found.layer / 4
+    assert matrices == pytest.approx(110.3e6, rel=0.001)
+    read = 8 * 8192**2 + 14 * 8192 * 256
+    assert found.flops(np.array([8192])) == pytest.approx(3 * (2 * matrices * 8192 + 4 * 768 * read))
+    # By name of each layer, as a model of fewer layers has them.
+    few = {**MODERN, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(few))
+    assert facts.of_model(tmp_path).local_layers == 1
+
+
+def test_attention_that_a_recipe_makes_local_is_so_in_each_layer(tmp_path: Path) -> None:
+    """The recipe asks for it, or has made the model so before."""
+    plain = {"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    whole, near = (facts.of_model(tmp_path, Model(local_attention=reach)) for reach in (None, 256))
+    assert (whole.local_layers, near.reach, near.local_layers) == (0, 256, 2)
+    long, short = np.array([4096]), np.array([64])
+    assert whole.flops(long) - near.flops(long) == 3 * 4 * 8 * 2 * 4096 * (4096 - 3 * 256)
+    assert whole.flops(short) == near.flops(short)
+    (tmp_path / "config.json").write_text(json.dumps({**plain, local.KEY: 256}))
+    assert facts.of_model(tmp_path) == near

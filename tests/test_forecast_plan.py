@@ -177,6 +177,20 @@ def test_hours_are_rows_by_the_pace(cluster: layouts.Cluster) -> None:
     assert found.evaluate_s == pytest.approx(flops / 32 / 1e9 / 3 * (2 * 1250 + 1250))
 
 
+def test_through_a_frozen_encoder_nothing_goes_back(cluster: layouts.Cluster) -> None:
+    """A third of the operations, and the head's weights alone to exchange and step; an evaluation takes as long as
+    ever."""
+    given = pace.Pace(1e9, 1e30, pace.HOST, "", 0.0)
+    plain, frozen = (
+        planned(configured(train__workers=1, train__epochs=2, model__freeze=freeze), cluster, given)
+        for freeze in ("none", "encoder")
+    )
+    assert frozen.train_s == pytest.approx(plain.train_s / 3)
+    assert frozen.evaluate_s == pytest.approx(plain.evaluate_s)
+    work = pace.work(configured(model__freeze="encoder").recipe, SHAPE, ROWS)
+    assert work.gradient == work.weights == 4 * 384 * 384
+
+
 def test_an_evaluation_computes_no_layer_again(cluster: layouts.Cluster) -> None:
     config = configured(train__workers=1, train__epochs=2)
     given, layout = pace.Pace(1e9, 1e30, pace.HOST, "", 0.0), layouts.laid_out(config, cluster)

@@ -86,12 +86,6 @@ def test_workers_that_evict_each_other_are_told_by_one_update() -> None:
     assert host.evicting(4, 2.0, 1.9) == host
 
 
-def test_products_are_those_of_the_matrices_and_of_attention() -> None:
-    """MiniLM's 10.6 million weights, 128 tokens: 67 million operations a token, of which attention has a twentieth."""
-    found = scaling.flops(384, 6, 1536, [128] * 4)
-    assert found / 512 == pytest.approx(6 * 10.6e6 + 12 * 6 * 384 * 128, rel=0.01)
-
-
 def test_the_last_bucket_has_what_the_others_leave() -> None:
     """The first has a megabyte, each other 25: as torch makes them."""
     from torch.distributed import _DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]

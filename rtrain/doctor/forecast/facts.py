@@ -4,7 +4,7 @@ Rows are read and counted as the run will read them; of a sample the tokens are 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -15,12 +15,13 @@ import numpy as np
 
 from rtrain import documents
 from rtrain.batch import Ints
-from rtrain.config import Recipe
+from rtrain.config import Model, Recipe
 from rtrain.data import packing, records
 from rtrain.data.splits import Splits
 from rtrain.data.stores import shards
-from rtrain.doctor.forecast import scaling
 from rtrain.errors import ConfigError, Problem
+from rtrain.network import local
+from rtrain.network.layout import PIECE
 from rtrain.tasks import base
 from rtrain.tasks.encode import reading_of
 
@@ -134,6 +135,12 @@ class Shape:
     layers: int
     inner: int
     vocabulary: int
+    gated: bool = False
+    """Whether the feed-forward layer multiplies two products of its input, of three matrices in all."""
+    reach: int = 0
+    """Tokens that a token reads on either side, in layers that do not read all of a window."""
+    local_layers: int = 0
+    """Layers that do not."""
 
     @property
     def table(self) -> int:
@@ -143,18 +150,28 @@ class Shape:
     @property
     def layer(self) -> int:
         """Bytes of a layer's matrices in fp32."""
-        return 4 * (4 * self.hidden * self.hidden + 2 * self.hidden * self.inner)
+        return 4 * (4 * self.hidden * self.hidden + (3 if self.gated else 2) * self.hidden * self.inner)
 
     @property
     def weights(self) -> int:
         """Bytes of all weights in fp32, about."""
         return self.table + self.layers * self.layer
 
+    @property
+    def head(self) -> int:
+        """Bytes of a head's weights in fp32, about: a square of the width."""
+        return 4 * self.hidden * self.hidden
+
     def flops(self, windows: Ints, *, answers_words: bool = False) -> float:
-        """Operations of a forward and backward pass over windows of so many tokens. `answers_words`: the head of a
-        masked language model, which answers 15 % of them."""
-        head = 0.15 * self.hidden * self.vocabulary if answers_words else 0.0
-        return scaling.flops(self.hidden, self.layers, self.inner, windows.tolist(), head)
+        """Operations of a forward and backward pass over windows of so many tokens: two for each weight of the matrices
+        and token, four for each number of a layer and two tokens of which one reads the other; three times that with
+        the backward pass. `answers_words`: the head of a masked language model, which answers 15 % of them."""
+        matrices = self.layers * self.layer / 4 + (0.15 * self.hidden * self.vocabulary if answers_words else 0.0)
+        tokens = windows.astype(np.float64)
+        # Where attention is local, pieces of windows read what is within reach of any of their tokens.
+        near = np.minimum(tokens, 2 * self.reach + max(PIECE, self.reach))
+        read = (self.layers - self.local_layers) * tokens @ tokens + self.local_layers * tokens @ near
+        return float(3.0 * (2 * matrices * tokens.sum() + 4 * self.hidden * read))
 
 
 NAMES: Final = {
@@ -165,11 +182,30 @@ NAMES: Final = {
 }
 
 
-def of_model(folder: Path) -> Shape:
-    """The sizes in a model's config.json. Raises `ConfigError` where it has other names for them."""
+GATED: Final = ("modernbert",)
+"""Architectures whose feed-forward layers are gated; and whose attention is local in most layers."""
+
+
+def of_model(folder: Path, chosen: Model | None = None) -> Shape:
+    """The sizes in a model's config.json, and of a recipe's `chosen` settings how far its tokens read. Raises
+    `ConfigError` where it has other names for them."""
     known = documents.read(folder / "config.json")
     found = {key: next((known[name] for name in names if name in known), None) for key, names in NAMES.items()}
     if lacking := [NAMES[key][0] for key, value in found.items() if value is None]:
         reason = f"its config.json has no {', '.join(lacking)}"
         raise ConfigError([Problem("model.name", str(folder), reason, "name a model of another architecture")])
-    return Shape(**{key: int(value) for key, value in found.items() if value is not None})
+    sizes = {key: int(value) for key, value in found.items() if value is not None}
+    reach, local_layers = _local(known, sizes["layers"], chosen.local_attention if chosen else None)
+    return Shape(**sizes, gated=known.get("model_type") in GATED, reach=reach, local_layers=local_layers)
+
+
+def _local(known: Mapping[str, Any], layers: int, asked: int | None) -> tuple[int, int]:
+    """How far a token reads on either side, and in how many layers it reads no further: in all of them where the
+    recipe or the model's own training has `asked` for it. ModernBERT's defaults are those of Transformers."""
+    if (own := asked or known.get(local.KEY)) is not None:
+        return own, layers
+    if known.get("model_type") not in GATED:
+        return 0, 0
+    every = known.get("global_attn_every_n_layers", 3)
+    kinds = known.get("layer_types") or ["local" if place % every else "full_attention" for place in range(layers)]
+    return known.get("local_attention", 128) // 2, sum(kind != "full_attention" for kind in kinds)

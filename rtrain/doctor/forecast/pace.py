@@ -76,6 +76,8 @@ NVLINK: Final = ("A100", "A100-80G", "H100", "H200")
 UNKNOWN: Final = "A10G"
 """The GPU whose figures are taken for one that is not in the table: a small one, so that a plan says too many hours
 rather than too few."""
+FORWARD: Final = 1 / 3
+"""The forward pass's share of a pass."""
 RECOMPUTED: Final = 4 / 3
 """How many times as long a pass is whose layers are computed again: one more forward pass."""
 REACHED: Final = 0.3
@@ -111,11 +113,19 @@ def wires(pace: Pace, gpu: str | None, gpus: int, efa: int, per_node: int) -> Fa
     return Fabric(inside, between, max(1, per_node))
 
 
+def frozen(recipe: Recipe) -> bool:
+    """Whether the head alone is trained."""
+    return recipe.model.freeze == "encoder"
+
+
 def work(recipe: Recipe, shape: Shape, rows: Rows) -> Work:
-    """What a pass of `micro_batch` rows computes, and what an update of whole models exchanges and steps."""
+    """What a pass of `micro_batch` rows computes, and what an update of whole models exchanges and steps. Through a
+    frozen encoder nothing goes back: what its head, alone, takes is hardly anything."""
     answers = recipe.task == "masked_lm"
     windows = np.asarray(rows.windows)
     per_row = shape.flops(windows, answers_words=answers) / len(windows) * rows.windows_of_row
+    if frozen(recipe):
+        return Work(FORWARD * per_row * recipe.train.micro_batch, shape.head, shape.head)
     size = shape.weights
     # The word embedding exchanges the rows that an update touched alone, which are few.
     gradient = size if answers else size - shape.table
@@ -146,7 +156,7 @@ def of_run(run: Run, models: Path | None = None) -> Seen:
         raise UserError(f"--like: {run} has not come to its end: nothing tells how long an update takes")
     started, ended = last
     recipe = configuration.load(str(run.config)).recipe
-    shape = of_model(model.resolve(recipe.model.name, models))
+    shape = of_model(model.resolve(recipe.model.name, models), recipe.model)
     length = max(1, round(ended["real_tokens"] / ended["rows_seen"]))
     done = work(recipe, shape, Rows(1, 0, 0, (length,), 1.0))
     updates = ended["updates"] - started["update"]
@@ -159,7 +169,8 @@ def of_run(run: Run, models: Path | None = None) -> Seen:
     cost = parted.of(train, shape, tokens, within, started["workers"], gpu=gpu, tied=tied)
     step = 0.0 if gpu else STEP * done.weights / CPU.memory_per_s / cost.step_shares
     computing = (update_s - waited - step - cost.still_s - (0.0 if gpu else cost.beside_s)) / (1 + cost.bubble)
-    computing = max(computing, 0.1 * update_s) / (RECOMPUTED if train.gradient_checkpointing else 1)
+    again = train.gradient_checkpointing and not frozen(recipe)
+    computing = max(computing, 0.1 * update_s) / (RECOMPUTED if again else 1)
     rate = done.flops * rows / recipe.train.micro_batch / computing
     link = None
     if started["workers"] > 1 and waited:

@@ -29,8 +29,6 @@ START_S: Final = 30.0
 """Seconds in which a run starts: Ray, the workers, their first rows."""
 USABLE: Final = 0.65
 """Share of a node's memory that workers may take: Ray's object store has up to 30 %, the system the rest."""
-FORWARD: Final = 1 / 3
-"""An evaluation's share of a training pass: it has no backward pass."""
 FINAL_RUNS: Final = 4.0
 """Full runs of a search's end, unless `tune.final_rows` says another number of rows."""
 FINALISTS: Final = 3
@@ -158,8 +156,10 @@ def hours(
     recipe, train = config.recipe, chosen.way.of(config.recipe.train, workers)
     work = paces.work(recipe, shape, rows)
     compute = pace.compute(work)
-    of_row = FORWARD * compute.pass_s / recipe.train.micro_batch  # an evaluation computes nothing again
-    if chosen.way.gradient_checkpointing:
+    # An evaluation has no backward pass, and computes nothing again; nor does a pass through a frozen encoder.
+    forward = 1.0 if paces.frozen(recipe) else paces.FORWARD
+    of_row = forward * compute.pass_s / recipe.train.micro_batch
+    if chosen.way.gradient_checkpointing and not paces.frozen(recipe):
         compute = scaling.Compute(compute.step_s, compute.pass_s * paces.RECOMPUTED, compute.spread)
     fabric = paces.wires(
         pace,

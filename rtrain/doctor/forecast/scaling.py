@@ -9,7 +9,7 @@ take turns on them: whatever needs a processor, the exchange by sockets included
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
@@ -137,15 +137,6 @@ def carried(compute: Compute, was: Work, new: Work) -> Compute:
     calls_s = compute.calls_s * new.layers / was.layers
     pass_s = calls_s + (compute.pass_s - compute.calls_s) * new.flops / was.flops
     return Compute(compute.step_s * new.weights / was.weights, pass_s, compute.spread, calls_s)
-
-
-def flops(hidden: int, layers: int, inner: int, lengths: Sequence[int], head: float = 0.0) -> float:
-    """Operations of a forward and backward pass of an encoder over windows of these lengths: two for each weight of its
-    matrices and token, four for each two tokens of a window and number of a layer; three times that with the backward
-    pass. `head`: weights of the head's matrices that each token meets."""
-    linear = layers * (4 * hidden * hidden + 2 * hidden * inner) + head
-    tokens, squares = sum(lengths), sum(length * length for length in lengths)
-    return 3.0 * (2 * linear * tokens + 4 * layers * hidden * squares)
 
 
 @dataclass(frozen=True)
