@@ -127,6 +127,16 @@ def refusal(gate: Mapping[str, Any] | None, version: str) -> str | None:
     return "; ".join(gate.get("reasons") or ["no reason given"])
 
 
+def use(artifact: Artifact) -> tuple[str, ...]:
+    """The verb to which the artefact goes next, and what stands behind its folder: `serve` where an endpoint takes it,
+    `inspect` where the gate has refused it, `gate` where it was made smaller and the gate has not looked at it."""
+    if refusal(artifact.gate, artifact.version) is not None:
+        return ("inspect",)
+    if is_compressed(artifact) and (artifact.gate or {}).get("version") != artifact.version:
+        return ("gate", "--against", "BASE")
+    return ("serve",)
+
+
 def read(folder: Path, verify: bool = True) -> Artifact:
     """The artefact of a folder; `verify` compares every file with the manifest, which has to record all that answer."""
     path = folder / NAME

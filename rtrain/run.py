@@ -271,7 +271,12 @@ def artifact_of(folder: Path) -> Path:
     )
 
 
-def shown(path: Path) -> str:
-    """A path as it can be pasted behind a command: relative where it lies in the current folder."""
+def near(path: Path) -> Path:
+    """A path as a user would write it: relative where it lies in the current folder."""
     here = Path.cwd()
-    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def shown(path: Path) -> str:
+    """A path as it can be pasted behind a command."""
+    return shlex.quote(str(near(path)))

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from rtrain.predict import Predictor
 from tests.answering import MESSY, read_csv, read_jsonl, texts, write_csv, write_jsonl
 from tests.conftest import STARTUP, write_rows
 from tests.test_cli import Cli, run
-from tests.tiny import CORPUS, make_artifact, make_task_artifact
+from tests.tiny import CORPUS, make_artifact, make_task_artifact, refused
 
 __all__ = ["run"]
 EMPTY = "is empty; send a text"
@@ -341,6 +342,16 @@ def tags_of(text: str, entities: list[dict[str, Any]]) -> list[str]:
         found.append("O" if inside is None else "B-PER" if inside["start"] == start else "I-PER")
         start += len(word) + 1
     return found
+
+
+def test_what_the_gate_has_refused_is_to_be_looked_at_next_and_not_served(
+    run: Cli, artifact: Path, tmp_path: Path
+) -> None:
+    write_rows(tmp_path / "rows.csv", list(zip(texts(6), "abc" * 2, strict=True)))
+    copy = Path(shutil.copytree(artifact, tmp_path / "copy"))
+    for folder, verb in ((artifact, "serve"), (refused(copy), "inspect")):
+        assert run("evaluate", folder, "--data", "rows.csv")[1].endswith(f"next: rtrain {verb} {folder}\n")
+        assert run("explain", folder, "where is it?", "--steps", 4)[2].endswith(f"next: rtrain {verb} {folder}\n")
 
 
 def test_evaluate_into_a_file_that_cannot_be_written_is_refused(run: Cli, artifact: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rtrain import artifact, manifest
-from rtrain.artifact import ArtifactError
+from rtrain.artifact import Artifact, ArtifactError
 from rtrain.cli import app as cli
 from rtrain.config import Serve
 from serve.door import access
@@ -37,6 +37,27 @@ def admit(folder: Path, **settings: Any) -> None:
 
 def test_a_promoted_one_is_served(int8: Path) -> None:
     admit(judged(int8, PROMOTED))
+
+
+@pytest.mark.parametrize("student", [False, True])
+@pytest.mark.parametrize("other", [False, True], ids=["own", "another one's"])
+@pytest.mark.parametrize("verdict", [None, "promote", "hold", "refuse"])
+def test_what_to_do_next_is_to_serve_just_where_an_endpoint_takes_it(
+    tmp_path: Path, verdict: str | None, other: bool, student: bool
+) -> None:
+    lineage = {"teacher": "0123456789ab"} if student else {}
+    made = Artifact("m", "classification", ("a", "b"), 16, "torch", lineage=lineage, version="one")
+    gate = {"verdict": verdict, "reasons": ["it is slower"], "version": "another" if other else "one"}
+    made = replace(made, gate=gate if verdict else None)
+    try:
+        access.admit(made, tmp_path, Serve())
+        admitted = True
+    except ArtifactError:
+        admitted = False
+    verb, *options = artifact.use(made)
+    assert (verb == "serve") == admitted
+    assert options == (["--against", "BASE"] if verb == "gate" else [])
+    assert (verb == "inspect") == (verdict == "refuse" and not other)
 
 
 def test_a_run_s_own_float_model_needs_no_gate_and_a_student_does(tmp_path: Path) -> None:

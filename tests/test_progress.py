@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from rtrain import artifact
+from rtrain.cli import compress
 from rtrain.report.live import progress
 from rtrain.report.live.waited import Waited
 from rtrain.run import Run
-from tests.tiny import make_artifact
+from tests.tiny import make_artifact, refused
 
 SUMMARY: dict[str, Any] = {
     "status": "finished",
@@ -262,6 +264,8 @@ def test_what_to_do_next_can_be_pasted(tmp_path: Path, name: str) -> None:
     assert words() == ["rtrain", "distill", "a teacher", "--resume", "--out", str(run)]
     make_artifact(run.artifact)
     assert words() == ["rtrain", "serve", f"{run}/artifact"]
+    refused(run.artifact)
+    assert words() == ["rtrain", "inspect", f"{run}/artifact"]
 
 
 def test_an_encoder_is_for_other_recipes(tmp_path: Path) -> None:
@@ -269,6 +273,25 @@ def test_an_encoder_is_for_other_recipes(tmp_path: Path) -> None:
     run.append("created", task="masked_lm")
     make_artifact(run.artifact)
     assert progress.after(run, "train") == f"next: rtrain train intent --data FILE --model {tmp_path}/artifact"
+    refused(run.artifact)
+    assert progress.after(run, "train") == f"next: rtrain inspect {tmp_path}/artifact"
+
+
+def test_an_artefact_is_used_by_the_name_that_was_given_and_looked_at_where_it_cannot_be_read(tmp_path: Path) -> None:
+    made = make_artifact(tmp_path / "run" / "artifact")
+    assert progress.used(made, "s3://models/run") == "next: rtrain serve s3://models/run"
+    (made / "artifact.json").write_text("{")
+    assert progress.used(made) == f"next: rtrain inspect {made}"
+
+
+@pytest.mark.parametrize(("verdict", "verb"), [("promote", "quantize"), ("hold", "quantize"), ("refuse", "inspect")])
+def test_a_student_is_quantized_where_the_gate_lets_it_through(tmp_path: Path, verdict: str, verb: str) -> None:
+    student = Run(tmp_path)
+    made = artifact.read(make_artifact(student.artifact))
+    gate = {"verdict": verdict, "reasons": ["it is worse"], "version": made.version}
+    artifact.judged(student.artifact, gate)
+    place = student if verb == "quantize" else student.artifact
+    assert compress._after(student, "distill", "teacher") == f"next: rtrain {verb} {place}"
 
 
 # --------------------------------------------------------------------------------------------------------- the waiting

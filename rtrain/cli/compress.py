@@ -49,7 +49,7 @@ def distill(
     from rtrain.cluster.session import session
     from rtrain.compress import distill as distillation
     from rtrain.gate import told
-    from rtrain.report.live.progress import Line, summary_text, then
+    from rtrain.report.live.progress import Line, summary_text
 
     if reuse != "resume":
         folder = opening.choose(folder, config, reuse)[0]
@@ -57,15 +57,22 @@ def distill(
     with resumable(folder, "distill", teacher), Line(context.obj) as line, session(settled, folder.parent, line):
         student, summary = distillation.run(config, teacher, folder, reuse, on_event=line)
     gated = told.brief(summary["gate"]) if "gate" in summary else []
-    text = summary_text(summary, Run(student))
-    show(summary, as_json, text, *gated, context.obj.text(), then("quantize", student))
+    made = Run(student)
+    show(summary, as_json, summary_text(summary, made), *gated, context.obj.text(), _after(made, "distill", teacher))
+
+
+def _after(student: Run, *words: object) -> str:
+    """What to do with a student next: quantize it where the gate has let it through, else as with any run."""
+    from rtrain.report.live.progress import after, then
+
+    way_on = after(student, *words)
+    return then("quantize", student) if way_on == then("serve", student.artifact) else way_on
 
 
 def _search(context: typer.Context, config: Any, run: Path, folder: Path, reuse: Any, as_json: bool) -> None:
     """`rtrain distill --search`: the students of the artefact of `run`."""
     from rtrain.cli.search import searched
     from rtrain.compress import distill as distillation
-    from rtrain.report.live.progress import then
     from rtrain.runs import opening, preparing
     from tune import students
 
@@ -80,7 +87,7 @@ def _search(context: typer.Context, config: Any, run: Path, folder: Path, reuse:
     if reuse != "resume":
         distillation.checked(begun, teacher, folder.parent)
     words = ("distill", run, "--search")
-    searched(context, begun, folder, reuse, as_json, words, lambda made: then("quantize", made), teacher.folder)
+    searched(context, begun, folder, reuse, as_json, words, lambda made: _after(made, "distill", run), teacher.folder)
 
 
 def quantize(
@@ -120,7 +127,7 @@ def evaluate(
     from rtrain import artifact as artifacts, config, score
     from rtrain.answers import scored
     from rtrain.metrics import scores
-    from rtrain.report.live.progress import then
+    from rtrain.report.live.progress import used
 
     overrides = {"data.path": data, **dict(config.parse_assignment(text) for text in assignments or ())}
     folder = answering(artifact)
@@ -131,4 +138,4 @@ def evaluate(
     unknown = report["unknown_labels"]
     where = f"{unknown['rows']} row{'' if unknown['rows'] == 1 else 's'}"
     named = f"; labels that the artefact lacks, in {where}, such as {' and '.join(unknown['examples'])}"
-    show(report, as_json, f"{scores.text(report)}\n\n{rate}{named if unknown['rows'] else ''}", then("serve", folder))
+    show(report, as_json, f"{scores.text(report)}\n\n{rate}{named if unknown['rows'] else ''}", used(folder))

@@ -10,7 +10,7 @@ import typer
 from rtrain.cli.options import Json, chosen_run
 from rtrain.cli.output import show
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.run import ARTIFACT, Run, shown
+from rtrain.run import ARTIFACT, Run, artifact_of, near, shown
 
 
 class Sort(StrEnum):
@@ -183,6 +183,7 @@ def import_(
 ) -> None:
     """Unpack a run that rtrain export has packed; every file is checked before the run appears."""
     from rtrain.inventory import receiving, sizes, wheels
+    from rtrain.report.live.progress import then, used
 
     got = receiving.receive(file.absolute(), out.expanduser().absolute() if out else None, Path("runs").absolute())
     folder = got.run.folder
@@ -192,6 +193,7 @@ def import_(
         lines.append(f"{what}; without {', '.join(got.away)} it is not resumed, quantized or distilled here")
     install = wheels.command(shown(got.wheels)) if got.wheels else None
     lines += [f"to install what it needs, without network: {install}"] if install else []
-    lines.append(f"next: rtrain predict {shown(folder)} 'a text'   or: rtrain serve {shown(folder)}")
+    use = used(artifact_of(folder), near(folder)).removeprefix("next: ")
+    lines.append(f"{then('predict', near(folder), 'a text')}   or: {use}")
     document = {"run": str(folder), "files": got.files, "bytes": got.size, "away": list(got.away), "install": install}
     show(document, as_json, "\n".join(lines))

@@ -75,9 +75,10 @@ def explain(
     from rtrain.explain.explainer import Explainer
     from rtrain.predict import Predictor
     from rtrain.report import explanation
-    from rtrain.report.live.progress import say, then
+    from rtrain.report.live.progress import say, used
 
-    predictor = Predictor.load(answering(artifact))
+    folder = answering(artifact)
+    predictor = Predictor.load(folder)
     first, second = predictor.task.fields
     read = sys.stdin.buffer.read().decode("utf-8", "surrogateescape") if text is None else text
     [found] = Explainer(predictor)([read if pair is None else {first: read, second: pair}], label, steps)
@@ -86,7 +87,7 @@ def explain(
         print(json.dumps(document, ensure_ascii=False))
     else:
         explanation.show(document, sys.stdout)
-        say(then("serve", artifact))
+        say(used(folder, artifact))
 
 
 def serve(

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.text import Text
 
+from rtrain import artifact
+from rtrain.errors import UserError
 from rtrain.report import cost
 from rtrain.report.live import said
 from rtrain.report.live.waited import Waited
@@ -285,12 +287,22 @@ def summary_text(summary: dict[str, Any], run: Run) -> str:
     return "\n".join(lines)
 
 
+def used(folder: Path, name: object = None) -> str:
+    """What to do with an artefact next, which the user knows by `name`. One that cannot be read is looked at, too."""
+    try:
+        verb, *options = artifact.use(artifact.read(folder, verify=False))
+    except UserError:
+        verb, options = "inspect", []
+    return then(verb, name or folder, *options)
+
+
 def after(run: Run, *words: object) -> str:
     """What to do with a run next: where it has not ended, go on by the verb and arguments `words`; else use its
     artefact."""
     created = run.first("created") or {}
     if not run.finished:
         return then(*words, "--resume", "--out", run)
-    if created.get("task") == "masked_lm":
+    way_on = used(run.artifact)
+    if created.get("task") == "masked_lm" and way_on == then("serve", run.artifact):
         return then("train", "intent", "--data", "FILE", "--model", run.artifact)
-    return then("serve", run.artifact)
+    return way_on
