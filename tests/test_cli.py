@@ -281,6 +281,17 @@ def test_every_verb_that_takes_a_run_takes_a_search_and_says_how_to_go_on_with_i
     assert "runs/s is a search that has not chosen its winner yet; go on with: rtrain tune --resume --out " in err
 
 
+@pytest.mark.parametrize("verb", ["distill", "quantize", "export"])
+def test_a_run_that_has_not_ended_is_made_smaller_and_carried_by_going_on_with_it_first(
+    run: Cli, tmp_path: Path, verb: str
+) -> None:
+    cut = stock.make(tmp_path / "runs" / "cut", ended="interrupted")
+    more = ["--out", "cut.tar"] if verb == "export" else []
+    code, _, err = run(verb, "runs/cut", *more)
+    way_on = f"go on with: rtrain train --resume --out {cut}\n"
+    assert (code, err) == (1, f"rtrain: {cut} has no artefact yet, as its training has not ended; {way_on}")
+
+
 @pytest.mark.parametrize("verb", ["distill", "quantize"])
 def test_a_search_stands_for_its_winner_where_a_run_is_wanted(run: Cli, tmp_path: Path, verb: str) -> None:
     """The winner's stand-in artefact is then refused: it is the one that was looked at."""

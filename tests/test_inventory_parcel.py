@@ -149,7 +149,7 @@ def test_names_in_use_and_runs_without_artefact_are_refused(run: Cli, tmp_path: 
     stock.make(tmp_path / "runs" / "a")
     stock.make(tmp_path / "runs" / "open", ended=None)
     refused: list[tuple[tuple[object, ...], str]] = [
-        (("export", "runs/open", "--out", "o.tar"), "has no artefact to carry; finish its training first"),
+        (("export", "runs/open", "--out", "o.tar"), "go on with: rtrain train --resume --out "),
         (("export", "runs/a", "--out", "none/a.tar"), "there is no folder"),
         (("export", "runs/a", "--out", "a.tar", "--int8"), "make it with: rtrain quantize runs/a"),
         (("export", "nowhere", "--out", "a.tar"), "holds no run"),

@@ -14,14 +14,14 @@ from rtrain.cli.options import (
     Resume,
     Set,
     answering,
-    chosen_run,
+    ended_run,
     leave_to_supervisor,
     overrides_of,
     resumable,
     reuse_of,
 )
 from rtrain.cli.output import show
-from rtrain.run import Run
+from rtrain.run import Run, artifact_of
 
 
 def distill(
@@ -38,7 +38,7 @@ def distill(
     """Train a smaller model on a run's rows and its model's answers."""
     from rtrain.runs import opening
 
-    teacher, reuse = chosen_run(run), reuse_of(resume, new)
+    teacher, reuse = ended_run(run), reuse_of(resume, new)
     config = opening.absolute(opening.stored(teacher, overrides_of(assignments, address=address)), teacher)
     suffix = "students" if search else "student"
     folder = Path(out).expanduser().absolute() if out else run.absolute().with_name(f"{run.absolute().name}-{suffix}")
@@ -77,7 +77,7 @@ def _search(context: typer.Context, config: Any, run: Path, folder: Path, reuse:
     from tune import students
 
     preparing.refuse_lost(config, folder, reuse, "distill", run)
-    teacher = distillation.Teacher.read(run / "artifact")
+    teacher = distillation.Teacher.read(artifact_of(run))
     if reuse == "resume":
         preparing.bring_back(config, folder)
     else:
@@ -102,7 +102,7 @@ def quantize(
     from rtrain.report.live.progress import Line, then
     from rtrain.runs import opening
 
-    parent = Run(chosen_run(run))
+    parent = Run(ended_run(run))
     config = opening.stored(parent.folder, overrides_of(assignments))
     into = (out or parent.int8).expanduser().absolute()
     with Line(context.obj) as line:

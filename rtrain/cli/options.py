@@ -195,6 +195,13 @@ def chosen_run(folder: Path) -> Path:
     return found
 
 
+def ended_run(folder: Path) -> Path:
+    """`chosen_run` for a verb that needs its artefact: one whose training has not ended is refused with the way on."""
+    found = chosen_run(folder)
+    artifact_of(folder.absolute())
+    return found
+
+
 def leave_to_supervisor(config: Any, folder: Path, reuse: "Reuse") -> None:
     """In a job, does not return: the same command runs as the child of a supervisor, and this process ends with it."""
     from rtrain.cluster import supervise

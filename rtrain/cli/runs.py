@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rtrain.cli.options import Json, chosen_run
+from rtrain.cli.options import Json, ended_run
 from rtrain.cli.output import show
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.run import ARTIFACT, Run, artifact_of, near, shown
@@ -148,7 +148,7 @@ def export(
     from rtrain import artifact
     from rtrain.inventory import sending, sizes, wheels
 
-    found, file, name = Run(chosen_run(run)), out.expanduser().absolute(), run.absolute().name
+    found, file, name = Run(ended_run(run)), out.expanduser().absolute(), run.absolute().name
     sending.check(found, file, int8)  # before anything is fetched
     verdicts = sending.verdicts(found, int8)
     if not ungated:

@@ -61,7 +61,7 @@ def run(
 
     A student that has come to its end is gated against its teacher; the document is the summary's `gate`.
     """
-    teacher = Teacher.read(teacher_run / "artifact")
+    teacher = Teacher.read(runs.artifact_of(teacher_run))
     config = started(settled(config, folder, reuse), teacher, folder.parent)
     source, say = None, on_event or (lambda event: None)
     if reuse != "resume":

@@ -25,7 +25,7 @@ from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.gate import gate, told
 from rtrain.network import int8, rounding
-from rtrain.run import Run
+from rtrain.run import Run, artifact_of
 from rtrain.runs import smaller
 from rtrain.tasks import base
 
@@ -53,7 +53,7 @@ def run(
     """Quantize the artefact of a run, and gate it against its parent; returns its scores beside its parent's, flips,
     sizes and the gate's document. A refused artefact is there too, and is not served. `threads`: those that serve it.
     """
-    parent_folder = parent_run / "artifact"
+    parent_folder = artifact_of(parent_run)
     refuse_out(out)
     parent = artifact.read(parent_folder)
     if not engines.get(parent.engine).gradients:
