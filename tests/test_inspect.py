@@ -137,7 +137,7 @@ def test_lineage_leads_to_data_and_run_and_to_the_commands(gated: Gated) -> None
     run = str(gated.run.folder)
     assert found["reproduce"] == [
         f"rtrain train {run}/config.yaml --out {run}-again",
-        f"rtrain quantize {run} --out {run}/artifact-int8",
+        f"rtrain quantize {run}-again --out {run}-again/artifact-int8",
     ]
     student = replace(made, lineage={**made.lineage, "teacher": "0123456789ab"})
     assert reproduction.reproduce(gated.float_one, student)[0].endswith(
@@ -157,13 +157,14 @@ def test_the_commands_have_the_settings_that_made_it(tmp_path: Path) -> None:
     assert "rtrain distill TEACHER --set data.path=" in first
     assert "--set distill.layers=1 --set distill.hidden=0.5" in first
     assert second == (
-        f"rtrain quantize {run} --set quantize.calibration_rows=64 --set quantize.engine=onnxruntime"
+        f"rtrain quantize {run}-again --set quantize.calibration_rows=64 --set quantize.engine=onnxruntime"
         f" --set compress.vocabulary=trim --set compress.vocabulary_pieces=70"
-        f" --set compress.unlabelled=/rows.csv --out {run.int8}"
+        f" --set compress.unlabelled=/rows.csv --out {run}-again/artifact-int8"
     )
     weights = reproduction.reproduce(run.int8, replace(made, engine="openvino", lineage={"kind": "weights"}))
     assert weights[-1] == (
-        f"rtrain quantize {run} --set quantize.kind=weights --set quantize.flips=null --out {run.int8}"
+        f"rtrain quantize {run}-again --set quantize.kind=weights --set quantize.flips=null"
+        f" --out {run}-again/artifact-int8"
     )
     with run.config.open("a", encoding="utf-8") as file:
         file.write("of_a_later_version: 7\n")

@@ -37,8 +37,8 @@ def _commands(run: Run, folder: Path, made: Artifact) -> list[str]:
     else:
         found.append(shlex.join(["rtrain", "train", str(run.config), "--out", f"{run}-again"]))
     if not engines.get(made.engine).gradients:
-        words = shlex.join([str(run), *_sets(_quantized(run, made)), "--out", str(folder.absolute())])
-        found.append(f"rtrain quantize {words}")
+        sets, into = _sets(_quantized(run, made)), f"{run}-again/{folder.absolute().name}"
+        found.append(shlex.join(["rtrain", "quantize", f"{run}-again", *sets, "--out", into]))
     return found
 
 
