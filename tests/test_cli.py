@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shlex
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -415,6 +416,24 @@ def test_a_resume_needs_the_folder_of_its_run_and_no_recipe(run: Cli, tmp_path: 
     assert (code, err.count("no such file")) == (2, 1), err  # of the run's own, which has gone
     code, _, err = run("train", "--resume", "--out", "run", "--set", "optim.lr=1e-5", "--workers", 3)
     assert (code, "optim.lr=1e-05: the run was started with 0.0003" in err) == (2, True), err
+
+
+def test_a_student_is_not_trained_by_its_configuration_and_the_command_that_makes_it_is_named(
+    run: Cli, tmp_path: Path
+) -> None:
+    student = stock.make(tmp_path / "student", ended="interrupted", distill__teacher="abc", distill__layers=2)
+    for words in (["train", "student/config.yaml", "--out", "x"], ["train", "--new", "--out", "student"]):
+        code, _, err = run(*words)
+        assert (code, (tmp_path / "x").exists(), (tmp_path / "student-2").exists()) == (2, False, False)
+        assert "distill.teacher=abc: a student is made by rtrain distill; write rtrain distill TEACHER --set" in err
+        assert f"--set distill.layers=2 --out {student}-again  # TEACHER: the run of artefact abc" in err
+    shutil.copyfile(student.config, tmp_path / "mine.yaml")
+    assert "write rtrain distill, with the run of that artefact" in run("train", "mine.yaml")[2]
+    err = run("train", "--resume", "--out", "student")[2]
+    assert ("rtrain distill" in err, "no such file" in err) == (
+        False,
+        True,
+    )  # its rows, which are looked for after that
 
 
 def test_the_home_folder_is_known_behind_an_equals_sign_too(

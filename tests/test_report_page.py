@@ -64,6 +64,14 @@ def test_every_section_of_a_finished_run_is_there(finished: Path) -> None:
     assert f"rtrain train {finished}/config.yaml --out NEW_FOLDER" in page.text
 
 
+def test_a_student_is_made_again_by_the_command_that_inspect_prints(known: collect.Collected) -> None:
+    student = config.with_overrides(known.config, {"distill.teacher": "0123456789ab"})
+    own, taught = (str(settings.section(replace(known, config=one)).blocks[0]) for one in (known.config, student))
+    assert f"rtrain train {known.folder}/config.yaml --out NEW_FOLDER" in own
+    assert f"rtrain inspect {known.folder}" in taught
+    assert "rtrain train" not in taught
+
+
 def test_every_chart_has_a_title_a_sentence_and_named_axes(known: collect.Collected) -> None:
     sections = [data.section(known), curves.section(known), answers.section(known), slices.section(known)]
     figures = [block for section in sections if section for block in section.blocks if isinstance(block, Figure)]

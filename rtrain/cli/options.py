@@ -118,6 +118,8 @@ def opened(
         # The settings are the run's own: beside what it has decided, leaving it open would contradict it.
         overrides = opening.asked_of(Run(opening.folder_for("", out)), overrides)
     config = configuration.load(own, overrides)
+    if reuse != "resume":
+        _refuse_student(Path(own).expanduser().absolute(), config)
     folder = opening.folder_for(f"{config.recipe.name}{'-search' if search else ''}", out)
     config = opening.absolute(config, folder if reuse == "resume" else None)
     leave_to_supervisor(config, folder, reuse)
@@ -144,6 +146,19 @@ def _recipe(recipe: str | None, out: str | None, reuse: "Reuse") -> str:
     if reuse == "resume" and (hint := meant(own.parent)):
         reason, fix = f"missing, and {out} holds no run", hint
     raise ConfigError([Problem("recipe", None, reason, fix)])
+
+
+def _refuse_student(file: Path, config: Any) -> None:
+    """Raise `ConfigError` for a student's configuration, which `file` holds: a training that is begun by it has none of
+    its teacher's answers, and no gate looks at what comes of it."""
+    if (teacher := config.recipe.distill.teacher) is None:
+        return
+    from rtrain.gate.reproduction import distilled
+    from rtrain.run import Run
+
+    run = Run(file.parent)
+    made_by = distilled(run, teacher) if file == run.config else "rtrain distill, with the run of that artefact"
+    raise ConfigError([Problem("distill.teacher", teacher, "a student is made by rtrain distill", f"write {made_by}")])
 
 
 @contextmanager

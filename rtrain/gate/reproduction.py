@@ -30,16 +30,21 @@ def reproduce(folder: Path, made: Artifact) -> list[str]:
 def _commands(run: Run, folder: Path, made: Artifact) -> list[str]:
     found = []
     if version := made.lineage.get("teacher"):
-        teacher = _teacher(run, version)
-        name = "TEACHER" if teacher is None else str(teacher.folder)
-        words = shlex.join(["rtrain", "distill", name, *_sets(_distilled(run, teacher)), "--out", f"{run}-again"])
-        found.append(words if teacher else f"{words}  # TEACHER: the run of artefact {version}")
+        found.append(distilled(run, version))
     else:
         found.append(shlex.join(["rtrain", "train", str(run.config), "--out", f"{run}-again"]))
     if not engines.get(made.engine).gradients:
         sets, into = _sets(_quantized(run, made)), f"{run}-again/{folder.absolute().name}"
         found.append(shlex.join(["rtrain", "quantize", f"{run}-again", *sets, "--out", into]))
     return found
+
+
+def distilled(run: Run, version: str) -> str:
+    """The command that makes a student's run again; `version`: of its teacher's artefact."""
+    teacher = _teacher(run, version)
+    name = "TEACHER" if teacher is None else str(teacher.folder)
+    words = shlex.join(["rtrain", "distill", name, *_sets(_distilled(run, teacher)), "--out", f"{run}-again"])
+    return words if teacher else f"{words}  # TEACHER: the run of artefact {version}"
 
 
 def _teacher(run: Run, version: str) -> Run | None:

@@ -14,21 +14,25 @@ LONGEST = 120
 
 
 def section(run: Collected) -> Section:
-    config = run.folder / "config.yaml"
-    blocks: list[Block] = [
-        Code(
-            "Run it again",
-            f"rtrain train {shlex.quote(str(config))} --out NEW_FOLDER",
-            "config.yaml holds every setting, with rows_per_update resolved and paths absolute. The same rows, seed "
-            "and number of workers give the same weights, bit for bit; another number of workers the same to rounding.",
-        ),
-        _settings(run.config),
-        _identity(run),
-    ]
+    blocks: list[Block] = [_again(run), _settings(run.config), _identity(run)]
     if versions := run.created.get("versions"):
         rows = [(str(name), str(value)) for name, value in versions.items()]
         blocks.append(Table("Versions", ("package", "version"), rows, "As they were when the run was created."))
     return Section("settings", "How it was run", "", blocks)
+
+
+def _again(run: Collected) -> Code:
+    """How to repeat the run; of a student, that needs its teacher's run, which the gate's verdict names."""
+    if run.config.recipe.distill.teacher is not None:
+        why = "A student is made again by rtrain distill: the lines under “made by” have the command with its settings."
+        return Code("Run it again", f"rtrain inspect {shlex.quote(str(run.folder))}", why)
+    config = run.folder / "config.yaml"
+    return Code(
+        "Run it again",
+        f"rtrain train {shlex.quote(str(config))} --out NEW_FOLDER",
+        "config.yaml holds every setting, with rows_per_update resolved and paths absolute. The same rows, seed "
+        "and number of workers give the same weights, bit for bit; another number of workers the same to rounding.",
+    )
 
 
 def _settings(config: Config) -> Table:
