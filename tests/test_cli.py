@@ -15,6 +15,7 @@ import yaml
 
 from rtrain import config
 from rtrain.cli import app as cli, options
+from rtrain.cluster import session
 from rtrain.proof import ledger
 from rtrain.run import Run
 from rtrain.runs import opening
@@ -291,6 +292,18 @@ def test_a_run_that_has_not_ended_is_made_smaller_and_carried_by_going_on_with_i
     code, _, err = run(verb, "runs/cut", *more)
     way_on = f"go on with: rtrain train --resume --out {cut}\n"
     assert (code, err) == (1, f"rtrain: {cut} has no artefact yet, as its training has not ended; {way_on}")
+
+
+@pytest.mark.parametrize(("layers", "more"), [(2, "; as many learn more with distill.unlabelled or "), (3, "\n")])
+def test_a_student_with_too_many_layers_is_refused_before_ray_starts(
+    run: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int, more: str
+) -> None:
+    teacher = stock.make(tmp_path / "teacher", ended="interrupted")
+    make_artifact(teacher.artifact)  # of two layers
+    monkeypatch.setattr(session, "session", lambda *_: pytest.fail("Ray was started"))
+    code, _, err = run("distill", "teacher", "--set", f"distill.layers={layers}")
+    assert (code, f"distill.layers={layers}: the teacher has 2 layers; write 1 or less{more}" in err) == (2, True), err
+    assert not (tmp_path / "teacher-student").exists()
 
 
 @pytest.mark.parametrize("verb", ["distill", "quantize"])

@@ -54,6 +54,7 @@ def distill(
     if reuse != "resume":
         folder = opening.choose(folder, config, reuse)[0]
     settled = distillation.settled(config, folder, reuse)
+    distillation.started(settled, distillation.Teacher.read(artifact_of(teacher)), folder.parent)  # before Ray starts
     with resumable(folder, "distill", teacher), Line(context.obj) as line, session(settled, folder.parent, line):
         student, summary = distillation.run(config, teacher, folder, reuse, on_event=line)
     gated = told.brief(summary["gate"]) if "gate" in summary else []

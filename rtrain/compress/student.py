@@ -53,6 +53,8 @@ def start(teacher: Path, chosen: Distill, root: Path) -> Path:
     as_large = layers == depth and chosen.width is None
     if layers > depth or (as_large and chosen.unlabelled is None and not chosen.quantization_aware):
         fix = f"write {depth - 1} or less" if layers >= depth > 1 else "name another one with distill.student"
+        if as_large:
+            fix += "; as many learn more with distill.unlabelled or distill.quantization_aware alone"
         raise ConfigError([Problem("distill.layers", chosen.layers, f"the teacher has {depth} layers", fix)])
     kept = chosen_layers(depth, layers)
     after = {**document, counted: layers}
