@@ -356,7 +356,9 @@ def test_stores_and_copies_that_no_run_uses_go_and_others_only_when_asked(tmp_pa
     asked = plan.of_root(found, "artifact", stores=True)
     assert gone(asked, tmp_path) == unused | left | {".tokens/aaaa"}
     text = table.removals_text(asked, dry=True)
-    assert "lost: the rows of ended: no verify --ledger, quantize or distill" in text
+    assert (
+        "lost: the rows of ended: until a training or rtrain distill reads them again, no verify --ledger, no" in text
+    )
     assert "stays: open can still be resumed on it" in text
     freed = removal.carry_out(asked)
     assert freed == sum(removed.size for removed in asked)
@@ -546,6 +548,14 @@ def test_a_removal_that_is_killed_at_any_moment_leaves_a_run_and_the_next_one_en
 
 
 # --------------------------------------------------------------------------------------------------- the command line
+
+
+def test_what_has_no_bytes_is_no_reason_to_clean(run: Cli, tmp_path: Path) -> None:
+    cut = stock.make(tmp_path / "runs" / "cut", ended="interrupted")
+    cut.ray.mkdir()
+    code, out, _ = run("clean", "runs/cut", "--dry-run")
+    assert (code, "0 B" in out, "cut: nothing would go\n" in out) == (0, False, True)
+    assert out.endswith("nothing to remove\nnext: rtrain runs runs\n")
 
 
 def test_the_command_line_lists_says_what_goes_and_removes_it(run: Cli, tmp_path: Path) -> None:

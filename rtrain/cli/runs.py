@@ -109,7 +109,7 @@ def clean(
         raise UserError("\n".join(wrong))
     if as_json:
         return
-    if dry and parts:
+    if dry and any(part.size for part in parts):
         options = f"{' --keep ' + keep.value if keep is not Keep.ARTIFACT else ''}{' --stores' if stores else ''}"
         print(f"next: rtrain clean {shown(folder)}{options}{' --yes' if keep is Keep.NONE else ''}")
     else:

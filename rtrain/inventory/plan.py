@@ -253,7 +253,9 @@ def _of_shared(one: Shared, gone: set[Path], stores: bool, keep: Keep, unread: S
     if is_store and stores:
         if open_runs := [user.name for user in users if not user.ended and user.kind != "trial"]:
             return Removal(one.name, None, keep, stays=(f"{', '.join(open_runs)} can still be resumed on it",))
-        what = "no verify --ledger, quantize or distill, and no rows in the report"
+        what = (
+            "until a training or rtrain distill reads them again, no verify --ledger, no quantize, none in the report"
+        )
         return Removal(one.name, None, keep, parts, (f"the rows of {names}: {what}",))
     return Removal(one.name, None, keep)
 

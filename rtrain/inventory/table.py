@@ -181,9 +181,9 @@ def removals_text(removals: Sequence[Removal], dry: bool) -> str:
     """What goes, in bytes and words; what is lost by it; what stays although it was asked for."""
     lines = []
     for removal in removals:
-        if not (removal.parts or removal.stays):
+        if not (removal.size or removal.stays):
             continue
-        lines.append(_safe(f"{removal.name}: {sizes.text(removal.size) if removal.parts else 'nothing'} {_goes(dry)}"))
+        lines.append(_safe(f"{removal.name}: {sizes.text(removal.size) if removal.size else 'nothing'} {_goes(dry)}"))
         of_kind: dict[str, int] = {}
         for part in removal.parts:
             of_kind[part.what] = of_kind.get(part.what, 0) + part.size
