@@ -11,7 +11,7 @@ import pytest
 
 from rtrain.config import Data
 from rtrain.data import records
-from rtrain.data.records import Record
+from rtrain.data.records import Record, checked
 from rtrain.errors import ConfigError, Problem
 
 ROWS = [("where is my parcel", "parcel"), ("I forgot my password", "login")]
@@ -150,6 +150,22 @@ def test_a_line_that_is_no_json_object_is_bad(tmp_path: Path, line: str) -> None
         Record(2, "", None, "", "not a JSON object; write one object a line"),
         Record(3, "c", None, "d", None),
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"a text": "x"}', "'a text'; name one of these by --set 'data.text=a text', or remove the row"),
+        ('{"a": 1, "b": 2}', "'a', 'b'; name one of these by --set data.text=NAME, or remove the row"),
+        (json.dumps(dict.fromkeys("abcdefghij")), "'g', 'h', ...; name one of these"),
+    ],
+)
+def test_a_json_line_without_the_text_s_column_is_told_what_it_has(line: str, reason: str) -> None:
+    found = checked(1, json.loads(line), Data(path="-", label=None)).reason or ""
+    assert found.startswith("no column 'text'; it has 'a")
+    assert reason in found
+    assert checked(1, {}, Data(path="-")).reason == "no column 'text', nor any other; write a text or remove the row"
+    assert checked(1, {"text": None}, Data(path="-")).reason == "column 'text' is empty; write a text or remove the row"
 
 
 def test_parquet(tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ UNNAMED = "(unnamed)"
 """Stands for a column without a name, as that of a table's index, where columns are listed."""
 HEAD_ROWS = 100
 """Rows of JSON lines whose keys are the file's columns, since a row need not have all of them."""
+NAMED = 8
+"""Most keys of a JSON line that are named where the text's is not among them."""
 SEPARATED = {
     "csv": "quote a text that holds the separator",
     "tsv": "replace the tabs of a text by blanks, or write csv",
@@ -313,7 +315,7 @@ def _record(line: int, row: Mapping[str, Any], data: Data) -> Record:
     slices = tuple(printable(string(row.get(name))) for name in data.slices)
     group = None if data.split_by is None else _name(row.get(data.split_by))
     split = None if data.split is None else string(row.get(data.split)).strip()
-    reason = not_words(data, row) or _reason(data, text, pair, label)
+    reason = not_words(data, row) or _absent(data, row) or _reason(data, text, pair, label)
     if split is not None and split.lower() not in ROLES:
         reason = reason or f"column {data.split!r} names no split ({quoted(split)}); write train, valid or test"
     return Record(line, text, pair, label, reason, slices, group, ROLES.get((split or "").lower()))
@@ -336,6 +338,18 @@ def _label(row: Mapping[str, Any], data: Data) -> str:
         return label
     parts = [part.strip() for part in label.split(data.separator)]
     return json.dumps([part for part in parts if part], ensure_ascii=False)
+
+
+def _absent(data: Data, row: Mapping[str, Any]) -> str | None:
+    """Why a row without the column of the text cannot be used: each JSON line has its own."""
+    if data.text in row:
+        return None
+    if not row:
+        return f"no column {data.text!r}, nor any other; write a text or remove the row"
+    names = list(islice(row, NAMED))
+    fix = shlex.quote(assignment("data.text", names[0])) if len(row) == 1 else "data.text=NAME"
+    has = f"it has {', '.join(map(quoted, names))}{', ...' if len(row) > NAMED else ''}"
+    return f"no column {data.text!r}; {has}; name one of these by --set {fix}, or remove the row"
 
 
 def _reason(data: Data, text: str, pair: str | None, label: str) -> str | None:
