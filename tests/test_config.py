@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rtrain import config
-from rtrain.config import Config, Recipe
+from rtrain.config import Config, Recipe, loading
 from rtrain.errors import ConfigError, Problem, UserError
 
 RECIPES = [
@@ -67,7 +67,7 @@ def test_the_control_of_an_adaptation_differs_in_its_frozen_encoder_alone() -> N
 def test_an_unknown_recipe_names_those_there_are() -> None:
     with pytest.raises(ConfigError) as caught:
         config.load("intents")
-    assert str(caught.value) == "recipe=intents: unknown; did you mean intent or entities?"
+    assert str(caught.value) == "recipe=intents: unknown; did you mean intent?"
     with pytest.raises(ConfigError, match=f"known: {', '.join(RECIPES)}"):
         config.load("zzz")
 
@@ -238,6 +238,16 @@ def test_an_unknown_setting_names_its_neighbours(name: str, fix: str) -> None:
     [problem] = problems(INTENT, {name: 1})
     assert (problem.field, problem.reason) == (name, "unknown")
     assert fix in problem.fix
+
+
+def test_names_that_other_programs_use_are_answered_with_ours() -> None:
+    assert len(loading.ELSEWHERE) >= 10
+    assert set(loading.ELSEWHERE.values()) <= set(config.dotted_names())
+    for name, ours in (("optim.learning_rate", "optim.lr"), ("train.max_length", "data.max_tokens")):
+        [problem] = problems(INTENT, {name: 1})
+        assert problem.fix == f"did you mean {ours}?"
+    [problem] = problems(INTENT, {"num_train_epochs": 3})
+    assert problem.fix == "did you mean train.epochs?"
 
 
 def test_unknown_names_in_a_file_are_found_too() -> None:

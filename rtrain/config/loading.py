@@ -9,7 +9,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,6 +47,21 @@ REPLACED = {
     "tune.budget": "tune.full_runs; every trial is trained to rungs",
 }
 """Settings of earlier versions, and what takes their place."""
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "base_lr", "max_lr"), "optim.lr"),
+    **dict.fromkeys(("warmup_ratio", "warmup_steps"), "optim.warmup"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping"), "optim.clip_norm"),
+    **dict.fromkeys(("max_length", "max_len", "max_seq_length", "max_seq_len"), "data.max_tokens"),
+    **dict.fromkeys(("batch_size", "train_batch_size", "per_device_train_batch_size"), "train.micro_batch"),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulation_steps"), "train.aggregation_frequency"),
+    **dict.fromkeys(("num_epochs", "num_train_epochs", "max_epochs"), "train.epochs"),
+    **dict.fromkeys(("text_column", "text_column_name"), "data.text"),
+    **dict.fromkeys(("label_column", "label_column_name"), "data.label"),
+    **dict.fromkeys(("model_name", "model_name_or_path"), "model.name"),
+}
+"""What other programs call a setting, by the last part of the name."""
+FAR = 0.2
+"""By how much less than the nearest name another one may be like what was written, and is still offered."""
 RECIPE_FIELDS = frozenset(Recipe.model_fields)
 DEPLOY_FIELDS = frozenset(Deploy.model_fields)
 
@@ -271,11 +286,18 @@ def dotted_names() -> Iterator[str]:
 def _unknown(field: str, value: Any, known: Any) -> Problem:
     if field in REPLACED:
         return Problem(field, value, "of an earlier version", f"write {REPLACED[field]}")
-    near = difflib.get_close_matches(str(value or field), list(known), n=3, cutoff=0.5)
-    suffix = "." + field.rsplit(".", 1)[-1]  # the right name in another section
-    near += [name for name in sorted(known) if name.endswith(suffix) and name not in near]
+    last = field.rsplit(".", 1)[-1]
+    near = [ELSEWHERE[last]] if ELSEWHERE.get(last) in known else _nearest(str(value or field), known)
+    near += [name for name in sorted(known) if name.endswith(f".{last}") and name not in near]  # in another section
     fix = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
     return Problem(field, value, "unknown", fix)
+
+
+def _nearest(written: str, known: Iterable[str]) -> list[str]:
+    """The names most like what was written, at most three; without those far less like it than the first."""
+    found = difflib.get_close_matches(written, list(known), n=3, cutoff=0.5)
+    alike = [difflib.SequenceMatcher(None, name, written).ratio() for name in found]
+    return [name for name, each in zip(found, alike, strict=True) if each >= alike[0] - FAR]
 
 
 def _problem(details: Any) -> Problem:
