@@ -139,6 +139,18 @@ def test_rows_that_are_all_bad_are_refused_as_such(tmp_path: Path, encoder: Path
     with pytest.raises(UserError, match="40 of 40 rows cannot be used") as caught:
         make_store(recipe_of(path), encoder, tmp_path)
     assert "latin1.csv:2: column 'text' is not UTF-8; convert the file, e.g. iconv" in str(caught.value)
+    assert "data.max_bad_rows=1" not in str(caught.value)
+    assert str(caught.value).endswith(
+        "\nWithout these lines no row is left: mend them, or name another column by data.text or data.label; "
+        "the rows have 'text', 'label'"
+    )
+    with pytest.raises(UserError, match=r"every row was set aside \(data.max_bad_rows=1\), so that none is left"):
+        make_store(recipe_of(path, max_bad_rows=1), encoder, tmp_path)
+
+
+def test_rows_that_are_all_bad_for_several_reasons_are_to_be_mended(tmp_path: Path, encoder: Path) -> None:
+    with pytest.raises(UserError, match=r"Without these lines no row is left: mend them$"):
+        store_of(tmp_path, [("", "x"), ("a", "")] * 20, encoder)
 
 
 def test_a_header_without_rows_is_refused(tmp_path: Path, encoder: Path) -> None:

@@ -1,7 +1,7 @@
 """Rows that cannot be used: where each comes from, why it is bad, and whether they are too many."""
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,10 +34,13 @@ class Bad(NamedTuple):
         return Bad(rows[order], pa.concat_arrays([self.reasons, other.reasons]).take(pa.array(order)))
 
 
-def refuse_if_too_bad(recipe: Recipe, bad: Bad, total: int, where: Where) -> None:
-    """Raise `UserError` if more than the share `data.max_bad_rows` of `total` rows is bad, naming the first five."""
+def refuse_if_too_bad(recipe: Recipe, bad: Bad, total: int, where: Where, columns: Sequence[str] = ()) -> None:
+    """Raise `UserError` if more than the share `data.max_bad_rows` of `total` rows is bad, naming the first five; and
+    the `columns` of the rows where one reason holds for all."""
     first = zip(bad.rows[:5], bad.reasons[:5].to_pylist(), strict=True)
-    records.refuse_if_too_bad(len(bad.rows), total, [f"{where(row)}: {reason}" for row, reason in first], recipe.data)
+    examples = [f"{where(row)}: {reason}" for row, reason in first]
+    meant = columns if len(bad.reasons.unique()) == 1 else ()
+    records.refuse_if_too_bad(len(bad.rows), total, examples, recipe.data, meant)
 
 
 def unseen(

@@ -12,7 +12,7 @@ import math
 import shlex
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -369,15 +369,28 @@ def _reason(data: Data, text: str, pair: str | None, label: str) -> str | None:
     return None
 
 
-def refuse_if_too_bad(bad: int, total: int, examples: list[str], data: Data) -> None:
+def refuse_if_too_bad(bad: int, total: int, examples: list[str], data: Data, columns: Sequence[str] = ()) -> None:
     """Raise `UserError` if more than the share `data.max_bad_rows` of `total` rows is bad.
 
-    The message lists the first five of `examples`, the bad lines with their reasons.
+    The message lists the first five of `examples`, the bad lines with their reasons. `columns` are those of the rows,
+    where another one may be meant.
     """
     if total and bad > data.max_bad_rows * total:
         listed = "\n  ".join(examples[:5])
         enough = min(1.0, math.floor(1000 * bad / total + 1) / 1000)  # never below the share, however it is rounded
         raise UserError(
             f"{bad} of {total} rows cannot be used (data.max_bad_rows={data.max_bad_rows:g}):\n  {listed}\n"
-            f"Mend these lines, or set them aside by --set data.max_bad_rows={enough:g}"
+            + (
+                f"Mend these lines, or set them aside by --set data.max_bad_rows={enough:g}"
+                if bad < total
+                else f"Without these lines no row is left: mend them{_other_columns(data, columns)}"
+            )
         )
+
+
+def _other_columns(data: Data, columns: Sequence[str]) -> str:
+    """How to name another column of the text or of the label, of those that the rows have."""
+    if not columns:
+        return ""
+    settings = " or ".join(["data.text", *(["data.label"] if data.labels else [])])
+    return f", or name another column by {settings}; the rows have {', '.join(map(quoted, columns))}"

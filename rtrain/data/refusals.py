@@ -28,6 +28,9 @@ def changed_files(source: records.Source, shards: list[dict[str, Any]], root: Pa
 
 def empty_splits(recipe: Recipe, rows: Mapping[str, int]) -> None:
     """Raise `UserError` if a split has no rows, unless the settings ask for that; `rows` counts them by split."""
+    if not any(rows.values()):
+        aside = f"every row was set aside (data.max_bad_rows={recipe.data.max_bad_rows:g})"
+        raise UserError(f"data.path: {aside}, so that none is left to train on; mend the rows, or give others")
     together = _together(recipe)
     if not rows["train"]:
         where = f"column {recipe.data.split!r}" if recipe.data.split else "data.path"

@@ -95,7 +95,7 @@ def commit(job: Job, source: records.Source, writer: store.Writer, written: list
     is_bad = rows.split == BAD
     bad = quarantine.Bad(np.flatnonzero(is_bad), columns.chosen(rows.table["reason"], is_bad).combine_chunks())
     # A file of unreadable rows has no labels either. Bad rows are refused first, so that the message names the cause.
-    quarantine.refuse_if_too_bad(recipe, bad, rows.given, where)
+    quarantine.refuse_if_too_bad(recipe, bad, rows.given, where, source.columns)
     refusals.empty_splits(recipe, rows.counts())
 
     task = base.get(recipe.task)
