@@ -425,8 +425,11 @@ def test_a_resume_needs_the_folder_of_its_run_and_no_recipe(run: Cli, tmp_path: 
         code, _, err = run(*arguments)
         assert (code, "recipe: missing; write a recipe's name or a YAML file" in err) == (2, True), err
     opening.freeze(Run(tmp_path / "run"), config.load("intent", {"data.path": str(tmp_path / "gone.csv")}))
+    csv_of(tmp_path, labelled_rows(40), "gone2.csv")
     code, _, err = run("train", "--resume", "--out", "run")
     assert (code, err.count("no such file")) == (2, 1), err  # of the run's own, which has gone
+    assert "no such file, folder or glob; put it back at that path, as a resume reads the rows that the run has" in err
+    assert "did you mean" not in err
     code, _, err = run("train", "--resume", "--out", "run", "--set", "optim.lr=1e-5", "--workers", 3)
     assert (code, "optim.lr=1e-05: the run was started with 0.0003" in err) == (2, True), err
 
@@ -453,6 +456,7 @@ def test_the_home_folder_is_known_behind_an_equals_sign_too(
     run: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opening.freeze(Run(tmp_path / "teacher"), config.load("intent", {"data.path": str(tmp_path / "gone.csv")}))
+    make_artifact(tmp_path / "teacher" / "artifact")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     student = tmp_path / "home" / "student"
     student.mkdir(parents=True)

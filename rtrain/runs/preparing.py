@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rtrain.checkpoints import replica
 from rtrain.cluster import feasible, preflight, supply
 from rtrain.config import Config, Recipe
 from rtrain.data import quarantine, records, refusals, separators, tokens, unlabelled
+from rtrain.data.formats import files
 from rtrain.data.order import Order, refuse_other, version
 from rtrain.data.stores import commit
 from rtrain.data.stores.store import Store
@@ -87,7 +88,7 @@ def check(
         if labels and not begun:
             problems += separators.problems(config.recipe, separators.shown(config.recipe, source))
     except ConfigError as error:
-        problems += error.problems
+        problems += [_put_back(one) if begun else one for one in error.problems]
     try:
         folder = model.resolve(config.recipe.model.name, root)
         tokens_read = config.recipe.data.window_tokens
@@ -101,6 +102,12 @@ def check(
     if problems or source is None or folder is None:
         raise ConfigError(problems)
     return source, folder
+
+
+def _put_back(problem: Problem) -> Problem:
+    """A problem of a run that has begun: where its file is gone, naming another one in its place would be refused."""
+    fix = "put it back at that path, as a resume reads the rows that the run has begun with"
+    return replace(problem, fix=fix) if problem.reason == files.NO_FILE else problem
 
 
 def prepare(

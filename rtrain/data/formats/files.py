@@ -18,6 +18,7 @@ from rtrain.data.formats import addresses
 from rtrain.data.formats.addresses import COMPRESSIONS, is_glob, path_of, suffix
 from rtrain.errors import ConfigError, Problem
 
+NO_FILE = "no such file, folder or glob"
 SUFFIXES = {
     ".csv": "csv",
     ".tsv": "tsv",
@@ -81,7 +82,7 @@ def _found(
     elif is_hub_name(uri, format):
         return _hub_pieces(field, uri, role, root, _nearby(filesystem, path))
     else:
-        raise ConfigError([Problem(field, uri, "no such file, folder or glob", _nearby(filesystem, path))])
+        raise ConfigError([Problem(field, uri, NO_FILE, _nearby(filesystem, path))])
     if not files:
         raise ConfigError([Problem(field, uri, "no data file in it", f"expected {', '.join(sorted(SUFFIXES))}")])
     pieces = []
