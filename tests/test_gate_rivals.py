@@ -54,6 +54,7 @@ def test_what_the_report_has_measured_is_not_measured_again(run: Run, monkeypatc
     assert tfidf["points_per_ms"] == rivals.points_per_ms(gain, further)
     if not static.is_installed():
         assert fixed["absent"] == "model2vec is not installed (the extra bench has it)"
+    assert "\nms/text is measured apart from p50: of texts of all lengths, " in told.text(found)
     lines = told.brief(found)
     assert lines[0] == told.sentence(found)
     assert lines[1].startswith(f"beside it, TF-IDF and a linear model: {tfidf['score']:.3f} at {tfidf['ms']:.2f} ms; ")

@@ -96,7 +96,8 @@ def ask(port: int, question: dict[str, Any], folder: str = FOLDER) -> str:
             answer = json.loads(_line(client, None))
         except (FileNotFoundError, ConnectionRefusedError):
             raise UserError(
-                f"no `rtrain serve` of this user's answers on port {port}; name its port by --port"
+                f"no `rtrain serve` of this user's answers on port {port}; name its port by --port. One that was "
+                "started with --alone answers no such command: ask its /info and /metrics"
             ) from None
         except (OSError, ValueError):
             raise UserError(f"the `rtrain serve` on port {port} ended without an answer") from None
