@@ -24,7 +24,7 @@ from rtrain.report import summary
 from tests.conftest import labelled_rows, write_rows
 from tests.processes import end
 from tests.reports import make_run
-from tests.tiny import make_encoder
+from tests.tiny import make_artifact, make_encoder
 
 ROOT = Path(__file__).resolve().parents[1]
 WITHIN_S = 400
@@ -313,7 +313,7 @@ def test_in_a_job_every_verb_that_writes_a_run_is_left_to_a_supervisor(
         "distill": ["distill", str(tmp_path / "run")],
     }[verb]
     if verb == "distill":
-        make_run(tmp_path)
+        make_artifact(make_run(tmp_path) / "artifact")
     left: list[tuple[list[str], Path]] = []
 
     def supervised(command: list[str], run: Path) -> int:
