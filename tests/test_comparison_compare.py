@@ -229,7 +229,9 @@ def test_a_run_without_answers_is_compared_by_what_there_is(base: Path, tmp_path
     shutil.copytree(base, b)
     found = of(a, b)
     assert found.verdict == (
-        "not told apart: B (b) left no answers to test rows; A (a), B (b) left no answers to validation rows"
+        "not told apart: B (b) left no answers to test rows; A (a), B (b) left no answers to validation rows; "
+        f"to end the training of A (a): rtrain train --resume --out {a}; "
+        f"to end the training of B (b): rtrain train --resume --out {b}"
     )
     assert found.costs[0].rows_seen == found.costs[1].rows_seen > 0
     assert len(found.curves[1].loss) == 20

@@ -18,6 +18,7 @@ from rtrain.predict import Predictor
 from rtrain.report import answer_rows
 from rtrain.report.answer_rows import SPLITS, AnswerRows
 from rtrain.report.live.progress import say
+from rtrain.run import Run, shown
 from rtrain.runs import predictions
 
 Ints = npt.NDArray[np.int64]
@@ -72,7 +73,16 @@ def paired(sides: Sequence[Side], splits: Sequence[str] = SPLITS) -> Paired | st
     if apart:
         fix = "train them with one data.test file, or score one artefact on the other's rows with rtrain evaluate"
         raise UserError(f"{'; '.join(apart)}, and only answers to the same rows can be compared; {fix}")
-    return "; ".join(lacking)
+    return "; ".join([*lacking, *map(_way_on, filter(_is_open, sides))])
+
+
+def _is_open(side: Side) -> bool:
+    """Whether the training of a run has not ended. A trial is its search's to go on with."""
+    return side.own and side.made is None and not Run(side.run.folder.parent).is_search
+
+
+def _way_on(side: Side) -> str:
+    return f"to end the training of {side}: rtrain train --resume --out {shown(side.run.folder)}"
 
 
 def common(ids: Sequence[npt.NDArray[np.uint64]]) -> list[Ints]:
