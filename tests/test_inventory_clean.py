@@ -338,7 +338,7 @@ def test_stores_and_copies_that_no_run_uses_go_and_others_only_when_asked(tmp_pa
         (tmp_path / ".copies" / name).mkdir(parents=True)
         (tmp_path / ".copies" / name / "rows.jsonl").write_text("{}")
         stock.age(tmp_path / ".copies" / name)
-    student = {"model__name": str(tmp_path / ".students" / "v1-3")}
+    student: dict[str, Any] = {"model__name": str(tmp_path / ".students" / "v1-3")}
     student["distill__copied"] = str(tmp_path / ".copies" / "1111" / "rows.jsonl")
     stock.make(tmp_path / "ended", store="aaaa", updates=(), **student)
     stock.make(tmp_path / "open", ended="interrupted", store="bbbb")

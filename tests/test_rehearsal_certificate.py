@@ -288,7 +288,7 @@ def test_what_is_not_rehearsed_is_said() -> None:
         "the file starts no watcher",
     ):
         assert expected in said
-    run = Commands(("ray stop",), ("sudo   apt-get\n update", "x" * 200), ("venv",))
+    run = Commands((), ("ray stop",), ("sudo   apt-get\n update", "x" * 200), ("venv",))
     own = made(commands={"head": run, "worker": run}, file_ports={"raylet": {1, 2}}).not_rehearsed()
     assert own[:3:2] == [
         "images, disks and rights: rtrain cluster lint reads them",
