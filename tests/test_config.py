@@ -101,9 +101,10 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Any) -> None:
     path = tmp_path / "config.yaml"
     with pytest.raises(ConfigError, match="no such file; write a recipe's name or an existing file"):
         config.load(str(path))
-    path.write_text("a: [1")
-    with pytest.raises(UserError, match="is not YAML"):
-        config.load(str(path))
+    for text in ("a: [1", "train: {epochs: 2024-13-45}", "a: " + "[" * 5000):
+        path.write_text(text)
+        with pytest.raises(UserError, match="is not YAML"):
+            config.load(str(path))
     path.write_text("- a\n- b\n")
     with pytest.raises(UserError, match="must hold a mapping of sections"):
         config.load(str(path))
@@ -151,7 +152,13 @@ def test_an_assignment_is_a_name_and_a_yaml_value(text: str, name: str, value: o
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("optim.lr", "not an assignment"), ("=3", "not an assignment"), ("a=[", "the value is not YAML")],
+    [
+        ("optim.lr", "not an assignment"),
+        ("=3", "not an assignment"),
+        ("a=[", "the value is not YAML"),
+        ("train.epochs=2024-13-45", "the value is not YAML"),
+        (f"train.epochs={'[' * 5000}", "the value is not YAML"),
+    ],
 )
 def test_what_is_no_assignment_is_refused(text: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:

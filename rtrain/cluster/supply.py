@@ -266,7 +266,7 @@ def autoscaler() -> Mapping[str, Any] | None:
     if given and (file := Path(given).expanduser()).is_file():
         try:
             found = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise UserError(
                 f"{AUTOSCALER_FILE}={given}: the file is no YAML ({error}); see rtrain cluster lint"
             ) from None

@@ -60,6 +60,8 @@ ELSEWHERE = {
     **dict.fromkeys(("model_name", "model_name_or_path"), "model.name"),
 }
 """What other programs call a setting, by the last part of the name."""
+UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
+"""What PyYAML raises: the second for a date that the calendar has not, the third for thousands of brackets."""
 FAR = 0.2
 """By how much less than the nearest name another one may be like what was written, and is still offered."""
 RECIPE_FIELDS = frozenset(Recipe.model_fields)
@@ -101,7 +103,7 @@ def load(name_or_file: str, overrides: Mapping[str, Any] | None = None) -> Confi
         text, own = _shipped(name_or_file), False
     try:
         document = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except UNREADABLE as error:
         raise UserError(f"{name_or_file} is not YAML: {error}") from None
     if not isinstance(document, dict):
         raise UserError(f"{name_or_file} must hold a mapping of sections (name, task, data, model, ...)")
@@ -213,7 +215,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     kinds = _kinds(annotation)
     try:
         found = yaml.safe_load(value)
-    except yaml.YAMLError:
+    except UNREADABLE:
         if str in kinds:
             return name, value
         raise ConfigError([Problem("--set", text, "the value is not YAML", "put it into quotes")]) from None

@@ -116,7 +116,7 @@ def _in_recipe(path: Path) -> Iterator[Word]:
     """Settings of a recipe's file that name something on this machine; what is wrong in it, the training will say."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         return
     for name in SETTINGS:
         section, _, key = name.partition(".")
