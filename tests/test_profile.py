@@ -41,6 +41,7 @@ def test_a_recipe_is_profiled_as_it_trains(ray_session: Path) -> None:
     assert {"driver", "raylet"} <= set(one["processes"])
     by_kind = {event["kind"]: event for event in events}
     assert "evaluated" not in by_kind
+    assert {event["of"] for event in events if event["kind"] == "progress"} == {LENGTH.until}
     (machine,) = by_kind["machines"]["machines"]
     assert (machine["workers"], machine["gpus"]) == (2, 0)
     assert [tuple(mean)[: len(PARTS)] for mean in by_kind["trained"]["stages"]] == [PARTS] * 2
