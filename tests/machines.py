@@ -191,7 +191,7 @@ def grow(folder: Path) -> dict[str, Any]:
 
 
 def processes(made: Up, machine: str, sign: str) -> set[int]:
-    """Of a machine, those whose command line holds `sign`."""
+    """The machine's processes whose command line holds `sign`."""
     found, one = set(), made.book.all()[machine]
     with suppress(psutil.Error):
         for process in psutil.Process(one.pid).children(recursive=True):

@@ -24,7 +24,7 @@ from rtrain.errors import ConfigError, Problem
 
 FOLDER, FILE = ".copies", "rows.jsonl"
 SHARE = 0.2
-"""Of a copy's words, how many are another row's."""
+"""The share of a copy's words that are another row's."""
 MOST_WORDS = 1_000_000
 """Words that are chosen from: a sample of a large set's."""
 _WORD = re.compile(r"\S+")
