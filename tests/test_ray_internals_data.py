@@ -3,16 +3,18 @@
 import inspect
 import re
 import sys
+import time
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import ray
 
 from rtrain import ray_internals
-from rtrain.ray_internals import private
+from rtrain.ray_internals import data, private
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,7 +62,8 @@ def test_a_stream_of_data_asks_for_no_nodes_and_has_its_part(monkeypatch: pytest
     monkeypatch.setattr(rates, "DefaultAutoscalingCoordinator", Coordinator)
     for module in (rates, gauges):
         monkeypatch.setattr(module, "RollingLogicalUtilizationGauge", lambda *given: busy)
-    monkeypatch.setattr(executor, "create_cluster_autoscaler", executor.create_cluster_autoscaler)  # and back again
+    for name in ("create_cluster_autoscaler", "process_completed_tasks"):
+        monkeypatch.setattr(executor, name, getattr(executor, name))  # and back again
     context = SimpleNamespace(
         execution_options=ExecutionOptions(),
         scheduling_strategy=None,
@@ -76,6 +79,47 @@ def test_a_stream_of_data_asks_for_no_nodes_and_has_its_part(monkeypatch: pytest
         assert scaling.get_total_resources().cpu == 2.0
     given["node"]["CPU"] = 0.0
     assert (scaling.get_total_resources().cpu, scaling.get_total_resources().object_store_memory) == (0.5, 7.0)
+
+
+@pytest.mark.ray
+def test_a_stream_rests_while_its_reader_has_enough(ray_session: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own goes round and round at its limit of memory, for most of a core and of Python's lock."""
+    from ray.data import ExecutionResources
+    from ray.data._internal.execution import streaming_executor, streaming_executor_state
+
+    executor: Any = streaming_executor
+    step, made = streaming_executor_state.process_completed_tasks, list[str]()
+
+    def counted(*given: Any, **named: Any) -> int:
+        made.append("step")
+        return step(*given, **named)
+
+    def slept(seconds: float) -> None:
+        made.append("rest")
+        time.sleep(seconds)
+
+    for name in ("create_cluster_autoscaler", "process_completed_tasks"):
+        monkeypatch.setattr(executor, name, getattr(executor, name))  # and back again
+    monkeypatch.setattr(streaming_executor_state, "process_completed_tasks", counted)
+    monkeypatch.setattr(data, "time", SimpleNamespace(sleep=slept))
+    ray_internals.stream_within(0.5)
+    dataset = ray_internals.numbers(40, 40, 0.5).map_batches(megabyte, batch_size=None, num_cpus=0.5)
+    options = dataset.context.execution_options
+    options.preserve_order, options.resource_limits = True, ExecutionResources(object_store_memory=4 << 20)
+    read = iter(dataset.iter_batches(batch_size=None, prefetch_batches=1))
+    numbers = [next(read)["id"][0]]
+    in_turn = (["rest", "step"] * 10, ["step", "rest"] * 10)
+    for _ in range(600):  # until it has read ahead
+        if (ahead := made[-20:]) in in_turn:
+            break
+        time.sleep(0.1)
+    assert ahead in in_turn
+    assert [*numbers, *(batch["id"][0] for batch in read)] == list(range(40))
+    assert made.count("rest") < made.count("step")  # none is made while tasks have nothing yet
+
+
+def megabyte(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"id": batch["id"], "filling": np.zeros((len(batch["id"]), 1 << 20), dtype=np.uint8)}
 
 
 @pytest.mark.ray
