@@ -76,6 +76,39 @@ def test_a_call_is_bounded_in_tokens_and_in_their_seconds_and_a_larger_row_goes_
         assert drained(queue) == [[0, 1, 2], [3], [4], [5]], limits
 
 
+def test_rows_of_other_lengths_join_where_a_call_of_their_own_costs_more_than_padding() -> None:
+    queue = scheduler(costing(base=0.1, per_token=0.001))
+    for owner, tokens in enumerate([40, 20, 60, 5, 200]):
+        queue.put(rows(owner, tokens), 0.0)
+    # 40 tokens of padding for the 20, 55 for the 5; 140 for each of the others beside the 200.
+    assert drained(queue) == [[0, 2, 1, 3], [4]]
+    queue = scheduler(costing(base=0.03, per_token=0.001))
+    for owner, tokens in enumerate([40, 20, 60, 5, 200]):
+        queue.put(rows(owner, tokens), 0.0)
+    assert drained(queue) == [[0, 2], [1, 3], [4]]  # 15 tokens for the 5 beside the 20
+
+
+def test_a_full_call_is_joined_by_none_and_limits_hold_for_those_that_join() -> None:
+    for limits, expected in (({"batch_rows": 2}, [[0, 2], [1]]), ({"batch_rows": 3}, [[0, 2, 1]])):
+        queue = scheduler(costing(base=1.0, per_token=0.001), **limits)
+        for owner, tokens in enumerate([40, 20, 60]):
+            queue.put(rows(owner, tokens), 0.0)
+        assert drained(queue) == expected
+    queue = scheduler(costing(base=1.0, per_token=0.001), batch_tokens=100)
+    for owner, tokens in enumerate([40, 20, 60]):
+        queue.put(rows(owner, tokens), 0.0)
+    assert drained(queue) == [[0, 1], [2]]  # the first beside the 60 would have 120 tokens
+
+
+def test_no_row_is_late_by_those_that_join() -> None:
+    queue = scheduler(costing(base=0.1, per_token=0.001))
+    queue.put(rows("soon", 10, deadline=0.12), 0.0)
+    queue.put(rows("longer", 60), 0.0)
+    taken = queue.take(0.0)
+    assert (owners(taken.batch), taken.late) == (["soon"], [])
+    assert owners(queue.take(0.0).batch) == ["longer"]
+
+
 def test_windows_count_as_rows_of_the_longest() -> None:
     queue = scheduler(batch_tokens=64)
     queue.put(rows("a", 8, 8, windows=3), 0.0)

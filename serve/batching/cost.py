@@ -40,6 +40,10 @@ class Cost:
         """What so many tokens in so many calls should take; 0 before `LEAST_CALLS` have ended."""
         return calls * self._base + self._per_token * tokens
 
+    def saves_a_call(self, tokens: int) -> bool:
+        """Whether so many tokens more cost less than another call does."""
+        return self.seconds(tokens, 0) < self.seconds(0, 1)
+
     def doubt(self) -> None:
         """A wrong estimate that keeps every row from the engine would never meet the call that corrects it."""
         self._seconds *= DOUBT
