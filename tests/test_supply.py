@@ -8,8 +8,10 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray
 import yaml
 
 from rtrain import ray_internals
@@ -147,6 +149,31 @@ def test_the_head_leaves_its_jobs_the_autoscaler_s_file(monkeypatch: pytest.Monk
     monkeypatch.setenv(name, "20000")
     session.on_node_start(SimpleNamespace(ray_client_server_port=1, autoscaling_config=None), head=True)
     assert os.environ[name] == "20000"
+
+
+def test_each_address_of_a_head_has_a_part_of_its_own_in_a_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is told whose part it has, as KubeRay's pods are, whose nodes find a new head by its name."""
+    names = ("RAY_REDIS_ADDRESS", "RAY_external_storage_namespace", session.HEALTH_CHECK[0])
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+
+    def started(head: bool, **given: object) -> object:
+        usual: dict[str, Any] = {"node_ip_address": None, "_system_config": {}, "autoscaling_config": None}
+        parameters = SimpleNamespace(ray_client_server_port=1, **{**usual, **given})
+        session.on_node_start(parameters, head)
+        return parameters._system_config
+
+    assert started(head=True) == {}
+    monkeypatch.setenv("RAY_REDIS_ADDRESS", "10.0.0.9:6379")
+    assert started(head=False) == {}
+    assert started(head=True, node_ip_address="10.0.0.5") == {"external_storage_namespace": "head-10.0.0.5"}
+    assert started(head=True, _system_config={"a": 1}) == {
+        "external_storage_namespace": f"head-{ray.util.get_node_ip_address()}",
+        "a": 1,
+    }
+    monkeypatch.setenv("RAY_external_storage_namespace", "mine")
+    assert started(head=True, node_ip_address="10.0.0.5") == {}
+    monkeypatch.delenv(session.HEALTH_CHECK[0])
 
 
 SCRIPT = '''

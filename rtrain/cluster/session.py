@@ -28,6 +28,8 @@ IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 HEALTH_CHECK = ("RAY_health_check_timeout_ms", "5000")
 """A node is lost when five answers in a row, asked for every 3 s, have not come within that time; Ray's own is 10 s.
 Until then a run waits for workers that are gone, although another node has long come in their place."""
+NAMESPACE = "external_storage_namespace"
+"""Ray's setting of the part of a Redis that is this cluster's; in the environment with RAY_ before it."""
 OBJECT_STORE_BYTES = 512 << 20
 """Size of a local object store. Streams hold tens of megabytes ahead; by default Ray would set 30 % of the memory
 aside, which nobody would use."""
@@ -204,10 +206,19 @@ def on_node_start(parameters: Any, head: bool) -> None:
     It closes the Ray Client's port, which `ray start --head` opens without an option against it. A head misses a node
     that is gone without a word after 40 s, in place of Ray's 65. On the head it leaves jobs the path of the
     autoscaler's file, which says what nodes there may be (`supply.most`).
+
+    In a Redis each address of a head has a part of its own. The nodes of a head that was lost look for it at its
+    address alone: one that comes back there goes on with them, and one at another address would count on nodes that
+    never come, with jobs that nobody runs.
     """
+    import ray
+
     parameters.ray_client_server_port = None
     if head:
         os.environ.setdefault(*HEALTH_CHECK)
+        if "RAY_REDIS_ADDRESS" in os.environ and f"RAY_{NAMESPACE}" not in os.environ:
+            at = parameters.node_ip_address or ray.util.get_node_ip_address()
+            parameters._system_config = {NAMESPACE: f"head-{at}", **(parameters._system_config or {})}
     if head and parameters.autoscaling_config:
         os.environ[supply.AUTOSCALER_FILE] = str(Path(parameters.autoscaling_config).expanduser())
 
