@@ -123,8 +123,7 @@ def trained(made: Up, folder: Path, workers: int, say: Callable[[str], None]) ->
     say(f"{len(on[::2])} of {len(on)} nodes with workers are drained")
     until(made, job, "a start", lambda: [one for one in run.events("started") if one["time"] > at])
     again = run.events("started")[-1]
-    until(made, job, "another update", lambda: progress(run)[-1]["update"] > again["update"])
-    went = next(one["time"] for one in progress(run) if one["update"] > again["update"] and one["time"] > again["time"])
+    went = until(made, job, "another update", lambda: progress(run, again["time"]))[0]["time"]
     reached = max(one["update"] for one in progress(run) if one["time"] < again["time"])
     until(made, job, "its end", lambda: made.jobs.all()[job].status in naming.ENDED)
     took = [one["time"] for one in progress(run) if one["time"] < at]
@@ -141,18 +140,20 @@ def trained(made: Up, folder: Path, workers: int, say: Callable[[str], None]) ->
     }
 
 
-def progress(run: Run) -> list[dict[str, Any]]:
-    return run.events("progress") if run.log.is_file() else []
+def progress(run: Run, after: float = 0.0) -> list[dict[str, Any]]:
+    return [one for one in run.events("progress") if one["time"] > after] if run.log.is_file() else []
 
 
-def until(made: Up, job: str, what: str, met: Callable[[], Any]) -> None:
+def until(made: Up, job: str, what: str, met: Callable[[], Any]) -> Any:
+    """What is met, once it is."""
     give_up = time.monotonic() + WITHIN_S
-    while not met():
+    while not (found := met()):
         status = made.jobs.all()[job].status
         if (time.monotonic() > give_up or status in naming.ENDED) and not met():
             last = "\n".join(made.jobs.logs(job).splitlines()[-12:])
             raise SystemExit(f"waited in vain for {what} (the job: {status}):\n{last}")
         time.sleep(0.5)
+    return found
 
 
 def measure(folder: Path, nodes: int, workers: int, say: Callable[[str], None]) -> dict[str, Any]:
