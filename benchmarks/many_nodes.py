@@ -33,7 +33,7 @@ from rtrain.run import Run
 
 NODES, WORKERS, ROWS = 64, 16, 2000
 UPDATES, DRAINED_AFTER = 400, 20
-"""Of 16 workers on two cores a few come in the time that it takes to drain eight nodes."""
+"""Updates of the run, and after how many nodes are drained: to drain eight takes the time of a few on two cores."""
 SPARE_BYTES = 2 << 30
 """Memory that stays free: with less, the machine would end processes of its own choice."""
 QUIET_S = 120.0

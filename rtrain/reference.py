@@ -54,8 +54,8 @@ class Features(NamedTuple):
     unknown: npt.NDArray[np.float64] | None
     """The share of unknown pieces; None where the vocabulary has a piece for every byte."""
     score: npt.NDArray[np.float64] | None
-    """How sure the model is of its answer, 0 to 1; NaN of a row without an answer. Of a class it is the best one's
-    chance, refused or not: unknown input is what no class is sure of."""
+    """How sure the model is of its answer, 0 to 1; NaN of a row without an answer. Classes have the chance of the
+    best one, refused or not: unknown input is what no class is sure of."""
     labels: list[list[str]] | None
 
     def numbers(self) -> dict[str, npt.NDArray[np.float64]]:

@@ -281,7 +281,7 @@ def test_an_interruption_repeats_what_is_not_saved(cluster: layouts.Cluster) -> 
 
 
 def test_the_head_s_outputs_are_in_what_a_pass_takes(encoder: Path, cluster: layouts.Cluster) -> None:
-    """Of tags, which are numbers for each token."""
+    """Tags, which are numbers for each token."""
     from rtrain.cli import plan as verb
 
     config = configuration.load("entities", {"model.name": str(encoder), "train.workers": 1})

@@ -227,7 +227,7 @@ def test_a_report_says_what_went_back_and_what_it_costs() -> None:
 
 
 def test_rows_without_a_masked_token_are_no_farther_apart_than_others() -> None:
-    """Of a short row of masked text it may be that no token is masked."""
+    """A short row of masked text may have no masked token."""
     none, two = np.zeros((0, 5), dtype=np.float32), np.zeros((2, 5), dtype=np.float32)
     assert quantize.farthest([none, two], [none, two + 0.5]) == 0.5
     assert quantize.farthest([none], [none]) == quantize.farthest([], []) == 0.0

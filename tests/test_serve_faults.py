@@ -69,7 +69,7 @@ def test_a_replica_that_hangs_is_passed_by_and_replaced(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("ray_session")
 def test_the_only_replica_that_hangs_is_replaced(tmp_path: Path) -> None:
     """Whoever asks waits for it, as there is no other one, and is answered 504; the last of them when its successor
-    answers already. Of an answer that it had begun, one at most, the rest is missing."""
+    answers already. The rest of an answer that it had begun is missing, of one at most."""
     with (
         start(openvino_artifact(tmp_path), Serve(ungated=True, port=0, replicas=1, deadline_s=7)) as endpoint,
         load(endpoint.port, pause_s=0.02) as seen,

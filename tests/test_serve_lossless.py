@@ -27,7 +27,7 @@ BETWEEN = ("ConnectionRefusedError", "RemoteDisconnected", "ConnectionResetError
 """How a client learns that the endpoint has ended between two of its questions."""
 KILLS = 10
 RETRY_AFTER_S = 1.0
-"""Of a 503 of HAProxy's own."""
+"""What a 503 of HAProxy's own says."""
 
 
 def tell(what: str, seen: Seen, **others: object) -> None:

@@ -173,7 +173,7 @@ def test_each_address_of_a_head_has_a_part_of_its_own_in_a_redis(monkeypatch: py
     }
     monkeypatch.setenv("RAY_external_storage_namespace", "mine")
     assert started(head=True, node_ip_address="10.0.0.5") == {}
-    monkeypatch.delenv(session.HEALTH_CHECK[0])
+    del os.environ[session.HEALTH_CHECK[0]]
 
 
 SCRIPT = '''

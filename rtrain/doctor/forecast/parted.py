@@ -31,7 +31,7 @@ def tokens_of_pass(train: Train, device: str) -> int:
 
 def of(train: Train, shape: Shape, tokens: float, fabric: Fabric, workers: int, *, gpu: bool, tied: bool) -> Parted:
     """What a layout costs on so many workers. `tokens`: of a replica's update; `tied`: the table of words is the head's
-    too. Of a pipeline's stages it is the first one, which has that table, and with it most."""
+    too. The first of a pipeline's stages stands for all: it has that table, and with it most."""
     most, half = tokens_of_pass(train, "gpu" if gpu else "cpu"), train.precision != "fp32"
     staged, cut = train.pipeline, train.tensor
     parts, layers = staged * cut, shape.layers / staged
