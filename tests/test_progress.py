@@ -433,6 +433,14 @@ def test_events_of_a_search_that_nobody_follows_are_no_lines(capsys: pytest.Capt
     assert shown(capsys, {"kind": "search", "what": "asked", "trial": 1}, {"kind": "stage", "text": "done"}) == ["done"]
 
 
+def test_workers_that_have_room_are_said_to_start_and_others_to_lack_it(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = {"kind": "waiting", "workers": 16, "needs": "CPU", "has": 64, "free": 48}
+    assert shown(capsys, {**counts, "starting": True}, {**counts, "free": 8, "starting": False}) == [
+        "waiting for 16 workers to start; the cluster has 64 CPUs, 48 of them free",
+        "waiting for CPU: too few for 16 workers; the cluster has 64 CPUs, 8 of them free",
+    ]
+
+
 def test_trials_that_wait_for_nodes_are_one_line_a_time(capsys: pytest.CaptureFixture[str]) -> None:
     counts = {"kind": "waiting", "workers": 2, "needs": "CPU", "has": 4, "free": 1}
     asked = {"asked": "the autoscaler is asked for 2 CPUs on worker nodes, for 30 s now"}

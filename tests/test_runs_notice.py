@@ -81,6 +81,9 @@ def test_a_run_that_waits_says_for_which_nodes_and_since_it_began_to_wait(
         f"the autoscaler is asked for 3 GPUs on gpu nodes, for {seconds} s now" for seconds in (30, 60, 90)
     ]
     assert [{event[name] for event in told} for name in ("workers", "needs", "has", "free")] == [{3}, {"GPU"}, {1}, {0}]
+    monkeypatch.setattr(supply, "free", lambda: [supply.Host({"CPU": 8.0, "GPU": 1.0})] * 3)
+    waiting.say(3)
+    assert [event["starting"] for event in Run(tmp_path).events(notice.WAITING)] == [False, False, False, True]
     document["available_node_types"] = {}
     waiting.say(None)
     assert "asked" not in Run(tmp_path).events(notice.WAITING)[-1]

@@ -111,10 +111,14 @@ class Waiting:
     def say(self, workers: int | None) -> None:
         """`workers`: those that it waits for; None for the least number."""
         self._said = time.monotonic()
-        has, free = (self.needs.offered(hosts).places for hosts in (supply.up(), supply.free()))
+        nodes = supply.free()
+        has, free = (self.needs.offered(hosts).places for hosts in (supply.up(), nodes))
+        # Ray places many processes one after the other, and starts them so: minutes, where each node starts one.
+        starting = workers is not None and self.needs.most(nodes, workers) == workers
         may, asked = supply.may_start(), self._asked()
         more = {"asked": demand.told(asked, may, self._said - self._since)} if may.kinds and asked else {}
-        self._run.append(WAITING, workers=workers, needs=supply.NEEDS[self.needs.device], has=has, free=free, **more)
+        needs = supply.NEEDS[self.needs.device]
+        self._run.append(WAITING, workers=workers, needs=needs, has=has, free=free, starting=starting, **more)
 
 
 class Watch:

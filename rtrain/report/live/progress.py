@@ -172,9 +172,12 @@ class Line:
             self._keep(f"gradients are sent in fewer bits, with an error of {event['error']:.1e} of their norm")
         elif kind == "waiting":
             needs = f"{event['workers']} workers" if event["workers"] else "train.min_workers"
-            counts = f"the cluster has {event['has']}, {event['free']} of them free"
+            counts = f"the cluster has {event['has']} {event['needs']}s, {event['free']} of them free"
             asked = f"; {event['asked']}" if event.get("asked") else ""
-            self._keep(f"waiting for {event['needs']}: too few for {needs}; {counts}{asked}")
+            if event.get("starting"):
+                self._keep(f"waiting for {needs} to start; {counts}")
+            else:
+                self._keep(f"waiting for {event['needs']}: too few for {needs}; {counts}{asked}")
         elif kind == "case":
             figures = event["measured"]
             ratios = f"weights {figures['weights_ratio']:.1e}, gradient {figures['gradient_ratio']:.1e}"
