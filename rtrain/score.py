@@ -138,7 +138,7 @@ def measured(folder: Path, data: Data) -> Measured:
     report = {
         **found,
         "bad_rows": len(rows) - len(good),
-        "unknown_labels": {"rows": int(asked.unknown.sum()), "examples": _examples(good, asked)},
+        "unknown_labels": {"rows": int(asked.unknown.sum()), "examples": examples(good, asked)},
         "rows_per_second": round(len(good) / seconds, 1),
     }
     is_right = metric_for(task.output).right
@@ -196,7 +196,7 @@ def ask(predictor: Predictor, rows: Sequence[Record]) -> Asked:
     return Asked(inputs, encoded, tokens, targets, unknown, head, strange)
 
 
-def _examples(rows: Sequence[Record], asked: Asked) -> list[str]:
+def examples(rows: Sequence[Record], asked: Asked) -> list[str]:
     """Labels that the artefact lacks; whole labels of rows where an answer has one label, or one for each head."""
     found = asked.strange or dict.fromkeys(rows[row].label for row in np.flatnonzero(asked.unknown).tolist())
     return [quoted(label) for label in itertools.islice(found, EXAMPLES)]

@@ -591,3 +591,17 @@ def test_port_in_use(run: Cli, tmp_path: Path, ray_session: Path) -> None:
     assert f"port {port} on 127.0.0.1 is in use" in err
     assert "end the program that has it, or write --port " in err
     assert "Traceback" not in err
+
+
+def test_a_student_of_a_student_learns_copies_of_its_own(run: Cli, tmp_path: Path, encoder: Path) -> None:
+    """Its teacher's configuration names a file of other copies, which it would have learned in silence."""
+    stale = tmp_path / "stale.jsonl"
+    stale.write_text('{"text": "of other rows"}\n')
+    rows = {"data.path": str(csv_of(tmp_path, labelled_rows(60))), "model.name": str(encoder)}
+    taught = Run(tmp_path / "taught")
+    opening.freeze(taught, config.load("intent", {**rows, "distill.copies": 3, "distill.copied": str(stale)}))
+    make_artifact(taught.artifact)
+    code, _, told = run("distill", taught.folder, "--set", "distill.copies=1", "--set", "distill.layers=9")
+    assert (code, "the teacher has 2 layers" in told) == (2, True)
+    [made] = tmp_path.glob(".copies/*/rows.jsonl")
+    assert 0 < len(made.read_text().splitlines()) <= 60

@@ -241,6 +241,10 @@ def test_a_student_s_copies_are_rows_without_labels_like_others(
     assert [Path(piece.uri).name for piece in further.pieces] == ["further.jsonl", copied.name]
     without = distill.started(with_overrides(config, {"distill.copies": 0}), teacher, tmp_path).recipe
     assert without.distill.copied is None
+    named = with_overrides(config, {"distill.copies": 0, "distill.copied": str(copied)}).recipe
+    assert [Path(piece.uri).name for piece in unlabelled.parted(unlabelled.source(named))[1].pieces] == [
+        "further.jsonl"
+    ]
     assert begun.recipe.identity() != without.identity()
     moved = with_overrides(begun, {"distill.copied": str(tmp_path / "elsewhere.jsonl")})
     assert moved.recipe.identity() == begun.recipe.identity()

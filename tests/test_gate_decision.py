@@ -57,6 +57,13 @@ def test_a_loss_beyond_chance_is_refused_and_one_within_it_is_held() -> None:
     assert (held, reason.endswith("0.9 points may be lost, and this may be chance: more rows tell")) == ("hold", True)
 
 
+def test_two_models_without_a_right_answer_are_held() -> None:
+    """Their rows are other rows than they were made for; no loss could be seen on them."""
+    nothing = Difference("accuracy", 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 3000)
+    held, (reason,) = word(headline=nothing, flipped=Flipped(0, 0, 1.0), right=0)
+    assert (held, reason.endswith("on 3,000 rows: nothing that could be lost")) == ("hold", True)
+
+
 def test_rows_too_few_to_rule_out_a_loss_hold_it() -> None:
     held, (reason,) = word(headline=score(-0.005, spread=0.03))
     assert (held, reason.endswith("and so few rows do not rule out 2.7 points")) == ("hold", True)

@@ -1,5 +1,6 @@
 """Sides that read the same rows as other tokens: each by its own store, joined by row."""
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -12,13 +13,16 @@ import pytest
 from rtrain import artifact, config, predict, score
 from rtrain.batch import Head
 from rtrain.compress import vocabulary
+from rtrain.config import Data, Gate
 from rtrain.data.stores.store import Store
-from rtrain.gate import gate, rows as answered, sides
+from rtrain.errors import ConfigError
+from rtrain.gate import gate, rows as answered, sides, told
 from rtrain.network import trimming
 from rtrain.runs import smaller
 from rtrain.tasks import base
+from tests.conftest import write_rows
 from tests.gating import QUICK, turn_tokenizer
-from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
+from tests.tiny import CORPUS, make_artifact, make_encoder, make_store, make_task_artifact
 
 LONG = " ".join(CORPUS * 4)
 """More characters than a store keeps of a text."""
@@ -172,6 +176,25 @@ def test_the_verb_finds_both_stores(tags: Pair) -> None:
     assert beside is not None
     assert beside.folder == tags.whole.folder
     assert sides.trained_from(tags.base, replace(made, lineage={}), beside=tags.store) is None
+
+
+def test_a_file_with_labels_of_another_model_is_refused_and_a_few_of_them_are_counted(tmp_path: Path) -> None:
+    folders = [make_artifact(tmp_path / str(seed), ("late", "lost"), seed) for seed in (1, 2)]
+    one, other = (predict.Predictor.load(folder) for folder in folders)
+
+    def rows(labels: list[str]) -> Data:
+        path = write_rows(tmp_path / "rows.csv", list(zip(CORPUS[:10], itertools.cycle(labels), strict=False)))
+        return score.settings(artifact.read(folders[0]), {"data.path": str(path)})
+
+    with pytest.raises(ConfigError) as caught:
+        answered.of_file(one, other, rows(["LATE", "LOST"]))
+    [problem] = caught.value.problems
+    assert (problem.field, problem.fix) == ("data.label", "name the column that has them")
+    assert problem.reason.startswith("each row has a label that the model lacks, such as 'L")
+    assert problem.reason.endswith("; the model's are such as 'late' and 'lost'")
+    some = gate.run(gate.Sides(folders[1], folders[0], rows(["late", "LOST"]), timed=False), Gate())
+    assert (some["rows"], some["unknown_labels"]) == (10, 5)
+    assert "5 of 10 rows have a label that the base lacks" in told.text(some)
 
 
 def test_outputs_of_masked_words_in_a_file_are_not_kept(tmp_path: Path) -> None:

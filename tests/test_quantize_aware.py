@@ -353,6 +353,7 @@ def test_an_artefact_that_has_learned_is_not_calibrated(made: Made, tmp_path: Pa
     [
         ({"distill.hidden": 1.0}, "distill.hidden learns the states"),
         ({"quantize.engine": "onnxruntime"}, "onnxruntime makes no graph of it"),
+        ({"task": "masked_lm"}, "masked_lm answers by the word table itself"),
     ],
 )
 def test_what_a_rounding_student_cannot_do_is_refused(tmp_path: Path, overrides: dict[str, Any], reason: str) -> None:
@@ -379,10 +380,22 @@ def test_an_engine_without_learned_levels_is_refused() -> None:
 )
 def test_a_report_says_how_to_keep_more(before: float, after: float, aware: bool, told: bool) -> None:
     report: dict[str, Any] = {"test": {"accuracy": after}, "parent": {"accuracy": before}, "run": "runs/intent"}
+    report |= {"aware": True, "kind": "static"}
     lines = quantize.aware_text(report | ({"quantization_aware": True} if aware else {}))
     assert [line.partition(": ")[2] for line in lines] == (
         ["rtrain distill runs/intent --set distill.layers=null --set distill.quantization_aware=true"] if told else []
     )
+
+
+def test_a_model_that_cannot_be_trained_so_is_told_what_else_there_is() -> None:
+    """Not a command that would be refused."""
+    report: dict[str, Any] = {"test": {"accuracy": 0.8}, "parent": {"accuracy": 0.9}, "run": "runs/intent"}
+    report |= {"aware": False, "kind": "static"}
+    [line] = quantize.aware_text(report)
+    assert line.endswith("may keep more: rtrain quantize runs/intent --set quantize.flips=0.005")
+    others: list[dict[str, Any]] = [{"kind": "weights"}, {"fallback": {}}]
+    for more in others:
+        assert quantize.aware_text(report | more) == ["int8 keeps 0.8889 of the float accuracy, less than 0.995"]
 
 
 # ---------------------------------------------------------------------------------------------------- what it is worth

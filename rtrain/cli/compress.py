@@ -39,7 +39,9 @@ def distill(
     from rtrain.runs import opening
 
     teacher, reuse = ended_run(run), reuse_of(resume, new)
-    config = opening.absolute(opening.stored(teacher, overrides_of(assignments, address=address)), teacher)
+    # The teacher may be a student: of its rows, which may be others, or of another number of copies.
+    given = {"distill.copied": None, **overrides_of(assignments, address=address)}
+    config = opening.absolute(opening.stored(teacher, given), teacher)
     suffix = "students" if search else "student"
     folder = Path(out).expanduser().absolute() if out else run.absolute().with_name(f"{run.absolute().name}-{suffix}")
     leave_to_supervisor(config, folder, reuse)

@@ -17,7 +17,7 @@ import numpy as np
 
 from rtrain import artifact, config as configuration, engines, events, predict, reference, score
 from rtrain.batch import Floats, Head, Ints, pack
-from rtrain.compress import calibrate, fallback, vocabulary
+from rtrain.compress import calibrate, fallback, ranges, vocabulary
 from rtrain.config import Recipe
 from rtrain.config.recipe import Quantize
 from rtrain.data import records
@@ -79,6 +79,7 @@ def run(
         on_event(events.doing(f"scoring both models on {store.rows('test'):,} test rows", "scores"))
         report, answered = _measure(parent_folder, draft, parent, made, store)
         report |= {"engine": made.engine, "kind": recipe.quantize.kind, "host": asdict(int8.of_processor()), **found}
+        report["aware"] = not ranges.problems(recipe, parent_folder)
         made = replace(made, metrics={"test": report["test"]})
         artifact.write(
             draft,
@@ -91,6 +92,7 @@ def run(
             report |= _trim(draft, store, recipe, further, report)
         if recipe.quantize.compressed:
             _pack(draft)
+        report["size_mb"] = round(artifact.size_mb(draft, made.engine), 2)
         report["artefact_mb"] = round(sum(path.stat().st_size for path in draft.iterdir()) / 1e6, 2)
         report["gate"] = gate.run(
             gate.Sides(draft, parent_folder, store, store, threads, answered), recipe.gate, on_event=on_event
@@ -193,11 +195,15 @@ def aware_text(report: dict[str, Any]) -> list[str]:
     left = kept(report["parent"][name], report["test"][name])
     if left >= KEPT or report.get("quantization_aware") or "run" not in report:
         return []
-    settings = "--set distill.layers=null --set distill.quantization_aware=true"
-    return [
-        f"int8 keeps {left:.4f} of the float {name}, less than {KEPT}; a student as large that is trained to "
-        f"be rounded keeps more: rtrain distill {report['run']} {settings}"
-    ]
+    told = f"int8 keeps {left:.4f} of the float {name}, less than {KEPT}"
+    if report["aware"]:
+        settings = "--set distill.layers=null --set distill.quantization_aware=true"
+        told += (
+            f"; a student as large that is trained to be rounded keeps more: rtrain distill {report['run']} {settings}"
+        )
+    elif report["kind"] == "static" and "fallback" not in report:
+        told += f"; some operations in float may keep more: rtrain quantize {report['run']} --set quantize.flips=0.005"
+    return [told]
 
 
 def _graph_text(report: dict[str, Any]) -> list[str]:
@@ -253,7 +259,6 @@ def _trim(
         "test": made.metrics["test"],
         "whole": report["test"],
         "vocabulary": made.lineage["vocabulary"],
-        "size_mb": round(artifact.size_mb(draft, made.engine), 2),
     }
 
 
@@ -305,7 +310,6 @@ def _measure(
         **({} if len(some) == len(every) else {"flips_rows": len(some)}),
         "flips_alone_against_batch": flips(alone, together, alone_rows),
         "largest_logit_difference_alone_against_batch": farthest(alone.outputs, together.outputs),
-        "size_mb": round(artifact.size_mb(draft, made.engine), 2),
         "parent_size_mb": round(artifact.size_mb(parent_folder, parent.engine), 2),
     }
     return report, (float_answers, batched)

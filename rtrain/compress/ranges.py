@@ -40,7 +40,11 @@ def problems(recipe: Recipe, weights: Path) -> list[Problem]:
     import transformers
 
     kind = transformers.AutoConfig.from_pretrained(weights, local_files_only=True, trust_remote_code=False).model_type
+    task = base.get(recipe.task)
     reasons = {
+        f"{task.name} answers by the word table itself, of which no graph is made that rounds it in two ways": (
+            task.output == "tokens"
+        ),
         f"{kind} has other attention than {', '.join(LINEARS)}": kind not in LINEARS,
         "distill.hidden learns the states of a student that does not round": recipe.distill.hidden > 0,
         f"{recipe.quantize.engine} makes no graph of it": not engines.get(recipe.quantize.engine).learns,

@@ -67,7 +67,8 @@ def source(recipe: Recipe, root: Path | None = None, begun: bool = False) -> rec
         found = records.inspect(recipe.data, root, begun)
     except ConfigError as error:
         problems += error.problems
-    for name in ("unlabelled", "copied") if recipe.distill.teacher else ():
+    names = ("unlabelled", "copied") if recipe.distill.copies else ("unlabelled",)
+    for name in names if recipe.distill.teacher else ():
         if (path := getattr(recipe.distill, name)) is not None:
             try:
                 further += inspect(recipe.data, path, f"distill.{name}", root, begun).pieces

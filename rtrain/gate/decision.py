@@ -129,6 +129,8 @@ def _findings(measured: Measured, allowed: Limits) -> Iterator[Finding]:
 def _score(one: Difference, share: float) -> Finding:
     if one.rows < LEAST:
         return Finding("hold", f"{one.rows} row{'' if one.rows == 1 else 's'} tell nothing; {LEAST} are the least")
+    if one.first == one.other == 0:
+        return Finding("hold", f"{words.figures(one)}, on {one.rows:,} rows: nothing that could be lost")
     most = share * abs(one.first)
     told = f"{words.figures(one)}, on {one.rows:,} rows; {words.size(one, most)} may be lost"
     if one.difference < -most:

@@ -3,8 +3,8 @@
 The document that `run` returns, and that artifact.json keeps as `gate`:
 {"schema_version", "verdict", "reasons", "findings": [{"word", "text"}], "version": of the candidate, "against":
 {"name", "version", "folder"}, "student", "rows", "source", "headline", "scores": [difference], "mcnemar", "slices",
-"latency": [speed by bucket], "megabytes", "base_megabytes", "memory_mb", "base_memory_mb", "read_otherwise", "limits",
-"host", "made", "seconds", "rivals": [`rtrain.gate.rivals.Rival`]}.
+"latency": [speed by bucket], "megabytes", "base_megabytes", "memory_mb", "base_memory_mb", "read_otherwise",
+"unknown_labels", "limits", "host", "made", "seconds", "rivals": [`rtrain.gate.rivals.Rival`]}.
 """
 
 import platform
@@ -87,7 +87,7 @@ def run(
         rivals: list[dict[str, Any]] = []
         if both is not None:
             on_event(events.doing("asking plain models the same rows", "rivals"))
-            rivals = plain.measure(both, sides.trained, sides.base, _of_report(sides), fits=fits)
+            rivals = plain.measure(both, sides.trained, sides.base, _of_report(sides, both), fits=fits)
     memory: list[float | None] = [None, None]
     if (thorough or settings.memory_mb is not None) and not fault:
         on_event(events.doing("measuring memory", "memory"))
@@ -125,6 +125,7 @@ def run(
         "memory_mb": memory[0],
         "base_memory_mb": memory[1],
         "read_otherwise": 0 if both is None else both.otherwise,
+        "unknown_labels": 0 if both is None else int(both.base.unknown.sum()),
         "limits": asdict(allowed),
         "host": host(sides.threads),
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -164,11 +165,14 @@ def _answers(sides: Sides, on_event: Say) -> tuple[Both | None, Judged, str]:
     return both, rows.judge(both), ""
 
 
-def _of_report(sides: Sides) -> Mapping[str, plain.Rival]:
-    """What the report of a run has measured of plain models, where all rows of one of its splits are asked."""
+def _of_report(sides: Sides, both: Both) -> Mapping[str, plain.Rival]:
+    """What the report of a run has measured of plain models, where all rows of one of its splits are asked: of sides
+    that read texts otherwise, some rows may have been left out."""
     if isinstance(sides.rows, Data) or sides.among is not None:
         return {}
     split = next(name for name in SPLITS if sides.rows.rows(name))
+    if len(both.lengths) != sides.rows.rows(split):
+        return {}
     return plain.of_report(sides.rows, split, (sides.candidate, sides.base))
 
 

@@ -19,8 +19,6 @@ from rtrain.gate.reproduction import reproduce
 from rtrain.network import compiled
 
 SCHEMA_VERSION = 1
-BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I8": 8, "U8": 8, "F8_E4M3": 8, "F8_E5M2": 8}
-"""Bits of an element, by safetensors' names for element types."""
 MOST_HEADER = 100_000_000
 """Most bytes of a safetensors header, by its own specification."""
 ORDER = ("word table", "other embeddings", "layers", "head", "tokenizer", "graph", "other files", "compression")

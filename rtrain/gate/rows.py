@@ -24,7 +24,7 @@ from rtrain.comparison.measure import Flipped, Slice, slices
 from rtrain.config import Data
 from rtrain.data import records
 from rtrain.data.stores.store import Store
-from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.errors import ConfigError, Problem, UserError, quoted
 from rtrain.metrics.additive import Additive
 from rtrain.metrics.by_output import ACCURACY_WITH_REFUSALS, metric_for
 from rtrain.metrics.scores import LENGTH
@@ -98,7 +98,8 @@ class Unequal(UserError):
 
 
 def of_file(base: Predictor, candidate: Predictor, data: Data) -> Both:
-    """Both sides on the rows of a file. Raises `ConfigError` where no row of it can be used."""
+    """Both sides on the rows of a file. Raises `ConfigError` where no row of it can be used, or judged: of two models
+    without one right answer, none would be worse."""
     _same_task(base, candidate)
     rows = score.rows_of(records.inspect(data), data, base.task)
     good = [row for row in rows if row.reason is None]
@@ -108,6 +109,11 @@ def of_file(base: Predictor, candidate: Predictor, data: Data) -> Both:
 
     def side(predictor: Predictor) -> Side:
         asked = score.ask(predictor, good)
+        if asked.unknown.all() and not asked.strange:
+            known = " and ".join(quoted(label) for label in predictor.head.labels[: score.EXAMPLES])
+            theirs = " and ".join(score.examples(good, asked))
+            reason = f"each row has a label that the model lacks, such as {theirs}; the model's are such as {known}"
+            raise ConfigError([Problem("data.label", data.label, reason, "name the column that has them")])
         answered = score.answer(predictor, asked.tokens.lengths_of_rows, asked.tokens.pick, keep=_keeps(predictor))
         answered = replace(answered, outcomes=asked.outcomes(base.task, answered.outcomes))
         return Side(predictor, asked.tokens, answered, asked.targets, asked.head, asked.unknown)

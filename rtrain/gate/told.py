@@ -65,6 +65,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"{'MB, loaded':<34}{found['base_memory_mb']:>11.1f}{found['memory_mb']:>11.1f}"
     if found["read_otherwise"]:
         yield f"{found['read_otherwise']:,} of {found['rows']:,} rows are read as other tokens than the base reads"
+    if unknown := found.get("unknown_labels"):  # verdicts of earlier versions have none
+        yield f"{unknown:,} of {found['rows']:,} rows have a label that the base lacks, and count as wrong for both"
     yield from _rivals(found.get("rivals") or [])
     yield ""
     yield from (f"{one['word']:<8} {one['text']}" for one in found["findings"])

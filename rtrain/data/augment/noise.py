@@ -20,7 +20,8 @@ _DRAWS = 3
 
 @dataclass(frozen=True)
 class Noise:
-    """The share of words, 0 to 1, that gets each kind of noise; a word gets one kind at most.
+    """The share of words, 0 to 1, that gets each kind of noise: one kind at a place. A word that a swap has carried on
+    may get what the next place has, too.
 
     Words are separated by white space. Raises `ConfigError` for a share outside 0 to 1, or a sum over 1.
     """
@@ -28,7 +29,7 @@ class Noise:
     typo: float = 0.0
     """Two neighbouring letters change places, or a letter is left out or written twice. Words with a digit stay."""
     swap: float = 0.0
-    """The word changes places with the next."""
+    """The word changes places with the next; where the next place has a swap as well, it is carried on."""
     drop: float = 0.0
     """The word is left out; a text never becomes empty."""
     mask: float = 0.0

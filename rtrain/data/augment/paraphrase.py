@@ -5,8 +5,10 @@ rounding errors. Where two tokens are about equally probable, a text can therefo
 batch. So callers must keep what was made, and not make it again.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rtrain.errors import UserError
@@ -23,7 +25,8 @@ class Rewriter:
     count: int = 1
     """Variants per text. One is decoded greedily, several with as many beams."""
     max_tokens: int = 512
-    """Texts of more tokens are not rewritten, since half of a text, rewritten, is no variant of the text."""
+    """Texts of more tokens, or of more than the model has positions, are not rewritten: half of a text, rewritten, is
+    no variant of the text."""
     batch: int = 16
     """Texts decoded together."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -37,14 +40,17 @@ class Rewriter:
         lengths = (
             [len(ids) for ids in self.tokenizer([self.prefix + text for text in texts]).input_ids] if texts else []
         )
-        fit = [row for row, length in enumerate(lengths) if texts[row].strip() and length <= self.max_tokens]
+        positions = getattr(self.model.config, "max_position_embeddings", None) or math.inf  # T5 counts none
+        most = min(self.max_tokens, positions)
+        fit = [row for row, length in enumerate(lengths) if texts[row].strip() and length <= most]
         # Texts of like lengths are batched, which saves padding. The sort is stable: the texts alone decide the
         # batches.
         fit.sort(key=lambda row: lengths[row])
         for start in range(0, len(fit), self.batch):
             rows = fit[start : start + self.batch]
             inputs = self.tokenizer([self.prefix + texts[row] for row in rows], return_tensors="pt", padding=True)
-            longest = 2 * max(lengths[row] for row in rows) + 16
+            # One position is the token that decoding starts from.
+            longest = int(min(2 * max(lengths[row] for row in rows) + 16, positions - 1))
             with torch.inference_mode():
                 ids = self.model.generate(
                     input_ids=inputs.input_ids,
@@ -56,8 +62,8 @@ class Rewriter:
                     **self.options,
                 )
             for index, output in enumerate(ids.tolist()):
-                # An output without an end token was cut off at `max_new_tokens`.
-                if self._ends & set(output[1:]):
+                # An output that ends at `max_new_tokens` was cut off there: BART and its kin are given an end token.
+                if self._ends & set(output[1:longest]):
                     text = self.tokenizer.decode(output, skip_special_tokens=True).strip()
                     found[rows[index // self.count]].append(text)
         return found
@@ -70,20 +76,24 @@ class Rewriter:
 
 def check(name: str) -> None:
     """Raise `UserError` if `load` could not load the model. Its weights are not read."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoTokenizer
 
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise _refused(name, str(error).strip() or type(error).__name__) from None
     if not config.is_encoder_decoder:
         raise _refused(name, f"a {config.model_type} model has no decoder")
+    if Path(name).is_dir() and not any(Path(name).glob("*.safetensors")):
+        raise _refused(name, "the folder has no *.safetensors")
 
 
 def _refused(name: str, reason: str) -> UserError:
     return UserError(
         f"{name} cannot be loaded as a model that rewrites texts: {reason.splitlines()[0]}. Name an encoder-decoder "
-        "model of transformers with safetensors weights (a hub name or a folder), such as a T5 or Marian model."
+        "model of transformers with safetensors weights (a hub name or a folder), such as a T5 model, or a Marian one, "
+        "whose tokenizer needs pip install sentencepiece."
     )
 
 
