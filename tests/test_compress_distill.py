@@ -123,6 +123,30 @@ def test_a_start_of_another_version_is_told_and_made_again_once_it_is_removed(tm
     assert json.loads((start / "config.json").read_text()) == document
 
 
+@pytest.mark.parametrize(("layers", "of", "kept"), [(1, 1, [0]), (1, 2, [1]), (2, 3, [1, 2]), (2, 4, [1, 3])])
+def test_a_student_may_begin_with_the_first_layers_of_its_teacher(
+    layers: int, of: int, kept: list[int], tmp_path: Path
+) -> None:
+    teacher = make_artifact(tmp_path / "teacher", layers=4)
+    start = starting.start(teacher, Distill(layers=layers, teacher_layers=of), tmp_path / "starts")
+    whole, cut = (load_file(folder / "model.safetensors") for folder in (teacher, start))
+    query = "bert.encoder.layer.{}.attention.self.query.weight"
+    for place, layer in enumerate(kept):
+        assert torch.equal(cut[query.format(place)], whole[query.format(layer)])
+    assert query.format(layers) not in cut
+    assert start.name == f"{artifact.read(teacher).version}-{layers}" + ("" if of == 4 else f"-of{of}")
+
+
+@pytest.mark.parametrize("of", [1, 5])
+def test_fewer_layers_than_the_student_has_and_more_than_its_teacher_has_are_refused(of: int, tmp_path: Path) -> None:
+    teacher = make_artifact(tmp_path / "teacher", layers=4)
+    with pytest.raises(ConfigError) as caught:
+        starting.start(teacher, Distill(layers=2, teacher_layers=of), tmp_path / "starts")
+    told = "the student has 2 layers, and the teacher 4; write a number from 2 to 4"
+    assert str(caught.value) == f"distill.teacher_layers={of}: {told}"
+    assert not (tmp_path / "starts").exists()
+
+
 @pytest.mark.parametrize("layers", [2, 3, 12])
 def test_a_student_as_deep_as_its_teacher_is_refused(teacher: Path, tmp_path: Path, layers: int) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -76,7 +76,7 @@ def modern(**settings: Any) -> "transformers.ModernBertConfig":
     return transformers.ModernBertConfig(**{**small, **special, **sizes, **settings})
 
 
-def make_artifact(folder: Path, labels: Sequence[str] = ("a", "b", "c"), seed: int = 0) -> Path:
+def make_artifact(folder: Path, labels: Sequence[str] = ("a", "b", "c"), seed: int = 0, layers: int = 2) -> Path:
     """A complete float artefact with random weights, golden answers and manifest included."""
     import torch
     import transformers
@@ -85,7 +85,7 @@ def make_artifact(folder: Path, labels: Sequence[str] = ("a", "b", "c"), seed: i
     make_tokenizer(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.BertForSequenceClassification(_config(num_labels=len(labels)))
+        model = transformers.BertForSequenceClassification(_config(num_labels=len(labels), layers=layers))
         # The usual 0.02 gives every text nearly the same scores; an answer that swapped two rows would pass unseen.
         torch.nn.init.normal_(model.classifier.weight, std=1.0)
         model.save_pretrained(folder)

@@ -38,9 +38,10 @@ def depth_of(model: Path) -> int | None:
 
 
 def start(teacher: Path, chosen: Distill, root: Path) -> Path:
-    """A Transformers folder with every n-th layer of the teacher and its other weights, as narrow as is asked for;
-    addressed by all three. Raises `ConfigError` where that is not smaller than the teacher, and `UserError` where an
-    older version has left another one at that address: of ModernBERT, with more kinds of layers than layers."""
+    """A Transformers folder with every n-th of the teacher's layers, or of its first ones, and its other weights, as
+    narrow as is asked for; addressed by all of these. Raises `ConfigError` where that is not smaller than the teacher,
+    and `UserError` where an older version has left another one at that address: of ModernBERT, with more kinds of
+    layers than layers."""
     from safetensors.torch import load_file, save_file
 
     document = documents.read(teacher / "config.json")
@@ -56,7 +57,12 @@ def start(teacher: Path, chosen: Distill, root: Path) -> Path:
         if as_large:
             fix += "; as many learn more with distill.unlabelled or distill.quantization_aware alone"
         raise ConfigError([Problem("distill.layers", chosen.layers, f"the teacher has {depth} layers", fix)])
-    kept = chosen_layers(depth, layers)
+    of = depth if chosen.teacher_layers is None else chosen.teacher_layers
+    if not layers <= of <= depth:
+        reason = f"the student has {layers} layers, and the teacher {depth}"
+        fix = f"write a number from {layers} to {depth}"
+        raise ConfigError([Problem("distill.teacher_layers", of, reason, fix)])
+    kept = chosen_layers(of, layers)
     after = {**document, counted: layers}
     after |= {name: [document[name][layer] for layer in kept] for name in BY_LAYER if name in document}
     if chosen.width is not None:
@@ -66,7 +72,10 @@ def start(teacher: Path, chosen: Distill, root: Path) -> Path:
             raise ConfigError([Problem("distill.width", chosen.width, reason, fix)])
         after |= narrower(document, chosen.width)
     made = artifact.read(teacher, verify=False)
-    final = root / "-".join(map(str, [made.version, layers, *([] if chosen.width is None else [f"w{chosen.width}"])]))
+    parts = [made.version, str(layers)]
+    parts += [] if of == depth else [f"of{of}"]
+    parts += [] if chosen.width is None else [f"w{chosen.width}"]
+    final = root / "-".join(parts)
     if (final / "config.json").is_file():
         if documents.read(final / "config.json") != after:
             raise UserError(f"{final} was made by another version of rtrain; remove the folder, and it is made again")

@@ -219,7 +219,7 @@ ADDED_TO_MODEL: dict[str, Any] = {
 ADDED_TO_DISTILL: dict[str, Any] = {
     **{"student": None, "width": None, "unlabelled": None, "confidence": 0.0},
     **{"relations": 0.0, "relation_heads": 12, "relation_layer": None, "hidden": 0.0},
-    **{"quantization_aware": False, "co_teachers": [], "copies": 0},
+    **{"quantization_aware": False, "co_teachers": [], "copies": 0, "teacher_layers": None},
 }
 """The same for `distill`."""
 
@@ -236,6 +236,10 @@ class Distill(Section):
     layers: Positive | None = 3
     """Encoder layers of the student, copied from evenly spaced layers of the teacher; null: all of them. `student` has
     its own."""
+    teacher_layers: Positive | None = None
+    """How many of the teacher's first layers these are taken from. Its last ones have learned its task, and what comes
+    before them in the student is not what they read in the teacher. null: all.
+    """
     width: Positive | None = None
     """Hidden size of the student; heads and feed-forward layers get narrower in proportion, and all keep evenly spaced
     parts of the teacher's weights. null: the teacher's."""

@@ -27,13 +27,15 @@ FREQUENCY, ROWS = "train.aggregation_frequency", "train.rows_per_update"
 """Two ways to say how many rows an update has; a configuration with both is an error."""
 RATE, STUDENT_RATE = "optim.lr", "distill.lr"
 LAYERS = "distill.layers"
-SIZES = (LAYERS, "distill.width")
-"""Settings of which a student's model is of another shape."""
+SIZES = (LAYERS, "distill.teacher_layers", "distill.width")
+"""Settings of which a student starts from another model."""
 SCALING, RATE_ROWS, BETA2 = "optim.lr_scaling", "optim.lr_rows", "optim.beta2_scaling"
 CUT = ("max_tokens", "window", "stride", "max_windows", "pooling")
 """Settings of `data` that say how much of each row is read: they leave the rows as they are."""
 STUDENT: Mapping[str, str | None] = {
-    **dict.fromkeys(("layers", "width", "lr", "temperature", "alpha", "relations", "relation_layer", "hidden")),
+    **dict.fromkeys(
+        ("layers", "teacher_layers", "width", "lr", "temperature", "alpha", "relations", "relation_layer", "hidden")
+    ),
     "epochs": "trials are compared after as many rows as each other, of one budget",
     **dict.fromkeys(("unlabelled", "confidence"), "trials are compared on the same rows, and it changes these"),
 }
