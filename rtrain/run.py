@@ -201,6 +201,28 @@ class Run:
         event = self.last("searched")
         return None if event is None else self.trial(event["best"])
 
+    @property
+    def is_of_students(self) -> bool:
+        """Whether its configuration is that of a student, or of a search over students."""
+        import yaml  # not at the top: `rtrain predict` has no use for it
+
+        try:
+            document = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+            known: bool = document["distill"]["teacher"] is not None
+            return known
+        except (OSError, yaml.YAMLError, KeyError, TypeError):
+            return False
+
+    @property
+    def resumed_by(self) -> str:
+        """The command that goes on with it; TEACHER stands for the run of a student's teacher, of which it knows the
+        version alone."""
+        search = self.is_search
+        words = ["tune"] if search else ["train"]
+        if self.is_of_students:
+            words = ["distill", "TEACHER", *(["--search"] if search else [])]
+        return shlex.join(["rtrain", *words, "--resume", "--out", str(self.folder)])
+
     # -------------------------------------------------------------------------------------------------- the decisions
 
     @property
@@ -245,8 +267,7 @@ def chosen(folder: Path) -> Run:
             raise UserError(f"{folder} has chosen {winner.name}, which is gone; name the folder of another trial")
         return winner
     if run.is_search:
-        fix = f"go on with: rtrain tune --resume --out {shlex.quote(str(folder))}"
-        raise UserError(f"{folder} is a search that has not chosen its winner yet; {fix}")
+        raise UserError(f"{folder} is a search that has not chosen its winner yet; go on with: {run.resumed_by}")
     return run
 
 
@@ -264,11 +285,7 @@ def artifact_of(folder: Path) -> Path:
     for place in (found.artifact, found.int8):
         if (place / ARTIFACT).is_file():
             return place
-    verb = "tune" if run.is_search else "train"
-    raise UserError(
-        f"{found} has no artefact yet, as its training has not ended; "
-        f"go on with: rtrain {verb} --resume --out {shlex.quote(str(folder))}"
-    )
+    raise UserError(f"{found} has no artefact yet, as its training has not ended; go on with: {run.resumed_by}")
 
 
 def near(path: Path) -> Path:

@@ -141,7 +141,7 @@ def _end(
         _begin(search.trial(number))
         _finish(search, journal, chosen, number, right, rows, seed)
     if any(trial.finished for trial in journal.history.trials):
-        answers = judged.every(search, journal.history, chosen.deploy.tune.held_back)
+        answers = judged.every(search, journal.history, chosen.deploy.tune.held_back, 1)
         full = ROWS_PER_UPDATE * UPDATES
         wanted = finals.next_runs(journal.history, full, (3 + len(repeats)) * full if repeats else 0, answers)
         assert isinstance(wanted, finals.Verdict), wanted

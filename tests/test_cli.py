@@ -605,3 +605,17 @@ def test_a_student_of_a_student_learns_copies_of_its_own(run: Cli, tmp_path: Pat
     assert (code, "the teacher has 2 layers" in told) == (2, True)
     [made] = tmp_path.glob(".copies/*/rows.jsonl")
     assert 0 < len(made.read_text().splitlines()) <= 60
+
+
+def test_a_search_over_students_is_gone_on_with_by_the_verb_that_began_it(run: Cli, tmp_path: Path) -> None:
+    """By another one no trial would learn from the teacher, and distill.lr would change nothing."""
+    search = Run(tmp_path / "students")
+    student = config.load("intent", {"data.path": str(csv_of(tmp_path, labelled_rows(60))), "distill.teacher": "v1"})
+    opening.freeze(search, student)
+    search.trials.touch()
+    way_on = f"rtrain distill TEACHER --search --resume --out {search.folder}"
+    code, _, told = run("tune", "--resume", "--out", search.folder)
+    assert (code, f"a search over students goes on with their teacher; write {way_on}" in told) == (2, True)
+    code, _, told = run("serve", search.folder)
+    assert (code, told.strip().endswith(f"has not chosen its winner yet; go on with: {way_on}")) == (1, True)
+    assert Run(tmp_path).resumed_by == f"rtrain train --resume --out {tmp_path}"

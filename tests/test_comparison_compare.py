@@ -126,6 +126,16 @@ def test_no_common_row_is_refused_with_what_to_do(base: Path, tmp_path: Path) ->
         of(a, b)
 
 
+def test_validation_rows_do_not_stand_in_for_test_rows_that_differ(base: Path, tmp_path: Path) -> None:
+    """They have chosen the weights, and a verdict by them would not say so."""
+    a, b = twin(base, tmp_path / "a", 0.6, rows=30), twin(base, tmp_path / "b", 0.6, rows=30)
+    for run in (a, b):
+        shutil.copyfile(Run(run).predictions("test"), Run(run).predictions("valid"))
+    with_ids(b, range(1000, 1030))
+    with pytest.raises(UserError, match="none of the test rows is common to all"):
+        of(a, b)
+
+
 def test_slices_in_which_a_run_is_worse_are_found(base: Path, tmp_path: Path) -> None:
     languages = ["english", "german"] * 200
     a, b = twin(base, tmp_path / "a", 0.8, language=languages), twin(base, tmp_path / "b", 0.8, language=languages)

@@ -16,7 +16,7 @@ from rtrain.run import Run
 from rtrain.runs import opening
 from rtrain.training import rungs
 from tests.searches import make_search, settings
-from tune import trial
+from tune import costs, trial
 from tune.ending import judged
 from tune.known import journal
 from tune.record import Record
@@ -32,6 +32,7 @@ def copied(folder: Path, ended: bool = True) -> Run:
     """A search with a copy, and copies of all its trials but the last."""
     storage: dict[str, Any] = {"cluster.storage": (folder / "mounted").as_uri()}
     made = make_search(folder, SCORES, ended=ended, **storage)
+    (made.folder / costs.NAME).write_text("{}")  # of a search over students: measured once, on one machine
     for number in range(len(SCORES) - 1):
         run = made.trial(number)
         run.append("claimed", token="its")
@@ -53,7 +54,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_a_search_whose_folder_is_lost_comes_back_with_its_journal_and_trials(ended: bool, tmp_path: Path) -> None:
     made = copied(tmp_path, ended=ended)
     known, share = journal.Journal(made.trials).history, stored(tmp_path).deploy.tune.held_back
-    answers = judged.every(made, known, share)
+    answers = judged.every(made, known, share, 1)
     # Scores by slice are a report's; trial 3 has no copy.
     before = {name: held for name, held in files_of(made.folder).items() if not re.search("scores-|trial-003", name)}
     shutil.rmtree(made.folder)
@@ -64,7 +65,7 @@ def test_a_search_whose_folder_is_lost_comes_back_with_its_journal_and_trials(en
         assert {name: found[name] for name in before} == before
         assert set(found) - set(before) == {"lock"}
         assert [event["kind"] for event in back.events()] == [event["kind"] for event in made.events()]
-        again = judged.every(back, known, share)
+        again = judged.every(back, known, share, 1)
         assert again.keys() == {run for run in answers if run.of != 3}
         for run, one in again.items():
             assert (one.score, one.ids.tolist()) == (answers[run].score, answers[run].ids.tolist())

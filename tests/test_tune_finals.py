@@ -25,6 +25,7 @@ RUNG = 0.8
 """Share of a full run after which `searched` leaves all trials."""
 ROWS = 200
 """Held-back rows."""
+OF_RUNS = ("seed", "parts")
 World = Callable[[Run], Held | None]
 """What a run's answers are worth; None where it fails."""
 
@@ -69,12 +70,12 @@ class Played:
         return [order for order in self.orders if order[0].seed is not None]
 
 
-def carry_out(events: list[Event], run: Run, came: Held | None, to_target: float | None = None) -> None:
-    """The events of one run of the end."""
+def carry_out(events: list[Event], run: Run, came: Held | None, to_target: float | None = None, **named: int) -> None:
+    """The events of one run of the end; `named`: seed and parts, as `overrides` has them."""
     number = run.of
     if run.seed is not None:
         number = sum(event["kind"] == "asked" for event in events)
-        events.append(asked(number, {}, "seed", of=run.of, seed=run.seed))
+        events.append(asked(number, overrides(run, **named), "seed", of=run.of, seed=run.seed))
     if came is None:
         events.append({"kind": "failed", "trial": number, "error": "ValueError: no"})
     else:
@@ -98,7 +99,7 @@ def play(
         orders.append(wanted)
         for run in wanted:
             came = come_to(run)
-            carry_out(known, run, came, targets(run))
+            carry_out(known, run, came, targets(run), **{name: options[name] for name in OF_RUNS if name in options})
             if came is not None:
                 judged[run] = came
     raise AssertionError("the end does not come to an end")
@@ -175,6 +176,29 @@ def test_no_more_seeds_than_there_are_parts_of_the_rows(parts: int, rounds: int)
     found = play(searched(0.8, 0.8), world(0.8, 0.8), 0.4 + 2 * 9, parts=parts)
     assert len(found.rounds) == rounds
     assert (found.verdict.parts, found.verdict.seeds) == (parts, rounds + 1)
+
+
+def test_a_repeat_of_a_look_is_no_round_of_an_end_whose_seeds_have_rows_of_their_own() -> None:
+    """It was judged on the rows that trial 0 was judged on; taken for round 1, no row would be common to both."""
+    look = searched(0.8, 0.8)
+    look += [
+        asked(2, {"train.seed": 1}, "seed", of=1, seed=1),
+        {"kind": "failed", "trial": 2, "error": "ValueError: no"},
+    ]
+    found = play(look, world(0.8, 0.8), 5, parts=2)
+    assert [set(order) for order in found.rounds] == [{Run(0, 1), Run(1, 1)}]
+    assert found.verdict.seeds == 2
+    assert play(look, world(0.8, 0.8), 5, parts=1).rounds[0] == [Run(0, 1)]  # there the failed one is the end's own
+
+
+def test_where_time_is_over_a_round_ends_and_none_begins() -> None:
+    assert play(searched(0.8, 0.8), world(0.8, 0.8), 9, further=False).rounds == []
+    begun = play(searched(0.8, 0.8), world(0.8, 0.8), 9)
+    repeated = [place for place, one in enumerate(begun.events) if one.get("of") is not None]
+    cut = begun.events[: repeated[1]]  # one run of the first round is there, and the other was not asked for
+    judged = {run: answers(0.8, run) for run in (Run(0), Run(1), *begun.rounds[0][:1])}
+    waiting = next_runs(replay(cut), FULL, 9 * FULL, judged, further=False)
+    assert waiting == begun.rounds[0][1:]
 
 
 @pytest.mark.parametrize(("parts", "more"), [(0, {}), (1, {}), (4, {"data.valid_part": 2})])

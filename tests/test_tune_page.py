@@ -1,5 +1,6 @@
 """A search's page, and the figures that it shows."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,37 @@ def test_what_a_searched_setting_brings_with_it_is_no_dimension(tmp_path: Path) 
     assert [one.place(known.trials[0]) for one in found] == [2e-4, 0.0]
     pointed = {"tune.points": [{"optim.weight_decay": 0.1}], "tune.space": space}
     assert len(figures.dimensions(known, configured(tmp_path, **pointed))) == 3
+
+
+def test_a_range_whose_default_is_null_has_an_axis_of_its_numbers(tmp_path: Path) -> None:
+    """The model's own dropout, which is trial 0's, is no number of the range."""
+    values = [None, 0.17, 0.02, 0.11, 0.05]
+    told = [asked(number, {} if not number else {"model.dropout": value}) for number, value in enumerate(values)]
+    told += [reached(number, 0, 0.5 + number / 10) for number in range(len(values))]
+    searched = {"tune.space": {"model.dropout": {"low": 0.0, "high": 0.2}, "optim.lr": {"low": 1e-5, "high": 1e-3}}}
+    known = known_of(tmp_path, replay(told), **searched)
+    dropout = next(one for one in known.dimensions if one.name == "model.dropout")
+    assert (dropout.scale, dropout.choices) == ("linear", ())
+    places = [dropout.place(trial) for trial in known.history.own]
+    assert math.isnan(places[0])
+    assert places[1:] == values[1:]
+    [alone] = [one for title, one in figures_of(drawn.space(known)).items() if title == "Every setting of every trial"]
+    assert "Not drawn: trials with a setting that is null." in alone.note
+    nothing = replay(told[:1])
+    assert figures.dimensions(nothing, configured(tmp_path, **searched)) == ()
+    assert drawn.space(known_of(tmp_path, replay([told[0], asked(1, {"model.dropout": None})]), **searched)).blocks
+
+
+def test_the_seconds_of_trials_that_failed_count(tmp_path: Path) -> None:
+    told = [
+        asked(0),
+        reached(0, 0, 0.5),
+        asked(1),
+        {"kind": "failed", "trial": 1, "error": "ValueError: no", "seconds": 500.0},
+    ]
+    known = replay(told)
+    assert [trial.seconds for trial in known.trials] == [12.8, 500.0]
+    assert "513" in Page(page.page(make_search(tmp_path, told), known, TOLD)).text
 
 
 def test_steps_of_a_factor_are_equally_long(tmp_path: Path) -> None:

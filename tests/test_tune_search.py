@@ -265,6 +265,19 @@ def test_a_search_without_validation_rows_is_refused(rows: dict[str, str], refus
         search.check(chosen)
 
 
+def test_what_the_end_could_not_judge_by_is_refused() -> None:
+    rows = {"data.path": "rows.csv"}
+    with pytest.raises(
+        ConfigError, match=r"data\.valid_part=1: each seed of a search's end is judged on a part of its"
+    ):
+        search.check(config.load("intent", {**rows, "data.valid_part": 1}))
+    timed = {**rows, "tune.objective": "time", "tune.target": 0.15}
+    with pytest.raises(ConfigError, match=r"tune\.target=0\.15: the score is neg_rmse, .* write -0\.15"):
+        search.check(config.load("essay", timed))
+    search.check(config.load("essay", {**timed, "tune.target": -0.15}))
+    search.check(config.load("intent", {**timed, "tune.target": 0.9}))
+
+
 def test_a_search_in_a_used_folder_and_another_search_in_an_old_one_are_refused(
     found: search.Found, ray_session: Path
 ) -> None:

@@ -108,6 +108,14 @@ def test_when_it_is_asked_whether_another_trial_is_worth_its_cost(
     assert (asker.planned, asker.looks) == (planned, looks)
 
 
+def test_the_points_of_the_user_are_tried_before_it_is_asked(tmp_path: Path) -> None:
+    """What the best point of the space is expected to gain says nothing of theirs, which may lie outside of it."""
+    points = [{LR: 1e-4 * number} for number in range(1, 12)]
+    found = searched(tmp_path, noisy(0.02), luck=0.03, **{"tune.points": points})
+    assert [trial.settings for trial in found.own[1:12]] == points
+    assert len(found.own) == 16  # the next look
+
+
 def test_with_several_slots_a_look_waits_until_all_trials_are_there(tmp_path: Path) -> None:
     chosen = configured(tmp_path, **BASE)
     one = started(make_search(tmp_path, [], **BASE), chosen)

@@ -154,6 +154,16 @@ def test_what_contradicts_a_study_is_refused_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         study.plan(recipe(**{"data.valid_share": 0, "tune.space": {study.FREQUENCY: [2, 4]}}), ENOUGH)
     assert [problem.field for problem in caught.value.problems] == ["data.valid_share", "tune.space"]
+    for values in ([1, 1.5, 2], [1, "two"], [1, 0], [1, 2, 2], {"low": 1, "high": 8}):
+        with pytest.raises(ConfigError) as caught:
+            study.check(recipe(**{"tune.space": {study.FREQUENCY: values}}))
+        [problem] = caught.value.problems
+        assert (problem.field, problem.reason) == (
+            f"tune.space.{study.FREQUENCY}",
+            "no list of different whole numbers above 0",
+        )
+    with pytest.raises(ConfigError, match=r"tune\.space\.optim\.lr: a study compares aggregation frequencies alone"):
+        study.check(recipe(**{"tune.space": {study.FREQUENCY: [1, 2], "optim.lr": [1e-4, 1e-3]}}))
     with pytest.raises(ConfigError, match=r"optim\.lr"):  # 100 times 0.02 is no learning rate
         study.plan(recipe(**{"optim.lr": 0.02}), ENOUGH)
 

@@ -38,6 +38,11 @@ CLOSE = Verdict(
             f"the default is at the top (trial 0, {OWN}): accuracy 0.850 against 0.830 of trial 3, the next best, on "
             "500 held-back validation rows, with 2 seeds, each judged on rows of its own",
         ),
+        (
+            replace(CLOSE, kind="default", best=0, against=1, first=0.82, other=0.828, faster=True, cost="bytes"),
+            f"the default stands (trial 0, {OWN}), the smallest of those that are as good: accuracy 0.820 against "
+            "0.828 of trial 1, the best, on 500 held-back validation rows, with 2 seeds",
+        ),
         (Verdict("default", 0), f"no other trial came to a score: the default stands (trial 0, {OWN})"),
         (Verdict("alone", 1), f"trial 1 has won; {OWN} (trial 0) came to no score to compare with"),
         (

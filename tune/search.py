@@ -30,7 +30,7 @@ from tune.known.halving import Go, Ladder
 from tune.known.history import SEED, History, Trial, numbered
 from tune.record import Record
 from tune.results import dashboard, page
-from tune.trial import LOG_EVERY, Order, Task, held, refused
+from tune.trial import LOG_EVERY, Order, Task, headline_of, held, refused
 
 FINAL_RUNS = 4
 """Full runs whose rows the end may take, where `tune.final_rows` does not say."""
@@ -81,6 +81,13 @@ def check(config: Config, students: bool = False) -> None:
         reason = "trials are compared on validation rows, and there are none"
         fix = "give a share, e.g. 0.1; train the winner's settings on all rows afterwards"
         problems.append(Problem("data.valid_share", 0, reason, fix))
+    if data.valid_part:
+        reason = "each seed of a search's end is judged on a part of its own"
+        problems.append(Problem("data.valid_part", data.valid_part, reason, "leave it out"))
+    tune, name = config.deploy.tune, headline_of(config)
+    if tune.objective == "time" and name.startswith("neg_") and tune.target is not None and tune.target > 0:
+        reason = f"the score is {name}, an error below 0 that a target above 0 is never reached by"
+        problems.append(Problem("tune.target", tune.target, reason, f"write {-tune.target:g}"))
     try:
         space.dimensions(config)
     except ConfigError as error:
@@ -276,11 +283,12 @@ class _Search:
             self._history,
             self._ladder.full,
             budget,
-            judged.every(self._search, self._history, self._tune.held_back),
+            judged.every(self._search, self._history, self._tune.held_back, self._parts),
             seed=self._seed,
             parts=self._parts,
             aim=self._aim,
             steered=not self._tune.held_back,
+            further=self._over() is None,
         )
         if isinstance(wanted, finals.Verdict):
             self._record.write("chosen", best=wanted.best, verdict=wanted.to_document())

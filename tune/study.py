@@ -105,11 +105,29 @@ def check(config: Config) -> None:
     if data.valid_share == 0 and not (data.valid or data.split):
         reason = "a run's best weights are those with the best validation score, and there are no validation rows"
         problems.append(Problem("data.valid_share", 0, reason, "give a share, e.g. 0.1"))
-    if FIRST not in frequencies(config):
+    wrong = _of_space(config)
+    problems += wrong
+    if not wrong and FIRST not in frequencies(config):
         reason = f"times are told against an exchange after every pass, {FREQUENCY}={FIRST}"
         problems.append(Problem("tune.space", frequencies(config), reason, f"add {FIRST}"))
     if problems:
         raise ConfigError(problems)
+
+
+def _of_space(config: Config) -> list[Problem]:
+    """What a `tune.space` of one's own has beside frequencies, and values of these that are none."""
+    space = config.deploy.tune.space
+    if space == SPACE:
+        return []
+    reason, fix = "a study compares aggregation frequencies alone", f"leave it out, or write {FREQUENCY}: [1, 2, 10]"
+    found = [Problem(f"tune.space.{name}", None, reason, fix) for name in space if name != FREQUENCY]
+    values = space.get(FREQUENCY, FREQUENCIES)
+    named = values if isinstance(values, tuple) else ()
+    whole = named and all(type(value) is int and value > 0 for value in named)
+    if not whole or len(set(named)) < len(named):
+        reason = "no list of different whole numbers above 0"
+        found.append(Problem(f"tune.space.{FREQUENCY}", values, reason, "write for example [1, 2, 10]"))
+    return found
 
 
 def first(config: Config) -> Settings:
@@ -192,6 +210,9 @@ class _Study:
 
     def run(self) -> Plan:
         prepared = self._task.prepared(0, first(self._config))  # its rows are those of all
+        if not prepared.store.rows("test"):
+            reason = "the table has the scores of test rows, and there are none"
+            raise ConfigError([Problem("data.test", None, reason, "name a file of them with --test, or give a share")])
         planned = plan(self._config, prepared.store.rows("train"))
         self._ask(planned)
         rows = prepared.order.rows_until(prepared.updates)

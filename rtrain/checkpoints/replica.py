@@ -29,8 +29,8 @@ from rtrain.errors import UserError, hide
 OWNER = "owner"
 TOLD_APART = ("identity", "data_digest")
 """By what the event `created` says of these, runs are told apart whose weights differ."""
-FILES = ("config.yaml", "decisions.json", "quantizers.safetensors")
-"""The files of the run folder that a resume reads, beside the log and the checkpoints; the first is always there."""
+FILES = ("config.yaml", "decisions.json", "quantizers.safetensors", "costs.json")
+"""The files of a run or search that a resume reads, beside log and checkpoints; the first is always there."""
 LOGS = ("events.jsonl", "trials.jsonl")
 """Files that are only added to. What is new lies in a folder of the name without its ending."""
 ANSWERS = ("predictions-valid.parquet", "predictions-test.parquet")

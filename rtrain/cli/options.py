@@ -118,6 +118,10 @@ def opened(
         # The settings are the run's own: beside what it has decided, leaving it open would contradict it.
         overrides = opening.asked_of(Run(opening.folder_for("", out)), overrides)
     config = configuration.load(own, overrides)
+    if search and reuse == "resume" and config.recipe.distill.teacher is not None:
+        way_on = Run(opening.folder_for("", out)).resumed_by
+        reason = "a search over students goes on with their teacher"
+        raise ConfigError([Problem("distill.teacher", config.recipe.distill.teacher, reason, f"write {way_on}")])
     if reuse != "resume":
         _refuse_student(Path(own).expanduser().absolute(), config)
     folder = opening.folder_for(f"{config.recipe.name}{'-search' if search else ''}", out)

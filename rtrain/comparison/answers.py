@@ -18,7 +18,7 @@ from rtrain.predict import Predictor
 from rtrain.report import answer_rows
 from rtrain.report.answer_rows import SPLITS, AnswerRows
 from rtrain.report.live.progress import say
-from rtrain.run import Run, shown
+from rtrain.run import Run
 from rtrain.runs import predictions
 
 Ints = npt.NDArray[np.int64]
@@ -50,11 +50,12 @@ class Paired:
 
 
 def paired(sides: Sequence[Side], splits: Sequence[str] = SPLITS) -> Paired | str:
-    """The common rows: of the first of `splits` that has any; or why rows cannot be compared one by one.
+    """The common rows of the first of `splits` that all sides have answered; or why rows cannot be compared one by one.
 
-    Raises `UserError` where all sides have answered rows, and none of them is a row of all sides.
+    Raises `UserError` where none of these is a row of all sides: rows of another split, which have chosen the weights,
+    would say less than they seem to.
     """
-    lacking, apart = [], []
+    lacking = []
     for split in splits:
         without = [side for side in sides if not _known(side, split)]
         if without:
@@ -69,10 +70,9 @@ def paired(sides: Sequence[Side], splits: Sequence[str] = SPLITS) -> Paired | st
         if len(at[0]):
             return Paired(split, answers, at)
         counts = ", ".join(f"{side.letter} {len(one.ids):,}" for side, one in zip(sides, answers, strict=True))
-        apart.append(f"none of the {NAMES[split]} rows is common to all ({counts})")
-    if apart:
+        reason = f"none of the {NAMES[split]} rows is common to all ({counts})"
         fix = "train them with one data.test file, or score one artefact on the other's rows with rtrain evaluate"
-        raise UserError(f"{'; '.join(apart)}, and only answers to the same rows can be compared; {fix}")
+        raise UserError(f"{reason}, and only answers to the same rows can be compared; {fix}")
     return "; ".join([*lacking, *map(_way_on, filter(_is_open, sides))])
 
 
@@ -82,7 +82,7 @@ def _is_open(side: Side) -> bool:
 
 
 def _way_on(side: Side) -> str:
-    return f"to end the training of {side}: rtrain train --resume --out {shown(side.run.folder)}"
+    return f"to end the training of {side}: {side.run.resumed_by}"
 
 
 def common(ids: Sequence[npt.NDArray[np.uint64]]) -> list[Ints]:

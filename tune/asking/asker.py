@@ -46,7 +46,9 @@ class Asker:
         return tuple(one for one in sizes(self.planned) if one >= ask_tell.GAIN_VALUES)
 
     def is_look(self, history: History) -> bool:
-        return sum(trial.sound for trial in history.own) in self.looks
+        """Not before all points of the user's own were tried: what is expected of others says nothing of them."""
+        own = history.own
+        return len(own) > len(self.config.deploy.tune.points) and sum(trial.sound for trial in own) in self.looks
 
     def repeat(self, history: History) -> Trial | None:
         """The trial that is to be trained to the first rung with another seed too, before its score is compared with

@@ -37,6 +37,7 @@ from tune.known.history import Finished, History, Trial, numbered
 SCORE = Aim()
 OTHERS = 2
 """Candidates beside trial 0."""
+PART = "data.valid_part"
 SECONDS = "neg_seconds"
 """The score of the objective `time`: less is better."""
 
@@ -60,8 +61,9 @@ class Verdict:
     """What the end has come to."""
 
     kind: Literal["better", "default", "unclear", "alone"]
-    """better: the winner is better than trial 0. default: no other trial has a higher mean, and trial 0 is the winner.
-    unclear: the winner has a higher mean, which may be chance. alone: trial 0 did not come to its end."""
+    """better: the winner is better than trial 0. default: trial 0 is the winner, as no other trial has a higher mean
+    or, where it is `faster`, as the cheapest of those within the spread. unclear: the winner has a higher mean, which
+    may be chance. alone: trial 0 did not come to its end."""
     best: int
     """The winner."""
     against: int | None = None
@@ -128,13 +130,14 @@ def next_runs(
     parts: int = 1,
     aim: Aim = SCORE,
     steered: bool = False,
+    further: bool = True,
 ) -> list[Run] | Verdict:
     """The runs that the end still waits for, or what it has come to.
 
     `full_rows`: of a whole run. `budget_rows`: of the end, over all of its runs; the candidates are trained to their
     ends whatever it is. `seed`: the recipe's own; round 1 has the next one, and so on. `parts`: `judged.parts`.
-    `steered`: nothing was held back. A run that has ended and is not in `judged` counts as failed. Raises `UserError`
-    where no trial came to a score.
+    `steered`: nothing was held back. `further`: a round that has not begun may begin. A run that has ended and is not
+    in `judged` counts as failed. Raises `UserError` where no trial came to a score.
     """
     chosen = candidates(history, aim)
     if not chosen:
@@ -144,7 +147,7 @@ def next_runs(
     alive = tuple(number for number in chosen if Run(number) in judged)
     if not alive:
         raise UserError("no answers of the search's last runs can be judged; evaluate them again")
-    made = {Run(trial.of, trial.seed): trial for trial in history.trials if trial.of is not None}
+    made = {Run(of, trial.seed): trial for of, trial in repeats(history, parts)}
     left = budget_rows - sum(_rest(numbered(history.trials, number)) for number in chosen)
     seeds: list[int | None] = [None]
     alpha = ALPHA
@@ -159,6 +162,8 @@ def next_runs(
         if seen.decided or len(asked) < 2 or 1 < parts <= number:
             break
         round_ = [Run(trial, seed + number) for trial in asked]
+        if not further and not any(run in made for run in round_):
+            break
         if waiting := [run for run in round_ if run not in made or made[run].status in ("asked", "frozen")]:
             return waiting
         whole = seen if len(asked) < len(alive) else whole
@@ -176,7 +181,14 @@ def overrides(run: Run, *, seed: int = 0, parts: int = 1) -> dict[str, Any]:
     of the rows that validates."""
     if run.seed is None:
         return {}
-    return {"train.seed": run.seed, **({"data.valid_part": run.seed - seed} if parts > 1 else {})}
+    return {"train.seed": run.seed, **({PART: run.seed - seed} if parts > 1 else {})}
+
+
+def repeats(history: History, parts: int) -> list[tuple[int, Trial]]:
+    """(whose settings it has, a trial that repeats another one with a seed as the end does). Where each seed of the end
+    has rows of its own, one that a look has repeated has not: with it, no row would be common to all."""
+    every = [(trial.of, trial) for trial in history.trials if trial.of is not None]
+    return [(of, trial) for of, trial in every if parts <= 1 or PART in trial.settings]
 
 
 def _rest(trial: Trial) -> int:
@@ -227,7 +239,7 @@ class _Seen:
         parts: int,
         alpha: float,
     ) -> "_Seen":
-        runs = {(one.of, one.seed): one for one in history.trials if one.of is not None}
+        runs: dict[tuple[int, int | None], Trial] = {(of, one.seed): one for of, one in repeats(history, parts)}
         runs |= {(one.number, None): one for one in history.own}
         ends = {number: [runs[number, one].finished for one in seeds] for number in alive}
         costs = {

@@ -62,12 +62,13 @@ def of(run: Run, share: float) -> Held:
     return Held(judged.headline, ids[at], judged.scores)
 
 
-def every(search: Run, history: History, share: float) -> dict[finals.Run, Held]:
+def every(search: Run, history: History, share: float, parts: int) -> dict[finals.Run, Held]:
     """By run of the end: what it is worth. One that cannot be judged is left out, and counts as failed."""
     found = {}
-    for trial in history.trials:
+    own = [(trial.number, trial) for trial in history.own]
+    for of_trial, trial in (*own, *finals.repeats(history, parts)):
         if trial.finished is not None:
-            which = finals.Run(trial.number if trial.of is None else trial.of, trial.seed)
+            which = finals.Run(of_trial, trial.seed)
             try:
                 found[which] = of(search.trial(trial.number), share)
             except UserError:

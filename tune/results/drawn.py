@@ -1,7 +1,8 @@
 """The drawn sections of a search's page: what was searched, and the learning curves."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -71,10 +72,11 @@ class Known:
 def space(known: Known) -> Section:
     scored = [(trial, score) for trial, score in figures.first_rung(known.history) if known.dimensions]
     found = None
-    if scored:
-        places = np.array([[one.place(trial) for one in known.dimensions] for trial, _ in scored])
-        found = figures.importance(places, np.array([score for _, score in scored]))
-    blocks = [*_pair(known, scored, found), *_parallel(known, scored), *_importance(known, len(scored), found)]
+    whole = [(trial, score) for trial, score in scored if _is_placed(trial, known.dimensions)]
+    if whole:
+        places = np.array([[one.place(trial) for one in known.dimensions] for trial, _ in whole])
+        found = figures.importance(places, np.array([score for _, score in whole]))
+    blocks = [*_pair(known, scored, found), *_parallel(known, scored), *_importance(known, len(whole), found)]
     intro = "By the scores at the first rung, on the steering rows: there all trials have been trained on equally many."
     if not known.dimensions:
         blocks = [Note("No trial has set anything otherwise than the recipe yet.")]
@@ -94,7 +96,12 @@ def _axes(known: Known, found: Importance | None) -> list[Dimension]:
 
 
 def _values(known: Known, one: Dimension) -> set[float]:
-    return {one.place(trial) for trial in known.history.own}
+    return {one.place(trial) for trial in known.history.own if _is_placed(trial, (one,))}
+
+
+def _is_placed(trial: Trial, dimensions: Iterable[Dimension]) -> bool:
+    """Whether a trial has a number of each of the settings that are numbers."""
+    return not any(math.isnan(one.place(trial)) for one in dimensions)
 
 
 def _pair(known: Known, scored: Sequence[tuple[Trial, float]], found: Importance | None) -> Iterator[Block]:
@@ -105,6 +112,7 @@ def _pair(known: Known, scored: Sequence[tuple[Trial, float]], found: Importance
         yield from _alone(known, axes[0], scored)
         return
     one, two = axes
+    scored = [(trial, score) for trial, score in scored if _is_placed(trial, axes)]
     x, y = (np.array([axis.place(trial) for trial, _ in scored]) for axis in axes)
     wide, high = (_grid(known, axis, points) for axis, points in ((one, COLUMNS), (two, ROWS)))
     heights = figures.surface(x, y, np.array([score for _, score in scored]), wide, high)
@@ -119,6 +127,7 @@ def _pair(known: Known, scored: Sequence[tuple[Trial, float]], found: Importance
             best=trial.number == known.history.chosen,
         )
         for trial in known.history.own
+        if _is_placed(trial, axes)
     ]
     grid = Grid(_unit(one, wide), _unit(two, high), heights)
     chart = surface.contour(
@@ -176,6 +185,7 @@ def _alone(known: Known, one: Dimension, scored: Sequence[tuple[Trial, float]]) 
             *(str(trial.number), known.hint(trial, score, "at the first rung")),
         )
         for trial, score in scored
+        if _is_placed(trial, (one,))
     ]
     chart = charts.dots(items, [], one.name, f"{known.score} at the first rung")
     yield Figure(f"{known.score[:1].upper()}{known.score[1:]} over {one.short}", chart, "A point is a trial.")
@@ -191,7 +201,8 @@ def _parallel(known: Known, scored: Sequence[tuple[Trial, float]]) -> Iterator[B
         marks = [(_share(known.sign * value, low, high), number(value)) for value in _round(known, low, high)]
         uprights.append(Upright(known.score, marks))
     strands = []
-    for trial in known.history.own:
+    drawn = [trial for trial in known.history.own if _is_placed(trial, known.dimensions)]
+    for trial in drawn:
         score = scores.get(trial.number)
         places = [_share(one.place(trial), *_ends(known, one)) for one in known.dimensions]
         shade = None if score is None else _share(score, low, high)
@@ -202,7 +213,8 @@ def _parallel(known: Known, scored: Sequence[tuple[Trial, float]]) -> Iterator[B
     chart = parallel.parallel(uprights, strands, label, (known.figure(low), known.figure(high)) if scores else None)
     note = "A line is a trial: through its settings, to its score at the first rung, by which it is coloured."
     note += " Thick: the winner." if known.history.chosen is not None else ""
-    note += " Dashed: came to no score." if len(scores) < len(strands) else ""
+    note += " Dashed: came to no score." if any(trial.number not in scores for trial in drawn) else ""
+    note += " Not drawn: trials with a setting that is null." if len(drawn) < len(known.history.own) else ""
     yield Figure("Every setting of every trial", chart, note)
 
 

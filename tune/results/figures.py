@@ -74,10 +74,13 @@ class Dimension:
         return trial.settings.get(self.name, self.default)
 
     def place(self, trial: Trial) -> float:
-        """Where a trial lies: equal steps of the search are equally long."""
+        """Where a trial lies: equal steps of the search are equally long. NaN where the setting is null in it, which is
+        no number of a range."""
         value = self.value(trial)
         if self.scale == "choice":
             return float(self.choices.index(value))
+        if value is None:
+            return math.nan
         return math.log10(value) if self.scale == "log" else float(value)
 
 
@@ -106,7 +109,9 @@ def _default(config: Config, name: str) -> Any:
 
 def _scale(tried: Sequence[Any], searched: Any) -> Literal["log", "linear", "choice"]:
     values = [*tried, *(searched if isinstance(searched, tuple) else ())]
-    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+    if isinstance(searched, Range):  # what a trial has that does not set it may be null, as dropout is
+        values = [value for value in values if value is not None]
+    if not values or not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return "choice"
     if min(values) <= 0:
         return "linear"
@@ -126,10 +131,6 @@ def first_rung(history: History) -> list[tuple[Trial, float]]:
 def rows_of(trial: Trial) -> int:
     """Rows that a trial is known to have been trained on."""
     return trial.finished.rows if trial.finished else max((one.rows for one in trial.reached), default=0)
-
-
-def seconds_of(trial: Trial) -> float:
-    return trial.finished.seconds if trial.finished else max((one.seconds for one in trial.reached), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ def spent(history: History, tune: Tune) -> Spent:
     full = full_rows(history, tune)
     budget = tune.rows or (None if full is None else round(tune.full_runs * full))
     every = None if full is None or history.stopped is None else full * len(history.own)
-    return Spent(first, later, end, full, budget, every, sum(map(seconds_of, history.trials)))
+    return Spent(first, later, end, full, budget, every, sum(trial.seconds for trial in history.trials))
 
 
 def full_rows(history: History, tune: Tune) -> int | None:

@@ -41,9 +41,7 @@ def write(search: Run) -> Path:
     """Make the search's search.html. Raises `UserError` for a search of which no trial has begun."""
     history = replay(journal.read(search.trials))
     if not history.trials:
-        raise UserError(
-            f"{search} is a search of which no trial has begun; rtrain tune --resume --out {search} goes on"
-        )
+        raise UserError(f"{search} is a search of which no trial has begun; {search.resumed_by} goes on")
     return write_page(search.search_page, page(search, history, verdict.of(search)))
 
 
@@ -137,7 +135,7 @@ def _why(trial: Trial) -> str:
 
 def _row(known: Known, trial: Trial, rungs: Sequence[int]) -> tuple[Cell, ...]:
     reached = {one.rung: one.score for one in trial.reached}
-    held, seconds = figures.held(known.history, trial.number), figures.seconds_of(trial)
+    held, seconds = figures.held(known.history, trial.number), trial.seconds
     return (
         f"{trial.number}, the winner" if trial.number == known.history.chosen else str(trial.number),
         *(figures.figure(one.value(trial)) for one in known.dimensions),
@@ -161,7 +159,7 @@ def _again(known: Known, trials: Sequence[Trial]) -> Table:
             known.figure(trial.finished.held) if trial.finished else "-",
             known.figure(trial.finished.score) if trial.finished else "-",
             trial.status,
-            f"{figures.seconds_of(trial):,.0f}",
+            f"{trial.seconds:,.0f}",
         )
         for trial in trials
     ]
@@ -230,20 +228,22 @@ def _next(known: Known) -> Section:
     search, chosen = known.search, known.history.chosen
     if chosen is None:
         why = "Trials go on from where they are: none is trained twice"
-        step = Step("Go on with the search", why, f"rtrain tune --resume --out {_quoted(search.folder)}")
-        return Section("next", "What to do next", "", [Steps("What to do next", [step])])
-    winner, steps = search.trial(chosen), []
+        step = Step("Go on with the search", why, search.resumed_by)
+        note = "TEACHER is the run whose model the students learn from." if search.is_of_students else ""
+        return Section("next", "What to do next", "", [Steps("What to do next", [step], note)])
+    winner, steps, note = search.trial(chosen), list[Step](), ""
     if winner.finished:
         steps.append(Step("Ask the winner", "it is trained to its end", f"rtrain serve {_quoted(winner.artifact)}"))
     if chosen and search.trial(0).finished and winner.finished:
         command = f"rtrain compare {_quoted(search.trial(0).folder)} {_quoted(winner.folder)}"
         why = "row by row, also on the test rows, which have chosen nothing"
         steps.append(Step("Look at the winner beside the recipe's own settings", why, command))
-    best = f"rtrain train {_quoted(search.folder / 'best.yaml')} --out NEW_FOLDER"
-    steps.append(Step("Train with the winner's settings", "e.g. on more rows, by --data FILE", best))
+    if not search.is_of_students:  # a student is trained by its teacher's answers, not by a recipe
+        best = f"rtrain train {_quoted(search.folder / 'best.yaml')} --out NEW_FOLDER"
+        steps.append(Step("Train with the winner's settings", "e.g. on more rows, by --data FILE", best))
+        note = "NEW_FOLDER is for you to name."
     report = f"rtrain report {_quoted(winner.folder)}"
     steps.append(Step("Read the winner's own report", "its answers, its slices, its hardest rows", report))
-    note = "NEW_FOLDER is for you to name."
     return Section("next", "What to do next", "", [Steps("What to do next", steps, note)])
 
 

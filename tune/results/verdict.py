@@ -48,9 +48,13 @@ def ended(one: Verdict, target: float | None = None) -> str:
     if one.against is None:
         return f"no other trial came to a score: the default stands (trial 0, {OWN})"
     where = _rows(one)
+    faster = f", the {CHEAPEST[one.cost]} of those that are as good," if one.faster else ""
+    if one.kind == "default" and one.faster:
+        return (
+            f"the default stands (trial 0, {OWN}){faster.removesuffix(',')}: {_figures(one, target, first=True)}{where}"
+        )
     if one.kind == "default":
         return f"the default is at the top (trial 0, {OWN}): {_figures(one, target, first=True)}{where}"
-    faster = f", the {CHEAPEST[one.cost]} of those that are as good," if one.faster else ""
     if one.kind == "better":
         return f"trial {one.best}{faster} is better than {OWN}: {_figures(one, target)}{where}"
     return (
@@ -79,7 +83,8 @@ def _figures(one: Verdict, target: float | None, first: bool = False) -> str:
     name = f"seconds to {target:g}" if seconds and target is not None else verdict.named(shown)
     other, own = verdict.score(shown, one.other), verdict.score(shown, one.first)
     if first:
-        return f"{name} {own} against {other} of trial {one.against}, the next best"
+        place = "the best" if one.faster else "the next best"
+        return f"{name} {own} against {other} of trial {one.against}, {place}"
     return f"{name} {other} against {own}, {verdict.change(shown)}"
 
 
