@@ -123,9 +123,18 @@ def test_a_start_of_another_version_is_told_and_made_again_once_it_is_removed(tm
     assert json.loads((start / "config.json").read_text()) == document
 
 
-@pytest.mark.parametrize(("layers", "of", "kept"), [(1, 1, [0]), (1, 2, [1]), (2, 3, [1, 2]), (2, 4, [1, 3])])
+@pytest.mark.parametrize(
+    ("depth", "layers", "of"), [(6, 3, 4), (6, 1, 4), (6, 5, 5), (12, 3, 8), (12, 6, 8), (2, 1, 2), (6, None, 6)]
+)
+def test_a_student_s_layers_are_those_of_two_thirds_of_its_teacher(depth: int, layers: int | None, of: int) -> None:
+    assert starting.taken_from(Distill(layers=layers), depth) == of
+    assert starting.taken_from(Distill(layers=layers, teacher_layers="all"), depth) == depth
+    assert starting.taken_from(Distill(layers=layers, teacher_layers=5), depth) == 5
+
+
+@pytest.mark.parametrize(("layers", "of", "kept"), [(1, 1, [0]), (1, 2, [1]), (2, 3, [1, 2]), (2, "all", [1, 3])])
 def test_a_student_may_begin_with_the_first_layers_of_its_teacher(
-    layers: int, of: int, kept: list[int], tmp_path: Path
+    layers: int, of: Any, kept: list[int], tmp_path: Path
 ) -> None:
     teacher = make_artifact(tmp_path / "teacher", layers=4)
     start = starting.start(teacher, Distill(layers=layers, teacher_layers=of), tmp_path / "starts")
@@ -134,7 +143,7 @@ def test_a_student_may_begin_with_the_first_layers_of_its_teacher(
     for place, layer in enumerate(kept):
         assert torch.equal(cut[query.format(place)], whole[query.format(layer)])
     assert query.format(layers) not in cut
-    assert start.name == f"{artifact.read(teacher).version}-{layers}" + ("" if of == 4 else f"-of{of}")
+    assert start.name == f"{artifact.read(teacher).version}-{layers}" + ("" if of == "all" else f"-of{of}")
 
 
 @pytest.mark.parametrize("of", [1, 5])

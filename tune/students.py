@@ -29,7 +29,10 @@ def begun(config: Config, teacher: distill.Teacher, root: Path) -> Config:
     if config.deploy.tune.space == SPACE:
         space_of = searched(config, student.depth_of(teacher.folder))
         config = configuration.with_overrides(config, {"tune.space": space_of})
-    return distill.started(config, teacher, root)
+    # Trials may have other numbers of layers: each decides it for its own.
+    left = {"distill.teacher_layers": config.recipe.distill.teacher_layers}
+    started = distill.started(config, teacher, root)
+    return replace(configuration.with_overrides(started, left), named=started.named)
 
 
 def searched(config: Config, depth: int | None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Verbs that make an artefact smaller, and score it: distill, quantize, evaluate."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,12 +37,14 @@ def distill(
     as_json: Json = False,
 ) -> None:
     """Train a smaller model on a run's rows and its model's answers."""
+    from rtrain.config import with_overrides
+    from rtrain.config.recipe import FRESH
     from rtrain.runs import opening
 
     teacher, reuse = ended_run(run), reuse_of(resume, new)
-    # The teacher may be a student: of its rows, which may be others, or of another number of copies.
-    given = {"distill.copied": None, **overrides_of(assignments, address=address)}
-    config = opening.absolute(opening.stored(teacher, given), teacher)
+    taught = replace(opening.stored(teacher, FRESH), named=frozenset())
+    config = with_overrides(taught, overrides_of(assignments, address=address))
+    config = opening.absolute(config, teacher)
     suffix = "students" if search else "student"
     folder = Path(out).expanduser().absolute() if out else run.absolute().with_name(f"{run.absolute().name}-{suffix}")
     leave_to_supervisor(config, folder, reuse)

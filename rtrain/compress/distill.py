@@ -134,6 +134,9 @@ def started(config: Config, teacher: Teacher, root: Path) -> Config:
     derived["distill.co_teachers"] = [one.made.version for one in co_teachers(config, teacher)]
     if chosen.copies and not (chosen.copied and Path(chosen.copied).is_file()):
         derived["distill.copied"] = str(replaced.ensure(config.recipe, root).absolute())
+    depth = None if chosen.student is not None else student.depth_of(teacher.folder)
+    of = depth if depth is None else student.taken_from(chosen, depth)
+    derived["distill.teacher_layers"] = "all" if of == depth else of
     if chosen.student is not None:
         # The teacher's run has decided it for its own model.
         way = {} if "model.pooling" in config.named else {"model.pooling": "auto"}

@@ -1,6 +1,7 @@
 """What a student starts from: evenly spaced layers of its teacher, narrower ones if need be, in a folder of its own."""
 
 import json
+import math
 import re
 import shutil
 import uuid
@@ -37,6 +38,13 @@ def depth_of(model: Path) -> int | None:
     return next((int(document[name]) for name in DEPTHS if name in document), None)
 
 
+def taken_from(chosen: Distill, depth: int) -> int:
+    """How many of the first layers of a teacher, which has `depth`, its student's are taken from."""
+    if chosen.teacher_layers == "auto":
+        return max(chosen.layers or depth, math.ceil(2 * depth / 3))
+    return depth if chosen.teacher_layers == "all" else chosen.teacher_layers
+
+
 def start(teacher: Path, chosen: Distill, root: Path) -> Path:
     """A Transformers folder with every n-th of the teacher's layers, or of its first ones, and its other weights, as
     narrow as is asked for; addressed by all of these. Raises `ConfigError` where that is not smaller than the teacher,
@@ -57,7 +65,7 @@ def start(teacher: Path, chosen: Distill, root: Path) -> Path:
         if as_large:
             fix += "; as many learn more with distill.unlabelled or distill.quantization_aware alone"
         raise ConfigError([Problem("distill.layers", chosen.layers, f"the teacher has {depth} layers", fix)])
-    of = depth if chosen.teacher_layers is None else chosen.teacher_layers
+    of = taken_from(chosen, depth)
     if not layers <= of <= depth:
         reason = f"the student has {layers} layers, and the teacher {depth}"
         fix = f"write a number from {layers} to {depth}"

@@ -219,7 +219,7 @@ ADDED_TO_MODEL: dict[str, Any] = {
 ADDED_TO_DISTILL: dict[str, Any] = {
     **{"student": None, "width": None, "unlabelled": None, "confidence": 0.0},
     **{"relations": 0.0, "relation_heads": 12, "relation_layer": None, "hidden": 0.0},
-    **{"quantization_aware": False, "co_teachers": [], "copies": 0, "teacher_layers": None},
+    **{"quantization_aware": False, "co_teachers": [], "copies": 0, "teacher_layers": "all"},
 }
 """The same for `distill`."""
 
@@ -228,6 +228,9 @@ ADDED_TO_COMPRESS: dict[str, Any] = {"vocabulary_most": None}
 """The same for `compress`."""
 OF_STUDENTS = (*("model.name", "train.epochs", "optim.lr", "distill.teacher", "distill.co_teachers", "distill.copied"),)
 """Settings of a student that follow from its teacher and from its other settings."""
+FRESH: dict[str, Any] = {"distill.copied": None, "distill.teacher_layers": "auto"}
+"""Settings that a student does not take over from its teacher's run, where that is a student's too: they were decided
+for other rows, or for other layers."""
 
 
 class Distill(Section):
@@ -236,10 +239,10 @@ class Distill(Section):
     layers: Positive | None = 3
     """Encoder layers of the student, copied from evenly spaced layers of the teacher; null: all of them. `student` has
     its own."""
-    teacher_layers: Positive | None = None
-    """How many of the teacher's first layers these are taken from. Its last ones have learned its task, and what comes
-    before them in the student is not what they read in the teacher. null: all.
-    """
+    teacher_layers: Positive | Literal["auto", "all"] = "auto"
+    """How many of the teacher's first layers these are taken from. Its last ones have learned to answer from what all
+    others made of a text, which is not what they are given in a student. `auto`: two thirds, or as many as the student
+    has; it is decided once and kept in the run."""
     width: Positive | None = None
     """Hidden size of the student; heads and feed-forward layers get narrower in proportion, and all keep evenly spaced
     parts of the teacher's weights. null: the teacher's."""
