@@ -48,10 +48,12 @@ class Replica:
     are is settled when it is made: others are another deployment. What others ask it by Ray is `async`, and so runs on
     the loop, where requests are counted: the rest Ray runs in threads."""
 
-    def __init__(self, settings: Serve, names: Sequence[str]):
+    def __init__(self, settings: Serve, names: Sequence[str], *, several: bool | None = None):
+        """`several`: whether there may be others, whose counts are told with its own; None: by the settings."""
         self._settings, self._door = settings, guard.door(settings)
         self._lasting = {name: Lasting(settings, self._door) for name in names}
-        self._sum = self._sum_of_replicas if most_replicas(settings) > 1 else None
+        several = most_replicas(settings) > 1 if several is None else several
+        self._sum = self._sum_of_replicas if several else None
         self._models = Models(self._lasting, self._make, self._desk, self._beside)
         self._reconfigured_s = 0.0
         """Seconds of the last `reconfigure`."""

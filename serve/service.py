@@ -43,7 +43,8 @@ def application(arguments: Mapping[str, Any]) -> ray.serve.Application:
         max_constructor_retry_count=CONSTRUCTOR_ATTEMPTS,
         graceful_shutdown_timeout_s=settings.deadline_s + 1,
     )
-    return configured(Replica).bind(settings, list(artifacts))
+    # How many replicas there are the file says to Ray alone, and a later one may say otherwise.
+    return configured(Replica).bind(settings, list(artifacts), several=True)
 
 
 def _artifacts(arguments: Mapping[str, Any]) -> dict[str, Path]:
@@ -51,6 +52,11 @@ def _artifacts(arguments: Mapping[str, Any]) -> dict[str, Path]:
         fix = "write artifact, a folder; or models, folders by name"
         raise ConfigError([Problem("args", None, "it has to say what is served, in one of two ways", fix)])
     if "models" in arguments:
-        return {name: Path(folder) for name, folder in arguments["models"].items()}
+        models = arguments["models"]
+        if not isinstance(models, Mapping) or not all(isinstance(one, str) for one in models.values()):
+            raise ConfigError([Problem("args.models", models, "not folders by names", "write {NAME: FOLDER}")])
+        return {str(name): Path(folder) for name, folder in models.items()}
+    if not isinstance(arguments["artifact"], str):
+        raise ConfigError([Problem("args.artifact", arguments["artifact"], "not a folder", "write its path")])
     folder = Path(arguments["artifact"])
     return {rtrain.artifact.read(folder, verify=False).name: folder}

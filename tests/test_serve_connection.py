@@ -164,3 +164,20 @@ def test_what_is_written_to_a_connection_leaves_at_once(host: str) -> None:
     port = free_address(host, 0).port
     with listening(host, port) as bound, socket.create_connection((host, port)), bound.accept()[0] as taken:
         assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+@pytest.mark.parametrize("line", [b"a" * 65536, b"name: value\r\n" * 5000])
+def test_a_head_without_an_end_is_cut_off(line: bytes) -> None:
+    """In one header, whose pieces the parser would join anew with each, and in many."""
+    whole = connection.MOST_HEAD // len(line)
+    found = asked(b"GET / HTTP/1.1\r\nhost: h\r\nx: ", *[line] * (whole + 1))
+    assert found.written == [connection.TOO_LARGE]
+    assert found.closed
+    assert not asked(b"GET / HTTP/1.1\r\nhost: h\r\nx: ", *[line] * (whole - 1)).written
+
+
+def test_a_long_body_and_many_requests_are_no_head() -> None:
+    body = b"x" * (2 * connection.MOST_HEAD)
+    pieces = [body[place : place + 65536] for place in range(0, len(body), 65536)]
+    found = asked(request("POST", body)[: -len(body)], *pieces, *[request("POST", b"bye")] * 3)
+    assert [text.rpartition(b"\r\n")[2] for text in found.written] == [body, b"bye", b"bye", b"bye"]

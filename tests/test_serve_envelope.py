@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,24 @@ def test_a_log_that_was_moved_away_is_begun_anew(predictor: Predictor, tmp_path:
     call(app, "GET", "/v2/health/live")
     assert [line["route"] for line in lines(tmp_path / "access.log.1")] == ["/v2"]
     assert [line["route"] for line in lines(path)] == ["/v2/health/live"]
+
+
+def test_requests_are_answered_where_the_log_cannot_be_written(
+    predictor: Predictor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder was removed: that is said once, until a line can be written again."""
+    path = tmp_path / "logs" / "access.log"
+    path.parent.mkdir()
+    app = logged(predictor, path)
+    assert call(app, "GET", "/v2").status_code == 200
+    shutil.rmtree(path.parent)
+    assert [call(app, "GET", "/v2").status_code for _ in range(3)] == [200, 200, 200]
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith("rtrain: the access log cannot be written: [Errno 2]")
+    path.parent.mkdir()
+    call(app, "GET", "/v2")
+    assert len(lines(path)) == 1
+    assert capsys.readouterr().err == ""
 
 
 def test_a_log_to_stderr(predictor: Predictor, capsys: pytest.CaptureFixture[str]) -> None:

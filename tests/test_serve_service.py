@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray.serve
@@ -35,6 +36,20 @@ def test_what_cannot_be_served_is_refused_before_a_replica_starts(tmp_path: Path
         service.application({"artifact": str(folder), "thraeds": 2})
     with pytest.raises(ArtifactError):
         service.application({"artifact": str(tmp_path / "nothing")})
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"models": [str(folder)]}, "folders by names"),
+        ({"artifact": None}, "not a folder"),
+    ]
+    for named, reason in wrong:
+        with pytest.raises(ConfigError, match=reason):
+            service.application(named)
+
+
+def test_the_counts_of_all_replicas_are_told_however_many_the_file_names(tmp_path: Path) -> None:
+    """Their number is Ray's alone to know, and may be another one tomorrow."""
+    folder = make_artifact(tmp_path / "artifact", ("lost", "found"))
+    bound: Any = service.application({"artifact": str(folder)})._bound_deployment
+    assert bound.init_kwargs == {"several": True}
 
 
 SCRIPT = """

@@ -18,7 +18,7 @@ from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from serve.app import build_app
 from serve.batching.batcher import EngineError
-from serve.change.versions import Versions
+from serve.change.versions import Plan, Versions
 from serve.schema import RequestError
 from tests.tiny import CORPUS, make_artifact
 
@@ -117,6 +117,27 @@ def test_a_damaged_candidate_changes_nothing(folders: tuple[str, str], tmp_path:
                 await change(str(damaged))
             assert versions.candidate is None
             assert await version(client) == old
+
+    run(check)
+
+
+def test_a_candidate_that_was_given_up_while_it_loaded_answers_nobody(folders: tuple[str, str]) -> None:
+    """A rollout that has waited for a replica long enough tells all to drop it; the late one would begin its trial."""
+    first, second = folders
+
+    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
+        await versions.become(first)
+        answering = versions.current
+        late = asyncio.create_task(versions.follow(Plan(second, 0.5, 1.25, 1.0)))
+        while not versions._one_at_a_time.locked():
+            await asyncio.sleep(0)
+        versions.drop()
+        with pytest.raises(UserError, match="was given up while it was loaded"):
+            await late
+        assert (versions.candidate, versions.trial, versions.weight) == (None, None, 0.0)
+        assert versions.current is answering
+        await versions.follow(Plan(second, 0.5, 1.25, 1.0))  # asked for anew
+        assert versions.trial is not None
 
     run(check)
 

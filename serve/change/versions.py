@@ -74,6 +74,8 @@ class Versions:
         self.trial: Trial | None = None
         self.weight = 0.0
         """Share of the requests that the candidate answers."""
+        self._dropped = 0
+        """How often somebody has given a candidate up."""
 
     async def load(self, folder: str, name: str = "") -> str:
         """Make the artefact the candidate, unless it answers already, and give its version's name. Raises what loading
@@ -82,11 +84,16 @@ class Versions:
         async with self._one_at_a_time:
             if self.current is not None and self.current.is_of(folder, name):
                 return self.current.name
-            return (await self._loaded(folder, name)).name
+            dropped = self._dropped
+            found = (await self._loaded(folder, name)).name
+            if self._dropped != dropped:  # by a rollout that waits no longer: the late one must not answer anybody
+                self._forget()
+                raise UserError(f"{folder} was given up while it was loaded")
+            return found
 
     async def _loaded(self, folder: str, name: str) -> Version:
         if self.candidate is None or not self.candidate.is_of(folder, name):
-            self.drop()
+            self._forget()
             found = Version(folder, await self._make(Path(folder)))
             if not found.is_of(folder, name):
                 found.service.close(wait=False)
@@ -98,7 +105,11 @@ class Versions:
         return self.candidate
 
     def drop(self) -> None:
-        """Forget the candidate; what it has accepted it still answers."""
+        """Forget the candidate, also the one that is being loaded; what it has accepted it still answers."""
+        self._dropped += 1
+        self._forget()
+
+    def _forget(self) -> None:
         self._end_trial()
         dropped, self.candidate = self.candidate, None
         if dropped is not None and dropped.requests == 0:
@@ -124,7 +135,7 @@ class Versions:
                 return
             loaded = await self._loaded(folder, name)
             if self._wish != wish:
-                self.drop()
+                self._forget()
                 return
             self._end_trial()
             old, self.current, self.candidate = self.current, loaded, None
@@ -196,6 +207,6 @@ class Versions:
 
     def close(self) -> None:
         """No request comes any more."""
-        self.drop()
+        self._forget()
         if self.current is not None:
             self.current.service.close()

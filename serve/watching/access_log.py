@@ -10,17 +10,20 @@ from typing import Any
 STDERR = "-"
 
 
+class _File(logging.handlers.WatchedFileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Raise what has happened: logging would print a traceback for each line."""
+        raise  # it is called where one was caught
+
+
 class AccessLog:
     def __init__(self, path: str | None):
         """`path`: a file, which is opened anew when another program has moved it away; `STDERR`; None for no log."""
         self._logger: logging.Logger | None = None
+        self._failed = False
         if path is None:
             return
-        handler = (
-            logging.StreamHandler(sys.stderr)
-            if path == STDERR
-            else logging.handlers.WatchedFileHandler(path, encoding="utf-8", delay=True)
-        )
+        handler = logging.StreamHandler(sys.stderr) if path == STDERR else _File(path, encoding="utf-8", delay=True)
         handler.setFormatter(logging.Formatter("%(message)s"))
         # It belongs to no hierarchy: a program's settings of logging must not send it elsewhere.
         self._logger = logging.Logger("rtrain.access")
@@ -34,7 +37,14 @@ class AccessLog:
         if self._logger is not None:
             made = time.time()
             stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(made)) + f".{int(made * 1000) % 1000:03d}Z"
-            self._logger.info("%s", json.dumps({"time": stamp, **fields}, ensure_ascii=True))
+            try:
+                self._logger.info("%s", json.dumps({"time": stamp, **fields}, ensure_ascii=True))
+            except OSError as error:  # its folder is gone, or its disk full: requests are answered all the same
+                if not self._failed:
+                    sys.stderr.write(f"rtrain: the access log cannot be written: {error}\n")
+                self._failed = True
+            else:
+                self._failed = False
 
     def close(self) -> None:
         for handler in self._logger.handlers if self._logger else ():
