@@ -59,10 +59,15 @@ class About(Closed):
     """Inputs to try."""
 
 
+def is_paired(predictor: Predictor) -> bool:
+    """Whether the model is asked with two texts: as its task demands, or as it was trained."""
+    return predictor.task.needs_pair or bool(predictor.artifact.data.get("text_pair"))
+
+
 def describe(predictor: Predictor, settings: Serve) -> dict[str, Any]:
     """The `About` of a loaded model."""
     artifact, task, facts = predictor.artifact, predictor.task, predictor.head.facts
-    paired = task.needs_pair or bool(artifact.data.get("text_pair"))
+    paired = is_paired(predictor)
     on_scale = task.output == "number" and "lowest" in facts
     return {
         "name": artifact.name,

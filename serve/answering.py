@@ -11,7 +11,9 @@ from rtrain import engines
 from rtrain.config import Serve
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks.base import Input
+from rtrain.tasks.masked_lm import DEFAULT_TOP
 from serve import abstention, protocol
+from serve.about import is_paired
 from serve.batching.batcher import Batcher, EngineError, Expired
 from serve.batching.encoding import Encoder, characters_of
 from serve.batching.scheduler import Limits, Overloaded
@@ -26,6 +28,8 @@ from serve.watching.telemetry import Telemetry, Watch
 
 logger = logging.getLogger(__name__)
 
+MOST_REPEATED = 5_000_000
+"""Characters of texts in the answer of a masked language model."""
 ASKING = ("/predict", "/infer", "/ModelInfer")
 """How the paths end by which a model is asked."""
 
@@ -123,6 +127,8 @@ class Service:
         if (longest := max(characters)) > most:
             where = place(characters.index(longest))
             raise RequestError(413, f"a text of {longest} characters; send at most {most}", where)
+        if self.predictor.task.output == "tokens":
+            self._refuse_repeats(texts, parameters)
         try:
             with self.spans.part("tokens"):
                 encoded = await self.encoder.encode(texts, deadline, record.has_left)
@@ -155,6 +161,18 @@ class Service:
             answers = [{"answer": answer, "explanation": why} for answer, why in zip(answers, found, strict=True)]
         return answers, record.cut
 
+    def _refuse_repeats(self, texts: Sequence[Input], parameters: Mapping[str, Any]) -> None:
+        """Raise `RequestError` where the answer would be gigabytes: it has each text once for each word of each mask,
+        and is made on the loop."""
+        mask, top = str(self.predictor.head.facts["mask"]), parameters.get("top_k") or DEFAULT_TOP
+        top = min(top, self.predictor.head.facts["vocabulary"])
+        repeated = sum(len(text) * text.count(mask) * top for text in texts if isinstance(text, str))
+        if repeated > MOST_REPEATED:
+            told = (
+                f"the answer would have the texts {repeated:,} characters long in all; {MOST_REPEATED:,} are the most"
+            )
+            raise RequestError(413, f"{told}: send a smaller top_k, or fewer texts", "parameters.top_k")
+
     async def infer(
         self, asked: protocol.InferRequest, binary: bytes, deadline: float, record: Record, client: str = ""
     ) -> tuple[dict[str, Any], int]:
@@ -178,7 +196,7 @@ class Service:
             "name": artifact.name,
             "versions": [artifact.version],
             "platform": f"rtrain_{artifact.engine}",
-            "inputs": protocol.input_tensors(task.fields, task.needs_pair),
+            "inputs": protocol.input_tensors(task.fields, is_paired(self.predictor)),
             "outputs": [
                 {"name": name, "datatype": datatype, "shape": [-1, -1] if name in protocol.RANKED else [-1]}
                 for name, datatype in protocol.output_tensors(task.output).items()

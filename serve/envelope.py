@@ -89,7 +89,9 @@ class Envelope:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = guard.hardened(message["headers"], self._security)
-                headers += [*self._headers, (b"x-request-id", record.id.encode())]
+                # Whoever has no key learns no model's name and version.
+                known = scope.get("state", {}).get("known", True)
+                headers += [*(self._headers if known else ()), (b"x-request-id", record.id.encode())]
                 message = {**message, "headers": headers}
             await send(message)
 

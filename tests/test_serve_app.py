@@ -12,16 +12,17 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from rtrain import manifest
+from rtrain import artifact, manifest
 from rtrain.artifact import ArtifactError
 from rtrain.batch import Encoded
 from rtrain.config import Serve
 from rtrain.predict import Predictor
 from serve.app import build_app
 from serve.batching.scheduler import bucket
+from serve.door import keys
 from tests import serving
-from tests.serving import INFER, LABELS, TEXT, Gate, call, client, predict, scores, tensor
-from tests.tiny import CORPUS, make_artifact
+from tests.serving import HEADS, INFER, LABELS, TEXT, Gate, call, client, predict, predictor_of, scores, tensor
+from tests.tiny import CORPUS, make_artifact, make_task_artifact
 
 jsonschema: Any = importlib.import_module("jsonschema")  # Ray's own dependency; it comes without types
 
@@ -225,3 +226,34 @@ def test_metrics_count_requests_rows_and_calls(predictor: Predictor) -> None:
         assert line in lines
     for name in ("rtrain_engine_seconds_total", "rtrain_engine_tokens_total"):
         assert [float(line.split()[1]) > 0 for line in lines if line.startswith(f'{name}{{model="tiny"}} ')] == [True]
+
+
+def test_masks_whose_answer_would_be_gigabytes_are_refused(tmp_path: Path) -> None:
+    """It has the whole text for each word of each mask."""
+    app = build_app(predictor_of(tmp_path / "words", "masked_lm"), Serve())
+    text = "[MASK] " + "x" * 100_000
+    answer = call(app, "POST", "/predict", json={"inputs": text, "parameters": {"top_k": 200}})
+    assert (answer.status_code, answer.json()["error"]["field"]) == (413, "parameters.top_k")
+    assert "20,001,400 characters long in all; 5,000,000 are the most" in answer.json()["error"]["message"]
+    assert call(app, "POST", "/predict", json={"inputs": [text] * 11}).status_code == 413
+    assert call(app, "POST", "/predict", json={"inputs": text}).status_code == 200
+    assert call(app, "POST", "/predict", json={"inputs": "a [MASK]", "parameters": {"top_k": 10**9}}).status_code == 200
+
+
+def test_a_model_that_was_trained_on_pairs_names_both_tensors(tmp_path: Path) -> None:
+    head = HEADS["classification"]
+    folder = make_task_artifact(tmp_path / "pairs", "classification", head, data={"text": "one", "text_pair": "two"})
+    app = build_app(Predictor.load(folder, threads=1), Serve())
+    names = [one["name"] for one in call(app, "GET", f"/v2/models/{artifact.read(folder).name}").json()["inputs"]]
+    assert names == call(app, "GET", "/info").json()["fields"] == ["text", "text_pair"]
+
+
+def test_who_has_no_key_learns_no_model_s_name(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    key = keys.add(path, "shop")
+    app = build_app(predictor_of(tmp_path / "model", "classification"), Serve(keys=str(path)))
+    named = {"authorization": f"Bearer {key}"}
+    for place, asks in (("/", False), ("/v2", True), ("/v2/health/live", False), ("/info", True)):
+        without, known = (call(app, "GET", place, headers=one).headers for one in ({}, named))
+        assert ("x-model-name" in without, "x-model-name" in known) == (False, asks)
+        assert "x-request-id" in without

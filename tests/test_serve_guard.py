@@ -378,3 +378,9 @@ def test_neither_texts_nor_keys_are_logged(
     told = "".join(record.getMessage() + str(record.args) for record in caplog.records if record.name != "httpx")
     for secret in (text, plain, plain[16:]):
         assert secret not in told
+
+
+def test_what_haproxy_has_waited_for_the_body_s_beginning_counts_in_the_deadline() -> None:
+    """Else a body that comes late is answered 504, as if the model were slow."""
+    settings, scope = Serve(deadline_s=10.0, min_body_rate=1), head(state={"waited_s": 9.95})
+    assert drive(settings, scope, [b"a", 60.0])[0] == 408

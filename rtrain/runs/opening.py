@@ -22,7 +22,7 @@ from rtrain.run import Run
 Reuse = Literal["refuse", "resume", "new"]
 ROWS, FREQUENCY = "train.rows_per_update", "train.aggregation_frequency"
 EPOCHS = "train.epochs"
-LEFT_OPEN = ("model.pooling", "train.precision")
+LEFT_OPEN = ("model.pooling", "train.precision", "distill.teacher_layers")
 """Settings whose `auto` is decided once for a run. A resume that names `auto` again asks for nothing new."""
 
 

@@ -57,8 +57,9 @@ def answer(error: RequestError, path: str) -> Response:
 
 
 class Guard:
-    """The application behind it sees requests of known keys alone (`request.state.key`: a key's name, or None where
-    keys are not asked for; `request.state.models`: the models that it is limited to), and bodies within the limits."""
+    """The application behind it sees requests of known keys alone, and bodies within the limits. Of `request.state`,
+    `key` is the key's name, or None where keys are not asked for; `models` those that it is limited to; `known` whether
+    there is a key, or none is asked for."""
 
     def __init__(self, app: ASGIApp, settings: Serve, door: keys.Door | None, model: str | None = None):
         """`model`: the name of the one that answers behind it; None where what answers is no model."""
@@ -73,14 +74,18 @@ class Guard:
             return
         try:
             self._check(scope)
-            await self._app(scope, _Body(receive, self._settings), send)
+            waited_s = scope.get("state", {}).get("waited_s", 0.0)
+            await self._app(scope, _Body(receive, self._settings, waited_s), send)
         except RequestError as error:
             await answer(error, route(scope))(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         settings, headers = self._settings, scope["headers"]
-        if (refused := scope.get("state", {}).get(REFUSED)) is not None:
+        state = scope.get("state", {})
+        if (refused := state.get(REFUSED)) is not None:
             raise refused
+        # A dict of this request alone: the server's own is one for all.
+        scope["state"] = state = {**state, "known": self._door is None, "key": None, "models": None}
         size = len(scope["path"]) + len(scope.get("query_string", b""))
         # One walk: this is done for every request.
         sent: dict[bytes, list[bytes]] = {}
@@ -100,8 +105,7 @@ class Guard:
                 key = self._door.admit(wanted, sent.get(b"authorization", ()), self._model)
             except RequestError as error:  # a body without an end would be read and thrown away without an end
                 raise _last(error) if b"transfer-encoding" in sent else error from None
-        # A dict of this request alone: the server's own is one for all.
-        scope["state"] = {**scope.get("state", {}), "key": key and key.name, "models": key and key.models}
+        state |= {"known": self._door is None or key is not None, "key": key and key.name, "models": key and key.models}
         if any(value.lower() != b"identity" for value in sent.get(b"content-encoding", ())):
             raise _last(RequestError(415, "the body is compressed; send it as it is"))
 
@@ -109,9 +113,11 @@ class Guard:
 class _Body:
     """`receive` whose first message is the whole body, or the client's leaving."""
 
-    def __init__(self, receive: Receive, settings: Serve):
+    def __init__(self, receive: Receive, settings: Serve, waited_s: float = 0.0):
+        """`waited_s`: how long HAProxy has waited for the first part of the body, which counts in the deadline."""
         self._receive, self._settings = receive, settings
         self._began = asyncio.get_running_loop().time()
+        self._deadline = self._began + settings.deadline_s - waited_s
         self._read = False
 
     async def __call__(self) -> Message:
@@ -131,14 +137,13 @@ class _Body:
 
     async def _next(self, received: int) -> Message:
         """The next message, within the deadline and at the least rate."""
-        deadline = self._began + self._settings.deadline_s
         due = self._began + GRACE_S + received / self._settings.min_body_rate
         try:
-            async with asyncio.timeout_at(min(deadline, due)):
+            async with asyncio.timeout_at(min(self._deadline, due)):
                 return await self._receive()
         except TimeoutError:
             reason = "the deadline passed before the body had arrived"
-            if due < deadline:
+            if due < self._deadline:
                 reason = f"the body arrives at less than {self._settings.min_body_rate} bytes a second"
             # Never 5xx, by which a version on trial is judged: it has not been asked yet.
             raise _last(RequestError(408, reason)) from None
