@@ -127,9 +127,13 @@ def test_a_start_of_another_version_is_told_and_made_again_once_it_is_removed(tm
     ("depth", "layers", "of"), [(6, 3, 4), (6, 1, 4), (6, 5, 5), (12, 3, 8), (12, 6, 8), (2, 1, 2), (6, None, 6)]
 )
 def test_a_student_s_layers_are_those_of_two_thirds_of_its_teacher(depth: int, layers: int | None, of: int) -> None:
-    assert starting.taken_from(Distill(layers=layers), depth) == of
-    assert starting.taken_from(Distill(layers=layers, teacher_layers="all"), depth) == depth
-    assert starting.taken_from(Distill(layers=layers, teacher_layers=5), depth) == 5
+    alike = {"layer_types": ["full_attention"] * depth}
+    for document in ({}, alike):
+        assert starting.taken_from(Distill(layers=layers), document, depth) == of
+        assert starting.taken_from(Distill(layers=layers, teacher_layers="all"), document, depth) == depth
+    mixed = {"layer_types": [*["sliding_attention"] * (depth - 1), "full_attention"]}
+    assert starting.taken_from(Distill(layers=layers), mixed, depth) == depth
+    assert starting.taken_from(Distill(layers=layers, teacher_layers=5), mixed, depth) == 5
 
 
 @pytest.mark.parametrize(("layers", "of", "kept"), [(1, 1, [0]), (1, 2, [1]), (2, 3, [1, 2]), (2, "all", [1, 3])])

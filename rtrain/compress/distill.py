@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rtrain import artifact, config as configuration, engines, events, run as runs
+from rtrain import artifact, config as configuration, documents, engines, events, run as runs
 from rtrain.compress import ranges, student, teacher as answers
 from rtrain.config import Config
 from rtrain.config.recipe import OF_STUDENTS
@@ -135,7 +135,8 @@ def started(config: Config, teacher: Teacher, root: Path) -> Config:
     if chosen.copies and not (chosen.copied and Path(chosen.copied).is_file()):
         derived["distill.copied"] = str(replaced.ensure(config.recipe, root).absolute())
     depth = None if chosen.student is not None else student.depth_of(teacher.folder)
-    of = depth if depth is None else student.taken_from(chosen, depth)
+    document = documents.read(teacher.folder / "config.json")
+    of = depth if depth is None else student.taken_from(chosen, document, depth)
     derived["distill.teacher_layers"] = "all" if of == depth else of
     if chosen.student is not None:
         # The teacher's run has decided it for its own model.

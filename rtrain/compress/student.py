@@ -38,11 +38,16 @@ def depth_of(model: Path) -> int | None:
     return next((int(document[name]) for name in DEPTHS if name in document), None)
 
 
-def taken_from(chosen: Distill, depth: int) -> int:
-    """How many of the first layers of a teacher, which has `depth`, its student's are taken from."""
-    if chosen.teacher_layers == "auto":
-        return max(chosen.layers or depth, math.ceil(2 * depth / 3))
-    return depth if chosen.teacher_layers == "all" else chosen.teacher_layers
+def taken_from(chosen: Distill, document: Mapping[str, Any], depth: int) -> int:
+    """How many of the first layers of a teacher, which has the config.json `document` and `depth` layers, its student's
+    are taken from."""
+    if chosen.teacher_layers not in ("auto", "all"):
+        return int(chosen.teacher_layers)
+    # Of ModernBERT's layers some read near tokens alone: the last one, which reads all, is kept.
+    mixed = any(len(set(document[name])) > 1 for name in BY_LAYER if name in document)
+    if chosen.teacher_layers == "all" or mixed:
+        return depth
+    return max(chosen.layers or depth, math.ceil(2 * depth / 3))
 
 
 def start(teacher: Path, chosen: Distill, root: Path) -> Path:
@@ -65,7 +70,7 @@ def start(teacher: Path, chosen: Distill, root: Path) -> Path:
         if as_large:
             fix += "; as many learn more with distill.unlabelled or distill.quantization_aware alone"
         raise ConfigError([Problem("distill.layers", chosen.layers, f"the teacher has {depth} layers", fix)])
-    of = taken_from(chosen, depth)
+    of = taken_from(chosen, document, depth)
     if not layers <= of <= depth:
         reason = f"the student has {layers} layers, and the teacher {depth}"
         fix = f"write a number from {layers} to {depth}"

@@ -242,7 +242,7 @@ class Distill(Section):
     teacher_layers: Positive | Literal["auto", "all"] = "auto"
     """How many of the teacher's first layers these are taken from. Its last ones have learned to answer from what all
     others made of a text, which is not what they are given in a student. `auto`: two thirds, or as many as the student
-    has; it is decided once and kept in the run."""
+    has, and all where layers differ in how far they read, as ModernBERT's; it is decided once and kept in the run."""
     width: Positive | None = None
     """Hidden size of the student; heads and feed-forward layers get narrower in proportion, and all keep evenly spaced
     parts of the teacher's weights. null: the teacher's."""
