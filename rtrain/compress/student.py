@@ -43,7 +43,7 @@ def taken_from(chosen: Distill, document: Mapping[str, Any], depth: int) -> int:
     are taken from."""
     if chosen.teacher_layers not in ("auto", "all"):
         return int(chosen.teacher_layers)
-    # Of ModernBERT's layers some read near tokens alone: the last one, which reads all, is kept.
+    # Some of ModernBERT's layers read near tokens alone: the last one, which reads all, is kept.
     mixed = any(len(set(document[name])) > 1 for name in BY_LAYER if name in document)
     if chosen.teacher_layers == "all" or mixed:
         return depth
