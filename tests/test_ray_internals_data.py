@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from rtrain import ray_internals
-from rtrain.ray_internals import private
+from rtrain.ray_internals import data, private
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -82,7 +82,7 @@ def test_a_stream_of_data_asks_for_no_nodes_and_has_its_part(monkeypatch: pytest
 
 
 STREAM = """
-import json, os, time
+import json, os, sys, time
 from types import SimpleNamespace
 os.environ["RAY_AUTH_MODE"] = "disabled"
 from rtrain import env
@@ -95,10 +95,10 @@ from rtrain import ray_internals
 from rtrain.ray_internals import data
 step, made = streaming_executor_state.process_completed_tasks, []
 def counted(*given, **named):
-    made.append("step")
+    made.append("s")
     return step(*given, **named)
 def slept(seconds):
-    made.append("rest")
+    made.append("r")
     time.sleep(seconds)
 def megabyte(batch):
     return {"id": batch["id"], "filling": np.zeros((len(batch["id"]), 1 << 20), dtype=np.uint8)}
@@ -108,31 +108,33 @@ ray_internals.stream_within(0.5)
 dataset = ray_internals.numbers(40, 40, 0.5).map_batches(megabyte, batch_size=None, num_cpus=0.5)
 options = dataset.context.execution_options
 options.preserve_order, options.resource_limits = True, ExecutionResources(object_store_memory=4 << 20)
-read = iter(dataset.iter_batches(batch_size=None, prefetch_batches=1))
+read = iter(dataset.iter_batches(batch_size=None, prefetch_batches=int(sys.argv[1])))
 numbers = [int(next(read)["id"][0])]
-in_turn = (["rest", "step"] * 10, ["step", "rest"] * 10)
+in_turn = ("r" * data.LOOKS + "s") * 6
 for _ in range(600):  # until it has read ahead
-    if (ahead := made[-20:]) in in_turn:
+    if rests := "".join(made[-20:]) in in_turn:
         break
     time.sleep(0.1)
 numbers += [int(batch["id"][0]) for batch in read]
-print(json.dumps([ahead in in_turn, numbers, made.count("rest"), made.count("step")]))
+print(json.dumps([rests, numbers, made.count("r"), made.count("s")]))
 ray.shutdown()
 """
 
 
 @pytest.mark.ray
-def test_a_stream_rests_while_its_reader_has_enough() -> None:
-    """Ray's own goes round and round at its limit of memory, for most of a core and of Python's lock. In a process and
-    a Ray of its own, as a training worker's is: behind the tests of verify, in their Ray, a task was always active."""
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_a_stream_rests_while_its_reader_has_enough(ahead: int) -> None:
+    """Ray's own goes round and round at its limit of memory, for most of a core and of Python's lock: with blocks that
+    lie ready, and with none where the reader's own fill it. In a process and a Ray of its own, as a training worker's
+    is."""
     done = subprocess.run(
-        [sys.executable, "-c", STREAM], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, "-c", STREAM, str(ahead)], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    in_turn, numbers, rests, steps = json.loads(next(line for line in done.stdout.splitlines() if line[:1] == "["))
-    assert in_turn
+    rests, numbers, rested, steps = json.loads(next(line for line in done.stdout.splitlines() if line[:1] == "["))
+    assert rests
     assert numbers == list(range(40))
-    assert 0 < rests < steps  # none is made while tasks have nothing yet
+    assert 0 < rested < data.LOOKS * steps  # none is made while tasks have nothing yet
 
 
 @pytest.mark.ray

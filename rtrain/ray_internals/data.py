@@ -9,9 +9,10 @@ from rtrain.ray_internals import private
 if TYPE_CHECKING:
     import ray.data
 
-REST_S = 0.05
-"""Between two steps of a stream that has as much as it may hold, and of which its reader has four blocks
-(`ingest._decoded`) beside."""
+LOOK_S = 0.01
+"""Between two looks, while a stream rests, whether its reader waits: as often as Ray's reader looks for a block."""
+LOOKS = 5
+"""Most of them between two steps of a stream that has as much as it may hold and whose reader has enough."""
 
 
 def without_data_actors() -> None:
@@ -78,9 +79,13 @@ def stream_within(cpus: float) -> None:
 
     def resting(topology: Any, *given: Any, **named: Any) -> int:
         last = next(reversed(topology.values()))
-        full = last.op._in_task_output_backpressure or not last.op.num_active_tasks()
-        if full and last.output_queue.num_blocks:
-            time.sleep(REST_S)
+        is_done = last.output_queue.num_blocks and not last.op.num_active_tasks()
+        if last.op._in_task_output_backpressure or is_done:
+            # What a reader has taken ahead counts as the stream's: it may be full while nothing lies ready.
+            for _ in range(LOOKS):
+                if last.num_waiting_consumers:
+                    break
+                time.sleep(LOOK_S)
         return step(topology, *given, **named)
 
     executor: Any = streaming_executor
