@@ -114,8 +114,8 @@ class _Client:
         return message
 
     def has_left(self) -> bool:
-        """By what the server has been told so far."""
-        if self._watch is None and not self.gone:
+        """By what the server has been told so far; a watch may not have had its turn since."""
+        if not self.gone:
             step: Any = self._receive()
             try:
                 step.send(None)  # as far as it comes without waiting
