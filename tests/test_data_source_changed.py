@@ -393,9 +393,9 @@ def nothing(*given: object) -> list[Any]:
 @pytest.mark.parametrize(
     ("where", "name", "packed", "overrides", "reason"),
     [
-        (files, "_refuse_packed_beside", "parts", {}, "data.path=.*0.csv and 0.csv.gz look like the same rows twice"),
+        (files, "_refuse_twice", "parts", {}, "data.path=.*0.csv and 0.csv.gz look like the same rows twice"),
         (
-            *(files, "_refuse_packed_beside", "more"),
+            *(files, "_refuse_twice", "more"),
             {"compress.vocabulary": "trim"},
             "compress.unlabelled=.*0.csv and 0.csv.gz look like the same rows twice",
         ),
@@ -441,7 +441,7 @@ def test_a_further_trial_of_a_search_that_began_before_a_check_reads_its_rows(
     document, root = config.to_document(settings(ground)), ground / "runs"
     task = Task(document, frozenset(), root / "search", root)
     with monkeypatch.context() as before:
-        before.setattr(files, "_refuse_packed_beside", nothing)
+        before.setattr(files, "_refuse_twice", nothing)
         began = task.prepared(0, {})
     taken_up, further = task.prepared(0, {}), task.prepared(1, {"optim.lr": 1e-3})
     assert taken_up.store.folder == further.store.folder == began.store.folder

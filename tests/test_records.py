@@ -273,6 +273,24 @@ def test_rows_stay_together_by_a_name_with_blanks_and_by_a_number_of_any_kind(tm
     assert [record.group for record in found] == ["7", "8", "7", "", "7", "7", "7.5"]
 
 
+def test_a_class_has_one_name_whether_or_not_its_file_has_a_gap(tmp_path: Path) -> None:
+    """Whole numbers beside a null are floats in a Parquet file: `1.0` would be a class beside `1`."""
+    whole = pa.table({"text": ["a", "b"], "label": [1, 0], "part": [3, 4]})
+    gap = pa.table({"text": ["c", "d", "e"], "label": [1.0, None, 2.5], "part": [3.0, None, 4.0]})
+    pa.parquet.write_table(whole, tmp_path / "a.parquet")
+    pa.parquet.write_table(gap, tmp_path / "b.parquet")
+    found = read(Data(path=str(tmp_path), slices=("part",)))
+    assert [record.label for record in found] == ["1", "0", "1", "", "2.5"]
+    assert [record.slices for record in found] == [("3",), ("4",), ("3",), ("",), ("4",)]
+    assert found[3].reason == "column 'label' is empty; write a label or remove the row"
+
+
+def test_a_label_that_begins_with_a_bracket_is_parted_by_the_separator_unless_it_is_a_list(tmp_path: Path) -> None:
+    content = b'text,label\na,[urgent]; billing\nb,[urgent]\nc,"[""x"", ""y; z""]"\n'
+    found = read_bytes(tmp_path / "a.csv", content, separator=";")
+    assert [json.loads(record.label) for record in found] == [["[urgent]", "billing"], ["[urgent]"], ["x", "y; z"]]
+
+
 @pytest.mark.parametrize("format", ["csv", "parquet"])
 def test_a_test_file_needs_no_column_by_which_nothing_is_split(tmp_path: Path, format: str) -> None:
     rows = {"text": ["a"], "label": ["x"]}

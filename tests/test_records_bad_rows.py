@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zipfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +18,7 @@ from rtrain.data.records import Record
 from rtrain.errors import ConfigError, UserError
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
-from tests.test_records import read_bytes
+from tests.test_records import problems, read_bytes
 from tests.tiny import make_tokenizer
 
 
@@ -67,8 +68,9 @@ def test_an_empty_second_text_is_allowed(tmp_path: Path) -> None:
 
 
 def test_a_lone_surrogate_escape_in_json_is_bad(tmp_path: Path) -> None:
-    [record] = read_bytes(tmp_path / "a.jsonl", b'{"text": "\\ud800", "label": "x"}\n')
-    assert record.reason == "column 'text' is not UTF-8; convert the file, e.g. iconv -f latin1 -t utf-8"
+    """The file is UTF-8: to convert it would spoil all of its accents."""
+    [record] = read_bytes(tmp_path / "a.jsonl", b'{"text": "\\ud83d", "label": "x"}\n')
+    assert record.reason == "column 'text' holds half of a character (as \\ud83d, of an emoji); write it whole"
 
 
 def test_a_slice_that_is_not_utf8_can_be_shown(tmp_path: Path) -> None:
@@ -220,6 +222,24 @@ def test_a_file_that_breaks_off_is_refused_by_name(tmp_path: Path, kind: str) ->
     [piece] = records.inspect(Data(path=str(path))).pieces
     with pytest.raises(UserError, match=rf"rows\.{kind} cannot be read to its end \(.+\); copy or write it again"):
         list(records.read(piece, Data()))
+
+
+def test_a_zip_file_that_cannot_be_read_is_refused_before_a_start(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv.zip"
+
+    def reason(written: bytes) -> str:
+        path.write_bytes(written)
+        [problem] = problems(Data(path=str(path)))
+        return problem.reason
+
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.csv", "text,label\na,b\n")
+    whole = path.read_bytes()
+    entry = whole.index(b"PK\x01\x02")  # of the directory at the end: flags are its bytes 8 and 9, then the packing
+    assert reason(whole[: entry + 8] + b"\x01" + whole[entry + 9 :]) == "it asks for a password"
+    assert reason(whole[: entry + 10] + b"\x09" + whole[entry + 11 :]) == "it is packed in a way of its own"
+    zipfile.ZipFile(path, "w").close()
+    assert reason(path.read_bytes()) == "it holds no file"
 
 
 @pytest.mark.parametrize(("name", "kind"), [("a.csv.gz", "csv"), ("a.parquet", "parquet")])

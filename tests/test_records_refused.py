@@ -1,5 +1,6 @@
 """Sources that are refused before a start, with all that is wrong and what to do."""
 
+import os
 import shlex
 from pathlib import Path
 
@@ -60,6 +61,34 @@ def test_missing_columns_are_named_together_with_those_there_are(tmp_path: Path)
         f"data.text_pair=reply: no such column; {columns}; write --set data.text_pair=COLUMN",
         f"data.label=label: no such column; {columns}; write --set data.label=COLUMN",
     ]
+
+
+def test_many_files_that_lack_the_same_columns_are_told_once(tmp_path: Path) -> None:
+    for number in range(300):
+        (tmp_path / f"{number:03}.csv").write_text("body,tag\na,b\n")
+    (tmp_path / "other.csv").write_text("text,tag\na,b\n")
+    found = [str(problem) for problem in problems(Data(path=str(tmp_path)))]
+    assert len(found) == 3
+    assert "000.csv (and 299 more like it) has body, tag" in found[0]
+    assert "other.csv has text, tag" in found[2]
+
+
+def test_a_pipe_is_no_file_of_rows(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.csv")
+    [problem] = problems(Data(path=str(tmp_path / "rows.csv")))
+    assert (problem.reason, problem.fix) == (
+        "no file or folder, but a pipe or the like",
+        "its rows are read more than once: write them to a file",
+    )
+
+
+def test_a_file_whose_name_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    """As a zip file of an old Windows leaves it. A store could not name its rows, once all of them are tokenised."""
+    with open(os.fsencode(tmp_path) + b"/donn\xe9es.csv", "wb") as file:
+        file.write(b"text,label\na,b\n")
+    [problem] = problems(Data(path=str(tmp_path)))
+    assert (problem.reason, problem.fix) == ("its name is not UTF-8", "rename it: what is kept of a row names its file")
+    assert "donn\\udce9es.csv" in str(problem)
 
 
 def test_names_of_columns_cannot_write_on_the_terminal(tmp_path: Path) -> None:

@@ -239,3 +239,14 @@ def test_a_file_beside_its_own_compressed_copy_is_refused(tmp_path: Path) -> Non
         [problem] = problems(Data(path=str(path)))
         assert problem.reason == "rows.csv and rows.csv.GZ look like the same rows twice"
     assert len(records.inspect(Data(path=str(tmp_path / "*.csv"))).pieces) == 1
+
+
+def test_a_file_beside_a_link_to_it_is_refused(tmp_path: Path) -> None:
+    folder = write_parts(tmp_path / "parts")
+    (folder / "latest.csv").symlink_to("b.csv")
+    [problem] = problems(Data(path=str(folder)))
+    assert problem.reason == "b.csv and latest.csv look like the same rows twice"
+    (tmp_path / "parts" / "b.csv").rename(tmp_path / "b.csv")
+    (folder / "latest.csv").unlink()
+    (folder / "latest.csv").symlink_to("../b.csv")
+    assert len(records.inspect(Data(path=str(folder))).pieces) == 3  # a link to what is elsewhere is a file

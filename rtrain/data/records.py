@@ -26,7 +26,7 @@ from rtrain.config import Data, assignment
 from rtrain.data.formats import addresses, digests, files, parts, readers
 from rtrain.data.formats.addresses import opened, path_of
 from rtrain.data.formats.files import ROLES, Piece
-from rtrain.data.formats.values import not_words, printable, string, text_of
+from rtrain.data.formats.values import name_of, not_words, printable, string, text_of
 from rtrain.errors import ConfigError, Problem, UserError, quoted, visible
 
 
@@ -58,6 +58,8 @@ SEPARATED = {
     "tsv": "replace the tabs of a text by blanks, or write csv",
 }
 """What to do about a text that holds the sign between two columns."""
+DECODED = range(0xDC80, 0xDD00)
+"""What `surrogateescape` makes of bytes that are no UTF-8; other halves of characters were written so, as in JSON."""
 DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, pyarrow.ArrowException)
 """What readers raise on damaged or cut-off files: snappy an OSError, gzip an EOFError, and so on."""
 
@@ -126,6 +128,8 @@ def inspect(data: Data, root: Path | None = None, begun: bool = False) -> Source
         field, uri = f"data.{field}", getattr(data, field)
         if uri is None:
             continue
+        # Hundreds of files of one making lack the same columns, which is told once.
+        alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
         try:
             found = files.find(field, uri, data.format, role, root, begun)
             pieces += found
@@ -133,9 +137,13 @@ def inspect(data: Data, root: Path | None = None, begun: bool = False) -> Source
                 seen = _columns(field, piece)
                 columns = columns or seen
                 name = uri if files.is_hub_name(uri, data.format) else Path(path_of(piece.uri)).name
-                problems += _missing(data, seen, name, piece.role)
+                alike.setdefault((piece.role, seen), []).append(name)
         except ConfigError as error:
             problems += error.problems
+        for (part, seen), names in alike.items():
+            more = len(set(names)) - 1
+            name = f"{names[0]} (and {more} more like it)" if more else names[0]
+            problems += _missing(data, seen, name, part)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))  # the splits of a hub data set lack the same columns
     return Source(tuple(pieces), columns)
@@ -312,8 +320,8 @@ def _record(line: int, row: Mapping[str, Any], data: Data) -> Record:
     # second document beside the name of one.
     text, label = text_of(row.get(data.text)), _label(row, data)
     pair = None if data.text_pair is None else text_of(row.get(data.text_pair))
-    slices = tuple(printable(string(row.get(name))) for name in data.slices)
-    group = None if data.split_by is None else _name(row.get(data.split_by))
+    slices = tuple(printable(name_of(row.get(name))) for name in data.slices)
+    group = None if data.split_by is None else name_of(row.get(data.split_by))
     split = None if data.split is None else string(row.get(data.split)).strip()
     reason = not_words(data, row) or _absent(data, row) or _reason(data, text, pair, label)
     if split is not None and split.lower() not in ROLES:
@@ -321,23 +329,24 @@ def _record(line: int, row: Mapping[str, Any], data: Data) -> Record:
     return Record(line, text, pair, label, reason, slices, group, ROLES.get((split or "").lower()))
 
 
-def _name(value: Any) -> str:
-    """What rows are kept together by. A column of whole numbers with a gap is one of floats in a Parquet file, and not
-    in the next one."""
-    whole = isinstance(value, float) and value.is_integer()
-    return string(int(value) if whole else value).strip()
-
-
 def _label(row: Mapping[str, Any], data: Data) -> str:
     """The label as text. Several columns become a JSON object, or an empty text if none of them is filled."""
-    found = {name: string(row.get(name)).strip() for name in data.labels}
+    found = {name: name_of(row.get(name)) for name in data.labels}
     if isinstance(data.label, tuple):
         return json.dumps(found, ensure_ascii=False) if any(found.values()) else ""
     label = next(iter(found.values()), "")
-    if data.separator is None or label.startswith("["):
+    if data.separator is None or _is_list(label):
         return label
     parts = [part.strip() for part in label.split(data.separator)]
     return json.dumps([part for part in parts if part], ensure_ascii=False)
+
+
+def _is_list(label: str) -> bool:
+    """Whether a label is written as a JSON list; one that begins with a bracket may be no more than that."""
+    try:
+        return label.startswith("[") and isinstance(json.loads(label), list)
+    except ValueError:
+        return False
 
 
 def _absent(data: Data, row: Mapping[str, Any]) -> str | None:
@@ -358,8 +367,10 @@ def _reason(data: Data, text: str, pair: str | None, label: str) -> str | None:
     for column, value in ((data.text, text), (data.text_pair, pair), (named, label)):
         try:
             size = len((value or "").encode("utf-8"))
-        except UnicodeEncodeError:
-            return f"column {column!r} is not UTF-8; convert the file, e.g. iconv -f latin1 -t utf-8"
+        except UnicodeEncodeError as error:
+            if ord(error.object[error.start]) in DECODED:
+                return f"column {column!r} is not UTF-8; convert the file, e.g. iconv -f latin1 -t utf-8"
+            return f"column {column!r} holds half of a character (as \\ud83d, of an emoji); write it whole"
         if size > data.max_row_bytes:
             return f"column {column!r} has {size:,} bytes; split it, or raise data.max_row_bytes={data.max_row_bytes:,}"
     if not text.strip():

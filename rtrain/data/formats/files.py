@@ -5,6 +5,7 @@ An address is a file, a folder, a glob, a folder of `datasets`, or the name of a
 
 import difflib
 import json
+import os
 import re
 import zipfile
 from collections.abc import Iterable
@@ -16,8 +17,12 @@ import fsspec
 from rtrain import hub
 from rtrain.data.formats import addresses
 from rtrain.data.formats.addresses import COMPRESSIONS, is_glob, path_of, suffix
+from rtrain.data.formats.values import printable
 from rtrain.errors import ConfigError, Problem
 
+LOCAL = "file://"
+ENCRYPTED, UNPACKED = 1, (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
+"""The flag of a zip file's entry that is encrypted, and the ways of packing one that Python unpacks."""
 NO_FILE = "no such file, folder or glob"
 SUFFIXES = {
     ".csv": "csv",
@@ -54,13 +59,13 @@ def find(field: str, uri: str, format: str | None, role: str, root: Path | None,
 
     `field` is the setting that holds the address, for the messages. A data set of the hub is read from its copy under
     `root` if there is one. Raises `ConfigError` if nothing is found, a format is unknown or a file is empty; and for a
-    compressed file beside the same one unpacked, unless the rows are those of a run that has `begun` with both.
+    file that is there twice, by a link or compressed, unless the rows are those of a run that has `begun` with both.
     """
     filesystem, path = addresses.filesystem(field, uri)
     with addresses.asked(field, uri):
         found = _found(field, uri, filesystem, path, format, role, root)
     if not begun:
-        _refuse_packed_beside(field, uri, found)
+        _refuse_twice(field, uri, found)
     return found
 
 
@@ -81,12 +86,18 @@ def _found(
         files = [name for name in found if filesystem.isfile(name)]
     elif is_hub_name(uri, format):
         return _hub_pieces(field, uri, role, root, _nearby(filesystem, path))
+    elif filesystem.exists(path):
+        fix = "its rows are read more than once: write them to a file"
+        raise ConfigError([Problem(field, uri, "no file or folder, but a pipe or the like", fix)])
     else:
         raise ConfigError([Problem(field, uri, NO_FILE, _nearby(filesystem, path))])
     if not files:
         raise ConfigError([Problem(field, uri, "no data file in it", f"expected {', '.join(sorted(SUFFIXES))}")])
     pieces = []
     for name in sorted(files):
+        if printable(name) != name:
+            fix = "rename it: what is kept of a row names its file"
+            raise ConfigError([Problem(field, name, "its name is not UTF-8", fix)])
         known = format or SUFFIXES.get(suffix(name))
         if known is None:
             fix = "set data.format to csv, tsv, jsonl, parquet, conll or squad"
@@ -102,12 +113,17 @@ def _found(
     return pieces
 
 
-def _refuse_packed_beside(field: str, uri: str, pieces: Iterable[Piece]) -> None:
-    """Raise `ConfigError` for a file with its own compressed copy beside it, whose rows would be read twice."""
+def _refuse_twice(field: str, uri: str, pieces: Iterable[Piece]) -> None:
+    """Raise `ConfigError` for a file with its own compressed copy, or a link to it, beside it: its rows would be read
+    twice."""
     plain = {piece.uri for piece in pieces}
+    places: dict[str, str] = {}
     for name in sorted(plain):
-        if name.lower().endswith(COMPRESSIONS) and (own := name.rpartition(".")[0]) in plain:
-            reason = f"{Path(own).name} and {Path(name).name} look like the same rows twice"
+        own = name.rpartition(".")[0] if name.lower().endswith(COMPRESSIONS) else name
+        place = os.path.realpath(name.removeprefix(LOCAL)) if name.startswith(LOCAL) else name
+        other = own if own != name and own in plain else places.setdefault(place, name)
+        if other != name:
+            reason = f"{Path(other).name} and {Path(name).name} look like the same rows twice"
             raise ConfigError([Problem(field, uri, reason, "remove one of the two, or name the files by a glob")])
 
 
@@ -133,11 +149,18 @@ def _is_hidden(name: str, above: str) -> bool:
 
 
 def refuse_several(field: str, uri: str) -> None:
-    """Raise `ConfigError` for a zip file with several files, of which only the first would be read."""
+    """Raise `ConfigError` for a zip file with several files, of which only the first would be read, and for one that
+    cannot be read."""
     if not path_of(uri).lower().endswith(".zip"):
         return
     with fsspec.open(uri, "rb") as file, zipfile.ZipFile(file) as archive:
-        names = [entry.filename for entry in archive.infolist()]
+        entries = archive.infolist()
+    names = [entry.filename for entry in entries]
+    if not names:
+        raise ConfigError([Problem(field, uri, "it holds no file", "pack the rows anew")])
+    if entries[0].flag_bits & ENCRYPTED or entries[0].compress_type not in UNPACKED:
+        reason = "it asks for a password" if entries[0].flag_bits & ENCRYPTED else "it is packed in a way of its own"
+        raise ConfigError([Problem(field, uri, reason, "unpack it, and name the file")])
     if names[1:]:
         listed = f"{', '.join(names[:8])}{' and more' if names[8:] else ''}"
         fix = "unpack it, and name the folder or one file"

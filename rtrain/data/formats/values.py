@@ -35,6 +35,13 @@ def string(value: Any) -> str:
     return value if isinstance(value, str) else str(value)
 
 
+def name_of(value: Any) -> str:
+    """The value as what rows are sorted by: a label, a slice, a group. A column of whole numbers with a gap is one of
+    floats in a Parquet file, and not in the next one."""
+    whole = isinstance(value, float) and value.is_integer()
+    return string(int(value) if whole else value).strip()
+
+
 def printable(text: str) -> str:
     """The text with a question mark in place of each lone surrogate, which Arrow, a page and a terminal cannot hold."""
     return text.encode("utf-8", "replace").decode()

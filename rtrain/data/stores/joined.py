@@ -46,7 +46,7 @@ def write(
             digest=final.name,
             rows={**known.rows, "train": known.rows["train"] + len(chosen)},
             tokens={**known.tokens, "train": known.tokens["train"] + tokens},
-            truncated=known.truncated + further.truncated,
+            truncated=known.truncated + rows.truncated("train", chosen),
             files={name: files[name] for name in [*first, *shards]},
             sources={**known.sources, "unlabelled": further.sources.get("train", {})},
             unlabelled={"rows": len(chosen), **left_out, "bad": further.quarantined},

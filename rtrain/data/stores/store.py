@@ -101,6 +101,13 @@ class Store:
         """How many rows have a label; they are a split's first."""
         return self.rows(split) - (self.manifest.unlabelled.get("rows", 0) if split == "train" else 0)
 
+    @property
+    def given(self) -> int:
+        """Rows with a label that the files hold: none that augmentation or a student's settings have added, and those
+        that are not trained on too."""
+        added = self.manifest.copies + self.manifest.unlabelled.get("rows", 0)
+        return sum(self.manifest.rows.values()) - added + self.manifest.left_out
+
     def check(self, *, size_only: bool) -> None:
         """Raise `UserError` if a file was changed. With `size_only` no file is read: only missing files and changed
         sizes are found."""
@@ -175,6 +182,15 @@ class Store:
             if "key" not in table.column_names:
                 return np.empty(0, dtype=np.uint64)
             found[chosen] = table["key"].chunk(0).to_numpy()[offsets[chosen]]
+        return found
+
+    def truncated(self, split: str, positions: Ints) -> int:
+        """How many of the rows at `positions` are longer than what was kept of them."""
+        shards, offsets = self.column(split, "shard")[positions], self.column(split, "offset")[positions]
+        found = 0
+        for number in np.unique(shards).tolist():
+            cut = self._open(self._shards[number])["truncated"].to_numpy(zero_copy_only=False)
+            found += int(cut[offsets[shards == number]].sum())
         return found
 
     def texts(self, split: str, positions: Ints) -> list[tuple[str, str | None] | None]:
