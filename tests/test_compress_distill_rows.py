@@ -19,6 +19,7 @@ from rtrain.errors import ConfigError, UserError
 from rtrain.network import trimming
 from rtrain.report import label_counts
 from rtrain.report.live import said
+from rtrain.report.sections import labels
 from rtrain.run import Run
 from rtrain.runs import opening
 from rtrain.tasks import base
@@ -178,6 +179,30 @@ def test_answers_to_tokens_are_joined_row_by_row(tmp_path: Path) -> None:
     found = unlabelled.chosen(rows, own, base.get("token_tags"), "v1", 0.3)
     assert found.repeated == rows.rows("train")
     assert len(found.positions) == found.unsure == 0
+
+
+def test_rows_that_were_cut_are_those_of_the_store(tmp_path: Path, encoder: Path) -> None:
+    """Not the others of the file without labels, which were left out."""
+    recipe = settings(tmp_path, encoder, **{"data.max_tokens": 8}).recipe
+    own, rows = stores(recipe, encoder, tmp_path)
+    assert rows.manifest.truncated == rows.rows("train") > 4
+    made = joined.write(tmp_path / ".tokens" / "0123456789abcdef", own, rows, np.array([2, 5, 3]), {}, "v1")
+    assert made.manifest.truncated == own.manifest.truncated + 3
+    assert made.given == sum(own.manifest.rows.values()) == sum(made.manifest.rows.values()) - 3
+
+
+def test_a_report_of_several_labels_is_of_the_rows_that_have_some(tmp_path: Path) -> None:
+    config = test_runs_tasks.settings("multi_label", tmp_path)
+    further = {"distill.teacher": "v1", "distill.unlabelled": config.recipe.data.path}
+    recipe, encoder = with_overrides(config, further).recipe, Path(config.recipe.model.name)
+    own = make_store(recipe, encoder, tmp_path)
+    rows = make_store(unlabelled.recipe_of(recipe), encoder, tmp_path, own.manifest.head)
+    for number, store in enumerate((own, rows)):
+        shape = (store.rows("train"), len(store.manifest.labels))
+        np.save(store.teacher_file("v1"), np.random.default_rng(number).normal(size=shape).astype(np.float32))
+    made = joined.write(tmp_path / ".tokens" / "0123456789abcdef", own, rows, np.arange(4), {}, "v1")
+    assert made.rows("train") == own.rows("train") + 4
+    assert list(map(str, labels._labels(made))) == list(map(str, labels._labels(own)))
 
 
 @pytest.mark.parametrize("workers", [1, 3])

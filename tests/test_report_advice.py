@@ -8,7 +8,7 @@ import pytest
 from rtrain.report import advice
 from rtrain.report.advice import Facts, Label, Weak
 
-FINE = Facts(folder="/runs/a b", score=0.95, interval=(0.93, 0.97), rows=1000, updates=100, epochs=3)
+FINE = Facts(folder="/runs/a b", score=0.95, interval=(0.93, 0.97), rows=1000, given=800, updates=100, epochs=3)
 AGAIN = "rtrain train '/runs/a b/config.yaml' --set {} --out NEW_FOLDER"
 
 
@@ -89,7 +89,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "mend_rows": (
         {"set_aside": 50, "reason": "column 'text' is empty"},
         {"set_aside": 4},
-        "50 of 1,050 rows (4.8 %) were set aside, most often because: column 'text' is empty",
+        "50 of 850 rows (5.9 %) were set aside, most often because: column 'text' is empty",
         "",
     ),
     "check_labels": (

@@ -71,8 +71,11 @@ class Facts:
     updates: int = 0
     epochs: int = 1
     rows: int = 0
+    """Those of the store, copies and such without labels among them."""
+    given: int = 0
+    """Those with labels that the files hold."""
     cut: int = 0
-    """Rows that are longer than what is read."""
+    """Rows of the store that are longer than what is read."""
     max_tokens: int = 64
     windows: bool = False
     """Long rows are read in several windows of `max_tokens` tokens."""
@@ -125,7 +128,7 @@ def go_on(facts: Facts) -> Step | None:
 
 
 def mend_rows(facts: Facts) -> Step | None:
-    total = facts.rows + facts.set_aside
+    total = facts.given + facts.set_aside
     if not total or facts.set_aside < SET_ASIDE_SHARE * total:
         return None
     why = f"{facts.set_aside:,} of {total:,} rows ({_percent(facts.set_aside / total)}) were set aside"

@@ -26,8 +26,11 @@ def section(run: Collected) -> Section:
     overlaps = {event["split"]: Note(said.overlap(event)) for event in run.of("overlap")}
     blocks: list[Block] = [*overlaps.values(), _splits(run, store), _lengths(run, store), *labels.blocks(run, store)]
     blocks += [*terms.blocks(run, store), _quarantine(store)]
-    total = sum(store.manifest.rows.values())
-    intro = f"{total:,} rows were read; {store.manifest.quarantined:,} more were set aside as unusable. {_split(run)}"
+    made, without = store.manifest.copies, store.manifest.unlabelled.get("rows", 0)
+    intro = f"{store.given:,} rows were read; {store.manifest.quarantined:,} more were set aside as unusable. "
+    intro += f"{made:,} copies of training rows were made. " if made else ""
+    intro += f"{without:,} rows without labels come after them. " if without else ""
+    intro += _split(run)
     return Section("data", "Data", intro, blocks)
 
 

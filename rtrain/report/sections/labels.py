@@ -46,7 +46,7 @@ def _labels(store: Store) -> list[Block]:
     items = [Bar(str(number), float(rows), f"{rows:,} rows") for number, rows in enumerate(counted) if rows]
     title = f"{each.mean():.2f} labels per training row; {int(counted[0]):,} rows have none"
     several = Figure(title, charts.bars(items[:MOST_LABELS], "training rows"), "Rows by the number of their labels.")
-    tokens = store.column("train", "length").astype(np.float64)
+    tokens = store.column("train", "length")[: len(given)].astype(np.float64)  # rows without labels come after them
     boxed = [(name, tokens[given[:, place]]) for place, name in enumerate(names)]
     note = "A row counts for each of its labels."
     return [_bars(names, given.sum(axis=0)), several, *_boxes(boxed, "Length by label", note)]

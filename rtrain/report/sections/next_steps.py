@@ -57,6 +57,7 @@ def facts(run: Collected) -> Facts:
         updates=run.summary["updates"],
         epochs=run.config.recipe.train.epochs,
         rows=sum(run.store.manifest.rows.values()) if run.store else 0,
+        given=run.store.given if run.store else 0,
         cut=cut,
         max_tokens=run.reading.max_tokens,
         windows=run.reading.max_windows > 1,
