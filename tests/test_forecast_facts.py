@@ -1,7 +1,9 @@
 """What is known of a run before it starts: its rows, their tokens, its model's size."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from rtrain import config as configuration
 from rtrain.config import Model
 from rtrain.doctor.forecast import facts
-from rtrain.errors import ConfigError
+from rtrain.errors import ConfigError, UserError
 from rtrain.network import local
 from tests.conftest import labelled_rows, write_rows
 from tests.test_forecast_plan import configured
@@ -34,8 +36,22 @@ def test_rows_are_counted_by_split_and_their_tokens_in_a_sample(tmp_path: Path, 
     assert found.outputs == len({row[1] for row in rows})
     noisy = configured(data__path=recipe.data.path, augment__copies=9, augment__typo=0.1).recipe
     assert facts.of_rows(noisy, encoder).train == 10 * found.train
-    with pytest.raises(ConfigError, match="it has no row to train on"):
-        facts.of_rows(configured(data__path=str(write_rows(tmp_path / "none.csv", []))).recipe, encoder)
+
+
+def test_rows_that_a_run_would_refuse_are_refused(tmp_path: Path, encoder: Path) -> None:
+    def counted(rows: Sequence[tuple[str, str]], **more: Any) -> facts.Rows:
+        return facts.of_rows(
+            configured(data__path=str(write_rows(tmp_path / "rows.csv", rows)), **more).recipe, encoder
+        )
+
+    with pytest.raises(UserError, match="every row was set aside"):
+        counted([])
+    with pytest.raises(UserError, match="3 training rows leave no validation row"):
+        counted(labelled_rows(3))
+    some = [*labelled_rows(60), *((f"row {number}", "") for number in range(40))]
+    with pytest.raises(UserError, match=r"40 of 100 rows cannot be used.*\n.*rows.csv:62: column 'label' is empty"):
+        counted(some)
+    assert counted(some, data__max_bad_rows=0.5).train > 30
 
 
 def test_rows_that_are_not_read_are_as_long_as_is_said_or_as_the_blocks_of_the_task() -> None:

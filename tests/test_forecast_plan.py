@@ -134,6 +134,27 @@ def test_what_fits_no_node_is_shared_out_then_computed_again(cluster: layouts.Cl
         plan.choose(config, cluster, layout, needs(encoder, config, 4, 14, 13, 12, 12, 12, 11), prices.table())
 
 
+def test_a_gpu_that_is_too_small_is_told_by_its_own_memory(encoder: Path) -> None:
+    """Not by that of its host, of which there is enough."""
+    kinds = {
+        "head_node_type": "head",
+        "max_workers": 4,
+        "available_node_types": {
+            "head": {"resources": {"CPU": 8}, "node_config": {"InstanceType": "m7i.2xlarge"}},
+            "t4": {
+                "resources": {"CPU": 32, "GPU": 1, "accelerator_type:T4": 1},
+                "max_workers": 4,
+                "node_config": {"InstanceType": "g4dn.8xlarge"},
+            },
+        },
+    }
+    config = configured(train__workers=4, train__device="gpu")
+    cluster = layouts.of_document(kinds)
+    layout = layouts.laid_out(config, cluster)
+    with pytest.raises(ConfigError, match=r"needs 24\.0 GB even .* name GPUs of more than 16 GB, or --set train\.tok"):
+        plan.choose(config, cluster, layout, [(Way(), Need(24 * GB, 0, 0, 0, process=GB))], prices.table())
+
+
 def test_only_one_worker_writes_checkpoints(cluster: layouts.Cluster) -> None:
     """A node of 16 GB, of which two thirds are 10.4: with a copy of 6, there is room for two of 2 GB."""
     [kind] = [one for one in cluster.kinds if one.name == "worker"]
@@ -175,6 +196,17 @@ def test_hours_are_rows_by_the_pace(cluster: layouts.Cluster) -> None:
     flops = SHAPE.flops(np.full(32, 32))
     assert found.train_s == pytest.approx(found.updates * flops / 1e9)
     assert found.evaluate_s == pytest.approx(flops / 32 / 1e9 / 3 * (2 * 1250 + 1250))
+
+
+def test_the_last_update_is_followed_by_an_evaluation(cluster: layouts.Cluster) -> None:
+    """Of 313 updates: one that no whole number of `evaluate_every` has led to."""
+    given = pace.Pace(1e9, 1e30, pace.HOST, "", 0.0)
+    once, thrice = (
+        planned(configured(train__workers=1, train__epochs=1, train__evaluate_every=every), cluster, given)
+        for every in (1000, 150)
+    )
+    assert once.updates == 313
+    assert thrice.evaluate_s / once.evaluate_s == pytest.approx((3 + 1) / (1 + 1))
 
 
 def test_through_a_frozen_encoder_nothing_goes_back(cluster: layouts.Cluster) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from rtrain import documents
 from rtrain.batch import Ints
 from rtrain.config import Model, Recipe
-from rtrain.data import packing, records
+from rtrain.data import packing, records, refusals
 from rtrain.data.splits import Splits
 from rtrain.data.stores import shards
 from rtrain.errors import ConfigError, Problem
@@ -72,11 +72,13 @@ def length(recipe: Recipe, tokens: int | None) -> int:
 
 
 def of_rows(recipe: Recipe, model: Path) -> Rows:
-    """The rows of `data.path` and its like. Raises `ConfigError` where there are too many to be counted here."""
+    """The rows of `data.path` and its like. Raises `ConfigError` where there are too many to be counted here, and
+    `UserError` where a run would refuse them: too many are bad, or a split has none."""
     source = records.inspect(recipe.data)
     splits, counts = Splits.of(recipe.data, source), dict.fromkeys(("train", "valid", "test"), 0)
     task, tokenizer = base.get(recipe.task), shards.tokenizer_of(recipe, model)
     kept, labels = list[records.Record](), Counter[str]()
+    total, bad = 0, list[str]()
     generator = np.random.default_rng(0)
     for piece in source.pieces:
         read: Iterator[Any] = records.read(piece, recipe.data)
@@ -86,7 +88,9 @@ def of_rows(recipe: Recipe, model: Path) -> Rows:
             if number == MOST_ROWS:
                 reason, fix = f"more than {MOST_ROWS:,} rows", "write how many there are to train on: --rows N"
                 raise ConfigError([Problem("data.path", piece.uri, reason, fix)])
-            if shards.judged(record, task).reason is not None:
+            total += 1
+            if (flaw := shards.judged(record, task).reason) is not None:
+                bad.append(f"{Path(piece.uri).name}:{record.line}: {flaw}")
                 continue
             split = splits.split(record, piece.role)
             if split == "train" and record.label == recipe.data.outside:
@@ -98,10 +102,9 @@ def of_rows(recipe: Recipe, model: Path) -> Rows:
                 place = len(kept) if len(kept) < SAMPLE else int(generator.integers(counts["train"]))
                 if place < SAMPLE:
                     kept[place : place + 1] = [record]
+    records.refuse_if_too_bad(len(bad), total, bad, recipe.data, source.columns)
+    refusals.empty_splits(recipe, counts)
     windows, each = _windows(recipe, task, tokenizer, kept)
-    if not counts["train"]:
-        fix = "name rows with texts, or write how many there are to train on: --rows N"
-        raise ConfigError([Problem("data.path", recipe.data.path, "it has no row to train on", fix)])
     outputs = max(1, len(task.head(labels, tokenizer).labels))
     return Rows(counts["train"] * (1 + _copies(recipe)), counts["valid"], counts["test"], windows, each, outputs)
 

@@ -108,11 +108,15 @@ def choose(
             per_node = layouts.dealt(cluster, nodes, layout.need.places, layout.needs, room)
             return Chosen(way, why, need, nodes, per_node)
         larger.append(f"{way} would take {need.total / 1e6:,.0f} MB a worker")
-    largest = max(
-        (kind.instance.memory_gb for kind in cluster.kinds if kind.instance and kind.node.get("CPU", 0)), default=0
-    )
-    reason = f"a worker needs {need.total / 1e9:.1f} GB even with {way}, and {layout.need.places} do not fit"
-    fix = f"name nodes of more than {largest:g} GB, fewer workers, or --set train.tokens_per_pass=512"
+    if layout.device == "gpu":
+        largest = max((paces.PEAK[kind.gpu].gigabytes for kind in cluster.kinds if kind.gpu in paces.PEAK), default=0)
+        size, larger_ones = need.total - need.process, f"GPUs of more than {largest:g} GB"
+    else:
+        instances = (kind.instance for kind in cluster.kinds if kind.instance and kind.node.get("CPU", 0))
+        largest = max((instance.memory_gb for instance in instances), default=0)
+        size, larger_ones = need.total, f"nodes of more than {largest:g} GB, fewer workers"
+    reason = f"a worker needs {size / 1e9:.1f} GB even with {way}, and {layout.need.places} do not fit"
+    fix = f"name {larger_ones}, or --set train.tokens_per_pass=512"
     raise ConfigError([Problem("train.workers", config.recipe.train.workers, reason, fix)])
 
 
@@ -179,7 +183,9 @@ def hours(
     [update] = over(fabric, [workers])
     each = math.ceil(rows.train / recipe.rows_per_update)
     number = recipe.train.epochs * each
-    evaluations = number // recipe.train.evaluate_every if recipe.train.evaluate_every else recipe.train.epochs
+    # The last update is followed by one in any case.
+    every = recipe.train.evaluate_every
+    evaluations = math.ceil(number / every) if every else recipe.train.epochs
     scored = rows.valid * evaluations + rows.test
     numbers = sorted({max(parts, many) for many in CURVE if max(parts, many) % parts == 0})
     others = {name: over(replace(fabric, between=PRESETS[name]), numbers) for name in wires}
