@@ -278,7 +278,7 @@ def test_a_stage_has_its_own_layers_and_one_has_the_embeddings(encoder: Path) ->
 def test_what_is_held_beside_what_is_alive_depends_on_the_way(
     encoder: Path, monkeypatch: pytest.MonkeyPatch, way: Way, workers: int, device: str, factor: float
 ) -> None:
-    """Of so many tokens that activations are more than all buckets."""
+    """Passes have so many tokens that activations are more than all buckets."""
     recipe, alive, of_pass = Recipe(name="a", task="classification"), list[int](), trace.of_pass
 
     def looked_at(*given: Any, **named: Any) -> Traced:
@@ -292,7 +292,7 @@ def test_what_is_held_beside_what_is_alive_depends_on_the_way(
 
 
 def test_a_plan_takes_the_fullest_stage(encoder: Path) -> None:
-    """Of 8 passes all are kept, or as many as there are stages; a whole model keeps one at a time."""
+    """All of 8 passes are kept, or as many as there are stages; a whole model keeps one at a time."""
 
     def activations(train: Train) -> float:
         passes = fitting.Pass((64,) * 16, tokens_of_update=8 * 1024.0)

@@ -71,7 +71,7 @@ def test_slices_are_the_worst_first_and_small_ones_together() -> None:
 def test_a_column_of_as_many_values_as_rows_is_one_slice_and_takes_no_square_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 50,000 rows with a number each it would take 2,500,000,000 comparisons."""
+    """Compared each with each, 50,000 rows of a number each would take 2,500,000,000 comparisons."""
     monkeypatch.setattr(Counted, "compared", 0)
     names: list[str] = [Counted(f"user {row}") for row in range(300)]
     found = of_intents([0] * 300, [0, 1] * 150, of=names)["slices"]["of"]

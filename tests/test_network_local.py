@@ -129,7 +129,7 @@ def test_a_gpu_takes_no_kernel_that_knows_no_first_token() -> None:
 
 
 def make_artifact(folder: Path, longest: int, reach: int = REACH) -> tuple[Path, Store]:
-    """Of random weights, for texts of so many tokens, with rows."""
+    """A network of random weights, for texts of so many tokens, with rows."""
     encoder = make_encoder(folder / "encoder")
     texts = [(text_of(1 + (longest * number) // 40, number), "ab"[number % 2]) for number in range(40)]
     data = {"data.path": str(write_rows(folder / "rows.csv", texts)), "data.max_tokens": longest}

@@ -105,7 +105,7 @@ def _updates(world: int, rank: int, folder: Path, freeze: Literal["none", "encod
 
 
 def _share(number: int, count: int, world: int, rank: int) -> list[Tokens]:
-    """Of three workers one gets most of the rows: sums do not depend on how rows are dealt."""
+    """One of three workers gets most of the rows: sums do not depend on how rows are dealt."""
     rows, speeds = make_rows(count, seed=number), (1.0, 0.5, 0.25) if world == 3 else ()
     return [pick(rows, chosen.tolist()) for chosen in deal(rows.lengths, world, rank, most_rows=3, speeds=speeds)]
 

@@ -382,7 +382,7 @@ def test_who_alone_reaches_the_target_wins() -> None:
 
 
 def test_who_reaches_the_target_with_one_of_its_seeds_is_before_who_never_does() -> None:
-    """Of trial 1 the first seed misses the target, after its 90 seconds of training; the next one comes to it."""
+    """The first seed of trial 1 misses the target, after its 90 seconds of training; the next one comes to it."""
     found = play(
         searched(0.8, 0.8),
         world(0.8, 0.8),

@@ -84,7 +84,7 @@ def test_without_any_spread_nothing_but_the_budget_ends_a_search(tmp_path: Path)
 
 
 def test_an_error_for_a_score_stops_as_a_share_does(tmp_path: Path) -> None:
-    """Of essays: the negative of an error, of which no standard error of a share is known."""
+    """The score of essays is the negative of an error, of which no standard error of a share is known."""
     found = searched(tmp_path, lambda trial: 10 * noisy(0.02)(trial) - 15, luck=0.4)
     assert len(found.own) == 8
 

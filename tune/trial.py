@@ -30,7 +30,7 @@ from tune.known.journal import Journal
 
 LOG_EVERY = "train.log_every"
 LOGGED = Train.model_fields["log_every"].default
-"""Of a search that was given no other; whether it was given this very one, a resume is not told."""
+"""What a search has that was given no other; whether it was given this very one, a resume is not told."""
 FIXED = ("train.workers", "train.micro_batch")
 """Settings beside those of `tune` with which a search, or a study, goes on as it began: of them are a trial's rows per
 update."""

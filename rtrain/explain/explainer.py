@@ -50,7 +50,7 @@ class Explained:
     texts: tuple[Reading, ...]
 
     def to_document(self) -> dict[str, Any]:
-        """As JSON, see `serve.schema.Explained`."""
+        """As JSON, see `serve.schema.ExplainedAnswer`."""
         entity = {} if self.span is None else {"start": self.span[0], "end": self.span[1]}
         return {
             "label": self.label,

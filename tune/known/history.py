@@ -28,7 +28,7 @@ class Reached:
     seconds: float = 0.0
     """Seconds of training until then."""
     luck: float | None = None
-    """Of a trial that repeats another one: the standard deviation that the rows alone make of one of the two scores
+    """Where it repeats another trial: the standard deviation that the rows alone make of one of the two scores
     (`chance.luck`)."""
 
 

@@ -45,7 +45,7 @@ mounted, neither append to a file nor rename one: a run's log needs the one, its
 CLIENTS = {"rtrain-client": "true"}
 """Pods with this label may ask the endpoint."""
 OPERATOR = {"app.kubernetes.io/component": "kuberay-operator"}
-"""Of KubeRay's pod, by its Helm chart and by its own manifests; under `name` they call it otherwise."""
+"""What KubeRay's pod is labelled by its Helm chart and by its own manifests; as `name` they say different things."""
 
 
 @dataclass(frozen=True)
