@@ -6,13 +6,11 @@ address, another proxy should stand there.
 """
 
 import asyncio
-import importlib
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -28,7 +26,7 @@ from serve.desk import build_desk
 from serve.door import guard
 from serve.front import connection, direct
 from serve.front.address import Address, free_address, listening, refuse_grpc_port
-from serve.models import Models
+from serve.models import Models, over_grpc
 from serve.watching import tracing
 
 KEEP_ALIVE_S = 60
@@ -116,13 +114,5 @@ def application(settings: Serve, names: list[str]) -> Models:
         predictor.artifact = replace(predictor.artifact, name=name)
         return build_app(predictor, settings, None, lasting[name])
 
-    def beside(models: Models) -> AbstractAsyncContextManager[Any]:
-        if settings.grpc_port is None:
-            return nullcontext()
-        grpc = importlib.import_module("serve.grpc")  # its libraries are an extra
-        opened: AbstractAsyncContextManager[Any] = grpc.serving(
-            models, settings, settings.grpc_port, door, len(models.names), shared=False
-        )
-        return opened
-
+    beside = over_grpc(settings, door, shared=False)
     return Models(lasting, make, lambda models: build_desk(models, settings, door, None), beside)

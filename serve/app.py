@@ -8,9 +8,8 @@ the model's name and version; each error has the one form of `schema.ErrorReply`
 
 import asyncio
 import functools
-import importlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
@@ -44,12 +43,7 @@ def build_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            if settings.grpc_port is not None:  # its libraries are an extra
-                grpc = importlib.import_module("serve.grpc")
-                opened = grpc.serving(service, settings, settings.grpc_port, lasting.door)
-                app.state.grpc_port = await stack.enter_async_context(opened)
-            yield
+        yield
         service.close()
 
     bodies = (schema.PredictRequest, protocol.InferRequest, protocol.IndexRequest)

@@ -10,7 +10,7 @@ from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.exceptions import ExceptionMiddleware
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import rtrain
 from rtrain.config import Serve
@@ -91,7 +91,7 @@ class Application(FastAPI):
     def build_middleware_stack(self) -> ASGIApp:
         """FastAPI's, without its last resort for errors, its telemetry and its limit of bodies: envelope and guard are
         these, in our form."""
-        app: ASGIApp = ExceptionMiddleware(AsyncExitStackMiddleware(self.router), self.exception_handlers)
+        app: ASGIApp = ExceptionMiddleware(_Heads(AsyncExitStackMiddleware(self.router)), self.exception_handlers)
         for added, given, named in reversed(self.user_middleware):
             app = added(app, *given, **named)
         return app
@@ -109,6 +109,24 @@ class Application(FastAPI):
                 super().openapi().update(security=[{"key": []}])
                 super().openapi()["components"]["securitySchemes"] = schemes
         return super().openapi()
+
+
+class _Heads:
+    """Answers HEAD as GET: the server leaves the body out. Monitors and `curl -I` ask so; a route of FastAPI's for it
+    would be another operation in the OpenAPI document."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        asked = {**scope, "method": "GET"}
+        try:
+            await self._app(asked, receive, send)
+        finally:
+            scope.update({**asked, "method": "HEAD"})  # what the router has found is counted and logged
 
 
 def routes(desk: Desk, settings: Serve, exposition: Exposition | None) -> APIRouter:

@@ -7,6 +7,7 @@ anything else        where there is one model, that one; else what is said of al
 
 import asyncio
 import functools
+import importlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -16,11 +17,12 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rtrain.config import Serve
 from rtrain.errors import UserError
 from serve.answering import Lasting, Service
 from serve.change import scaling
 from serve.change.versions import Versions
-from serve.door import guard
+from serve.door import guard, keys
 from serve.schema import RequestError
 from serve.watching import sums
 from serve.watching.telemetry import Requests
@@ -29,6 +31,21 @@ MOUNT, PROTOCOL = "/models/", "/v2/models/"
 Make = Callable[[str, Path], Awaitable[FastAPI]]
 """As `versions.Make`, of the model of that name."""
 Beside = Callable[["Models"], AbstractAsyncContextManager[Any]]
+
+
+def over_grpc(settings: Serve, door: keys.Door | None, *, shared: bool) -> Beside:
+    """A gRPC server of all models, where the settings have a port for it. `shared`: with other processes."""
+
+    def beside(models: Models) -> AbstractAsyncContextManager[Any]:
+        if settings.grpc_port is None:
+            return nullcontext()
+        grpc = importlib.import_module("serve.grpc")  # its libraries are an extra
+        opened: AbstractAsyncContextManager[Any] = grpc.serving(
+            models, settings, settings.grpc_port, door, len(models.names), shared=shared
+        )
+        return opened
+
+    return beside
 
 
 class Models:

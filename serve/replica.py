@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import importlib
 import logging
 import os
 import time
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from serve.declared import most_replicas, most_requests
 from serve.desk import build_desk
 from serve.door import access, guard
 from serve.front import direct
-from serve.models import Models
+from serve.models import Models, over_grpc
 from serve.watching.sums import sum_expositions
 
 logger = logging.getLogger(__name__)
@@ -54,7 +52,7 @@ class Replica:
         self._lasting = {name: Lasting(settings, self._door) for name in names}
         several = most_replicas(settings) > 1 if several is None else several
         self._sum = self._sum_of_replicas if several else None
-        self._models = Models(self._lasting, self._make, self._desk, self._beside)
+        self._models = Models(self._lasting, self._make, self._desk, over_grpc(settings, self._door, shared=True))
         self._reconfigured_s = 0.0
         """Seconds of the last `reconfigure`."""
         self._wish: Wish = {}
@@ -66,15 +64,6 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> Models:
         return self._models
-
-    def _beside(self, models: Models) -> AbstractAsyncContextManager[Any]:
-        if self._settings.grpc_port is None:
-            return nullcontext()
-        grpc = importlib.import_module("serve.grpc")  # its libraries are an extra
-        opened: AbstractAsyncContextManager[Any] = grpc.serving(
-            models, self._settings, self._settings.grpc_port, self._door, len(models.names)
-        )
-        return opened
 
     def _desk(self, models: Models) -> FastAPI:
         return build_desk(models, self._settings, self._door, self._sum)

@@ -6,7 +6,7 @@ is not UTF-8, lone surrogates included, so nothing hostile reaches Python object
 
 Replies are described here and built as plain dicts: validating our own answers would cost more than a small model does.
 The answers of /predict are built by `decode` of the model's task (`rtrain.tasks`), explanations beside them by
-`serve.explanations`, the messages of /v2 by `serve.protocol`, and all else, errors included, by `serve.app`.
+`serve.explanations`, the messages of /v2 by `serve.protocol`, errors by `serve.base`, and all else where its route is.
 """
 
 from typing import Annotated, Any, Literal, TypeVar

@@ -1,10 +1,11 @@
 """Clients that others wrote, against a real server on loopback, for each task; and what a router of requests needs."""
 
+import http.client
 import json
 import subprocess
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,17 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 from huggingface_hub import InferenceClient, constants
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from rtrain.config import Serve
 from rtrain.predict import Predictor
 from serve import protocol
-from serve.app import build_app
+from serve.alone import application
 from serve.front.address import free_address
-from tests.serving import HEADS, LABELS, listening, predictor_of
-from tests.tiny import CORPUS, make_artifact
+from tests.serving import HEADS, LABELS, listening
+from tests.tiny import CORPUS, make_artifact, make_task_artifact
 
 TEXT = "🙂 Anna Lund sold the brown box in Köln. 😀 The rest is for Thomas at the bank, who pays well."
 """Characters of four bytes stand before what is found: places are characters, not bytes and not UTF-16 units."""
@@ -33,19 +35,36 @@ ASKED: dict[str, Any] = {"span_qa": QUESTION, "masked_lm": "where is my [MASK]"}
 
 
 @pytest.fixture(scope="module")
-def predictors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Predictor]:
-    return {task: predictor_of(tmp_path_factory.mktemp(task), task) for task in HEADS}
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {task: make_task_artifact(tmp_path_factory.mktemp(task), task, HEADS[task], seed=1) for task in HEADS}
 
 
 @pytest.fixture(scope="module")
-def addresses(predictors: dict[str, Predictor]) -> Iterator[dict[str, str]]:
+def predictors(artifacts: dict[str, Path]) -> dict[str, Predictor]:
+    return {task: Predictor.load(folder, threads=1) for task, folder in artifacts.items()}
+
+
+def alone_with(settings: Serve, folder: Path) -> ASGIApp:
+    """The application of one process."""
+    models = application(settings, ["tiny"])
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await models.become({"tiny": str(folder)})
+        await models(scope, receive, send)
+
+    return app
+
+
+@pytest.fixture(scope="module")
+def addresses(artifacts: dict[str, Path]) -> Iterator[dict[str, str]]:
     """Those of an endpoint for each task; that of the classes speaks gRPC too, and so does that of questions."""
     with ExitStack() as stack:
         found = {}
-        for task, predictor in predictors.items():
+        for task, folder in artifacts.items():
             speaks = task in ("classification", "span_qa")
             settings = Serve(grpc_port=free_address("127.0.0.1", 0).port if speaks else None, max_body_bytes=50_000)
-            found[task] = stack.enter_context(listening(build_app(predictor, settings)))
+            found[task] = stack.enter_context(listening(alone_with(settings, folder)))
             if speaks:
                 found[f"{task} grpc"] = f"127.0.0.1:{settings.grpc_port}"
         yield found
@@ -165,6 +184,29 @@ def test_every_label_is_answered_and_the_scores_sum_to_one(addresses: dict[str, 
     [heads], _ = post(addresses["multi_head"], TEXT)
     assert {name: len(rows) for name, rows in heads.items()} == {"intent": 2, "mood": 3}
     assert [sum(one["score"] for one in rows) for rows in heads.values()] == pytest.approx([1, 1], abs=1e-6)
+
+
+def test_a_monitor_may_ask_by_head(addresses: dict[str, str]) -> None:
+    """As GET without the body, on a connection on which the next answer can be read, and counted by its route."""
+    connection = http.client.HTTPConnection(addresses["classification"].removeprefix("http://"), timeout=20)
+    asked = ("/", "/info", "/v2/health/ready", "/v2/models/tiny", "/openapi.json", "/v2/models/other")
+    told = ("content-type", "content-length", "content-security-policy", "x-model-name")
+    with closing(connection):
+        for path in asked:
+            found = {}
+            for method in ("HEAD", "GET"):
+                connection.request(method, path)
+                reply = connection.getresponse()
+                found[method] = (reply.status, [reply.headers[name] for name in told])
+                assert bool(reply.read()) == (method == "GET")
+            assert found["HEAD"] == found["GET"]
+        connection.request("HEAD", "/predict")
+        reply = connection.getresponse()
+        assert (reply.status, reply.headers["allow"], reply.read()) == (405, "POST", b"")
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+    [ready] = [line for line in lines if line.startswith("rtrain_requests_total{") and "/health/ready" in line]
+    assert float(ready.split()[-1]) >= 2
 
 
 @pytest.mark.parametrize("text", [TEXT, "  Anna\t in  Köln ", "e\u0301té à Lyon, Anna!", "\uff21nna\u3000in 東京"])

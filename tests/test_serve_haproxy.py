@@ -103,7 +103,7 @@ def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
         "option http-ignore-probes",
         "errorfile",
         "stats socket",
-        "http-request return status 503 content-type application/json lf-file /pages/busy",
+        "http-request return status 503 content-type application/json lf-file /pages/",
         "http-request set-var(txn.most)",
         *("acl full", "acl up", "acl v2", "acl health"),
         *("http-response set-var(proc.", "http-request set-var(txn.later)"),
@@ -411,11 +411,14 @@ def test_without_a_replica_the_answer_is_ours_and_says_at_once_when_to_come_agai
     with proxy(gone) as (port, _, _):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
         with contextlib.closing(connection):
-            connection.request("GET", "/v2")
-            answer = connection.getresponse()
-            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
-            assert json.loads(answer.read())["error"]["message"] == "no replica can answer now"
-            assert {name: answer.headers[name] for name in security.of(tls=False)} == security.of(tls=False)
+            for path in ("/predict", "/v2", "/v2/models/tiny/infer") if there else ("/predict",):
+                assert wait_until(lambda: health(port) == 503)
+                connection.request("GET", path)
+                answer = connection.getresponse()
+                assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+                error = json.loads(answer.read())["error"]
+                assert (error if path[:3] == "/v2" else error["message"]) == "no replica can answer now"
+                assert {name: answer.headers[name] for name in security.of(tls=False)} == security.of(tls=False)
 
 
 class Waited(Replica):

@@ -1,5 +1,5 @@
 """Greedy batching on one engine thread, without timers: a lone request goes at once, and what queues up behind a busy
-engine goes next, as `serve.scheduler` decides.
+engine goes next, as `scheduler` decides.
 
 Waiting for company, as batchers do that collect for some milliseconds, makes a lone request slower and wins nothing
 under load, where the queue fills while the engine works.

@@ -115,12 +115,9 @@ class Versions:
         if dropped is not None and dropped.requests == 0:
             dropped.service.close(wait=False)
 
-    async def follow(self, plan: Plan | None) -> None:
-        """Try what is planned, or nothing. Raises what loading the candidate raises. Again is harmless: so a replica
-        that was started meanwhile catches up."""
-        if plan is None:
-            self.drop()
-            return
+    async def follow(self, plan: Plan) -> None:
+        """Try what is planned. Raises what loading the candidate raises. Again is harmless: so a replica that was
+        started meanwhile catches up."""
         await self.load(plan.candidate, plan.version)
         if self.trial is None and self.current is not None and self.candidate is not None:
             self.trial = Trial(self.current.service, self.candidate.service, plan.share, plan.slower)

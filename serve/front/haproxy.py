@@ -26,8 +26,9 @@ TOLD_S = 10
 """Seconds for which it counts what a replica has said last."""
 MOST_LOOKS = 2
 """All requests that a replica has at a time are this many times the questions that it takes."""
-BUSY, BUSY_V2 = "busy.json", "busy-v2.json"
-"""The files that answer, with status 503, what is more than the replicas take: the second one under `/v2`."""
+BUSY, BUSY_V2, DOWN_V2 = "busy.json", "busy-v2.json", "down-v2.json"
+"""The files that answer, with status 503, what is more than the replicas take, and where none is up. Those of `/v2`
+have its form of an error, which its clients read; a file by a status alone, of `PAGES`, has one form for all paths."""
 
 
 class UnknownFile(ValueError):
@@ -153,10 +154,8 @@ def _limited(front: Front) -> list[str]:
     is full of questions (`MOST_LOOKS`), and who asks whether it is well always is."""
     headers = f"hdr retry-after {LATER} hdr x-request-id %[uuid]"
     body = f"status 503 content-type application/json lf-file {front.pages}"
-    answers = [
-        f"http-request return {body}/{page} {headers} if up full {which}"
-        for page, which in ((BUSY, "!v2"), (BUSY_V2, "v2 !health"))
-    ]
+    pages = ((DOWN_V2, "!up v2"), (BUSY, "up full !v2"), (BUSY_V2, "up full v2 !health"))
+    answers = [f"http-request return {body}/{page} {headers} if {which}" for page, which in pages]
     return [
         f"http-request set-var(txn.most) nbsrv,mul({front.most})",
         f"http-request set-var(txn.most) nbsrv,mul({MOST_LOOKS * front.most}) unless METH_POST",

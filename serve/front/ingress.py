@@ -54,6 +54,7 @@ TEMPORARY = "/tmp"
 """A socket's path has at most 107 bytes; Ray puts the 56 of a node's id into it, so that no longer folder will do."""
 END_S = 10.0
 """Seconds that a task on the head may take."""
+DOWN = "no replica can answer now"
 Tell = Callable[[str], None]
 
 
@@ -111,7 +112,7 @@ class Chosen(NamedTuple):
 
 
 def variables(front: Ingress | None) -> dict[str, str]:
-    """Of Ray Serve's controller, and of all that it starts."""
+    """The environment of Ray Serve's controller, and of all that it starts."""
     return {**RAY_SERVE, **(front.environment if front else {})}
 
 
@@ -172,6 +173,7 @@ def find(host: str, body_s: int, most: int, pair: bytes = b"") -> Found | str:
     busy = f"too many requests are waiting; try again in {haproxy.LATER} s"
     (folder / haproxy.BUSY).write_text(error_body(503, busy))
     (folder / haproxy.BUSY_V2).write_text(json.dumps({"error": busy}))
+    (folder / haproxy.DOWN_V2).write_text(json.dumps({"error": DOWN}))
     certificate = folder / "tls.pem"
     if pair:
         certificate.touch(0o600)
@@ -265,7 +267,7 @@ def error_pages() -> dict[int, bytes]:
     said = {
         500: (500, "Internal Server Error", "the proxy failed on this request"),
         502: (503, "Service Unavailable", "the replica ended before it had answered"),
-        503: (503, "Service Unavailable", "no replica can answer now"),
+        503: (503, "Service Unavailable", DOWN),
         504: (504, "Gateway Timeout", "the deadline passed before the replica had answered"),
     }
     assert set(said) == set(haproxy.PAGES)

@@ -11,7 +11,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 END = "# EOF\n"
-"""Of OpenMetrics' form, and not of the other one."""
+"""The last line of OpenMetrics' form, which the other one has not."""
 
 
 class Joined(NamedTuple):
