@@ -193,6 +193,22 @@ def test_a_base_that_was_held_back_hands_that_on(gated: Gated, file_of_rows: Pat
     gate.record(ungated, {**found, "verdict": "refuse", "reasons": ["it is worse"]})
     found = gate.run(chosen, LIMITS)
     assert (found["verdict"], found["reasons"]) == ("refuse", ["its base has the verdict refuse: it is worse"])
+    gate.record(ungated, {**found, "version": "0123456789ab", "verdict": "promote"})  # the verdict on another one
+    assert gate.run(chosen, LIMITS)["reasons"] == ["its base was made smaller too, and no gate has looked at that one"]
+
+
+def test_a_float_base_that_was_refused_hands_that_on(gated: Gated, file_of_rows: Path, tmp_path: Path) -> None:
+    """By its int8 copy what the gate has refused would be served all the same."""
+    refused = gating.copy(gated.float_one, tmp_path / "refused")
+    chosen, _ = sides.find(gated.int8, refused, {"data.path": str(file_of_rows)})
+    assert gate.run(chosen, LIMITS)["verdict"] == "promote"  # a float model needs no verdict of its own
+    document = {"version": artifact.read(refused).version, "verdict": "refuse", "reasons": ["accuracy 0.80 is less"]}
+    gate.record(refused, document)
+    found = gate.run(chosen, LIMITS)
+    expected = "its base has the verdict refuse: accuracy 0.80 is less"
+    assert (found["verdict"], found["reasons"]) == ("refuse", [expected])
+    gate.record(refused, {**document, "version": "0123456789ab"})  # the verdict on another one
+    assert gate.run(chosen, LIMITS)["verdict"] == "promote"
 
 
 def test_mistakes_are_told_from_verdicts(gated: Gated, tmp_path: Path) -> None:

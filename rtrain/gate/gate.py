@@ -177,13 +177,16 @@ def _of_report(sides: Sides, both: Both) -> Mapping[str, plain.Rival]:
 
 
 def _inherited(base: Artifact) -> tuple[Word, str] | None:
-    """The verdict on a base that was made smaller itself: what is as good as a bad one is bad."""
-    if not artifact.is_compressed(base) or (base.gate or {}).get("verdict") == "promote":
-        return None
-    if base.gate is None:
+    """The verdict on a base that was refused, or that was made smaller itself: what is as good as a bad one is bad."""
+    if (refused := artifact.refusal(base.gate, base.version)) is not None:
+        return "refuse", f"its base has the verdict refuse: {refused}"
+    if not artifact.is_compressed(base):
+        return None  # it had nothing to be worse than
+    if base.gate is None or base.gate.get("version") != base.version:
         return "hold", "its base was made smaller too, and no gate has looked at that one"
-    word: Word = "refuse" if base.gate.get("verdict") == "refuse" else "hold"
-    return word, f"its base has the verdict {word}: {'; '.join(base.gate.get('reasons', ()))}"
+    if base.gate.get("verdict") == "promote":
+        return None
+    return "hold", f"its base has the verdict hold: {'; '.join(base.gate.get('reasons', ()))}"
 
 
 def host(threads: int) -> dict[str, Any]:
