@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from rtrain import artifact, config, predict, score
@@ -15,7 +16,7 @@ from rtrain.batch import Head
 from rtrain.compress import vocabulary
 from rtrain.config import Data, Gate
 from rtrain.data.stores.store import Store
-from rtrain.errors import ConfigError
+from rtrain.errors import ConfigError, UserError
 from rtrain.gate import gate, rows as answered, sides, told
 from rtrain.network import trimming
 from rtrain.runs import smaller
@@ -176,6 +177,52 @@ def test_the_verb_finds_both_stores(tags: Pair) -> None:
     assert beside is not None
     assert beside.folder == tags.whole.folder
     assert sides.trained_from(tags.base, replace(made, lineage={}), beside=tags.store) is None
+
+
+def folded(folder: Path, *folds: tuple[int, int]) -> tuple[gate.Sides, list[Store]]:
+    """A base and a candidate of one tokenizer, and their stores of the same texts, each by a fold out of so many."""
+    texts = [f"{text} number {place}" for place, text in enumerate(CORPUS * 3)]
+    path = write_rows(folder / "rows.csv", list(zip(texts, itertools.cycle(["a", "b"]), strict=False)))
+    encoder = make_encoder(folder / "encoder")
+    stores, made = [], []
+    for name, (fold, of) in zip(("base", "candidate"), folds, strict=True):
+        given = {"model.name": str(encoder), "data.path": str(path), "data.folds": of, "data.fold": fold}
+        stores.append(make_store(config.load("intent", given).recipe, encoder, folder))
+        model = make_artifact(folder / f"{name}-made", ("a", "b"), seed=len(stores))
+        made.append(owned(model, folder / name, stores[-1]))
+    return gate.Sides(made[1], made[0], stores[0], stores[0], further=(stores[1],), timed=False), stores
+
+
+def test_rows_that_the_candidate_alone_was_trained_on_are_left_out(tmp_path: Path) -> None:
+    """The second quarter of the rows is in part the first third, which the candidate has held out."""
+    both, (theirs, own) = folded(tmp_path, (1, 4), (0, 3))
+    found = gate.run(both, Gate())
+    trained = np.isin(theirs.keys("test"), own.keys("train"))
+    assert 0 < found["trained_on"] == trained.sum() < len(trained)
+    assert found["rows"] == (~trained).sum()
+    assert f"{trained.sum()} more rows are left out: the candidate was trained on them" in told.text(found)
+
+
+def test_a_candidate_that_was_trained_on_all_rows_is_told_to_name_others(tmp_path: Path) -> None:
+    both, (theirs, _) = folded(tmp_path, (0, 4), (1, 4))
+    said = rf"was trained on each of the {theirs.rows('test')} test rows .*write --data"
+    with pytest.raises(UserError, match=said):
+        gate.run(both, Gate())
+
+
+def test_stores_that_do_not_tell_what_was_trained_on_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both, (theirs, own) = folded(tmp_path, (0, 4), (1, 4))
+    of_this_version = Store.keys
+
+    def keys(self: Store, split: str) -> npt.NDArray[np.uint64]:
+        """As of a store that an earlier version made."""
+        kept = of_this_version(self, split)
+        return kept[:0] if self.manifest.digest == own.manifest.digest else kept
+
+    monkeypatch.setattr(Store, "keys", keys)
+    found = gate.run(both, Gate())
+    assert (found["rows"], found["trained_on"]) == (theirs.rows("test"), None)
+    assert "whether the candidate was trained on these rows is not known" in told.text(found)
 
 
 def test_a_file_with_labels_of_another_model_is_refused_and_a_few_of_them_are_counted(tmp_path: Path) -> None:

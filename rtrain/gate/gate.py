@@ -4,7 +4,7 @@ The document that `run` returns, and that artifact.json keeps as `gate`:
 {"schema_version", "verdict", "reasons", "findings": [{"word", "text"}], "version": of the candidate, "against":
 {"name", "version", "folder"}, "student", "rows", "source", "headline", "scores": [difference], "mcnemar", "slices",
 "latency": [speed by bucket], "megabytes", "base_megabytes", "memory_mb", "base_memory_mb", "read_otherwise",
-"unknown_labels", "limits", "host", "made", "seconds", "rivals": [`rtrain.gate.rivals.Rival`]}.
+"unknown_labels", "trained_on", "limits", "host", "made", "seconds", "rivals": [`rtrain.gate.rivals.Rival`]}.
 """
 
 import platform
@@ -126,6 +126,7 @@ def run(
         "base_memory_mb": memory[1],
         "read_otherwise": 0 if both is None else both.otherwise,
         "unknown_labels": 0 if both is None else int(both.base.unknown.sum()),
+        "trained_on": 0 if both is None else both.trained_on,
         "limits": asdict(allowed),
         "host": host(sides.threads),
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

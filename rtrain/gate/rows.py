@@ -25,6 +25,7 @@ from rtrain.config import Data
 from rtrain.data import records
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError, quoted
+from rtrain.gate import unseen
 from rtrain.metrics.additive import Additive
 from rtrain.metrics.by_output import ACCURACY_WITH_REFUSALS, metric_for
 from rtrain.metrics.scores import LENGTH
@@ -75,6 +76,8 @@ class Both:
     """Where the rows come from."""
     otherwise: int = 0
     """Rows that the candidate reads as other tokens than its base does."""
+    trained_on: int | None = 0
+    """Rows that were left out since the candidate was trained on them; None where its store does not tell."""
 
     @property
     def lengths(self) -> Int32s:
@@ -161,11 +164,14 @@ def of_store(
     `known`: the base's and the candidate's answers to all rows of the split; they are asked anew where rows are drawn.
     `among`: positions, in the first store, of the rows that count; else all do.
 
-    Raises `Unequal` where the candidate's labels, or its tokens, cannot be set beside those of the rows.
+    Rows on which the candidate alone was trained are left out (`rtrain.gate.unseen`). Raises `Unequal` where its
+    labels, or its tokens, cannot be set beside those of the rows.
     """
     _same_task(base, candidate)
     store, alike = stores[0], readings[0] == readings[1]
-    positions = sample(store.rows(split), MOST_ROWS) if among is None else among[sample(len(among), MOST_ROWS)]
+    every = np.arange(store.rows(split), dtype=np.int64) if among is None else among
+    left, trained_on = unseen.rows(candidate.artifact, stores, split, every)
+    positions = left[sample(len(left), MOST_ROWS)]
     asked = len(positions)
     own = [_own(side, reading, stores) for side, reading in zip((base, candidate), readings, strict=True)]
     numbers: Ints | None = None
@@ -190,7 +196,7 @@ def of_store(
     otherwise = 0 if alike else _otherwise(rows[0].tokens, rows[1].tokens, numbers)
     source = f"{split} rows of the run" if among is None else f"held-back {split} rows"
     fewer = f", of {asked:,}: both sides' stores have these" if len(positions) < asked else ""
-    return Both(side(base, rows[0]), side(candidate, rows[1]), columns, source + fewer, otherwise)
+    return Both(side(base, rows[0]), side(candidate, rows[1]), columns, source + fewer, otherwise, trained_on)
 
 
 def _keeps(side: Predictor) -> bool:

@@ -67,6 +67,11 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"{found['read_otherwise']:,} of {found['rows']:,} rows are read as other tokens than the base reads"
     if unknown := found.get("unknown_labels"):  # verdicts of earlier versions have none
         yield f"{unknown:,} of {found['rows']:,} rows have a label that the base lacks, and count as wrong for both"
+    trained_on = found.get("trained_on", 0)  # as above
+    if trained_on is None:
+        yield "whether the candidate was trained on these rows is not known: it has another split, and no keys of texts"
+    elif trained_on:
+        yield f"{trained_on:,} more rows are left out: the candidate was trained on them, by another split"
     yield from _rivals(found.get("rivals") or [])
     yield ""
     yield from (f"{one['word']:<8} {one['text']}" for one in found["findings"])
