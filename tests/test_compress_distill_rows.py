@@ -1,6 +1,7 @@
 """Rows without labels on their way into a student's store, the teacher's answers with them; and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests import test_runs_tasks
 from tests.conftest import labelled_rows, write_rows
 from tests.test_data_overlap import without_what_is_new
 from tests.tiny import make_artifact, make_encoder, make_store
+from tune import students
 
 ROWS, TEST_ROWS, NEW = 60, 12, 24
 LABELS = ("login", "parcel", "refund")
@@ -449,6 +451,24 @@ def test_other_architectures_are_refused_where_something_inside_is_learned(
         "distill.hidden",
         True,
     )
+
+
+@pytest.mark.parametrize(("asked", "refuses"), [(128, False), (129, True)])
+def test_longer_texts_than_the_teacher_reads_are_refused(
+    asked: int, refuses: bool, teacher: distill.Teacher, tmp_path: Path, encoder: Path
+) -> None:
+    """The student's own positions reach them: it is another model."""
+    folder = shutil.copytree(encoder, tmp_path / "longer")
+    (folder / "config.json").write_text(
+        json.dumps({**json.loads((encoder / "config.json").read_text()), "max_position_embeddings": 512})
+    )
+    config = settings(tmp_path, encoder, **{"distill.student": str(folder), "data.max_tokens": asked})
+    said = f"data.max_tokens=129: the teacher {teacher.folder} reads 128 tokens at most; write 128 or less"
+    assert refused(config, teacher, tmp_path) == ([said] if refuses else [])
+    if refuses:
+        searched = students.begun(with_overrides(config, {"data.valid_share": 0.2}), teacher, tmp_path)
+        with pytest.raises(ConfigError, match="reads 128 tokens at most"):
+            students.check(searched, teacher, tmp_path)
 
 
 def test_a_masked_language_model_teaches_what_is_inside_it_alone(tmp_path: Path, encoder: Path) -> None:

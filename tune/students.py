@@ -55,6 +55,8 @@ def check(config: Config, teacher: distill.Teacher, root: Path) -> None:
         fix = "write a list of widths, such as [128, 192, 256]"
         raise ConfigError([Problem(f"tune.space.{WIDTH}", "a range", reason, fix)])
     search.check(config, students=True)
+    if problems := distill.too_long(config, [teacher, *distill.co_teachers(config, teacher)]):
+        raise ConfigError(problems)
     for point in space.sizes(config):
         try:
             distill.started(configuration.with_overrides(config, point), teacher, root)

@@ -1,5 +1,6 @@
 """Teacher -> student: the same loop, with the teacher's answers to the rows in the loss, and to rows without labels."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from rtrain.data.augment import replaced
 from rtrain.data.formats import digests
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.gate import gate, sides
-from rtrain.network import model, pooling
+from rtrain.network import model, pooling, positions
 from rtrain.runs import driver, group, opening, preparing
 from rtrain.tasks import base
 from rtrain.training import inner
@@ -186,7 +187,8 @@ def refused(config: Config, teacher: Teacher, weights: Path) -> list[Problem]:
     """What a student that starts from the model folder `weights` cannot learn from this teacher."""
     recipe = config.recipe
     every = (teacher, *co_teachers(config, teacher))
-    found = [] if all(one.reads_alike(weights) for one in every) else _of_other_tokens(config, weights)
+    found = too_long(config, every)
+    found += [] if all(one.reads_alike(weights) for one in every) else _of_other_tokens(config, weights)
     if inner.active(recipe.distill):
         found += inner.problems(recipe, weights, teacher.folder)
     if recipe.distill.quantization_aware:
@@ -197,6 +199,19 @@ def refused(config: Config, teacher: Teacher, weights: Path) -> list[Problem]:
     if recipe.distill.confidence and base.get(recipe.task).output == "number":
         reason = "the teacher gives a number and does not say how sure it is"
         found.append(Problem("distill.confidence", recipe.distill.confidence, reason, "leave it out"))
+    return found
+
+
+def too_long(config: Config, teachers: Iterable[Teacher]) -> list[Problem]:
+    """Texts that a student reads and its teachers cannot: they answer the rows as long as it reads them, whatever they
+    were trained on, by the positions that their models have."""
+    asked = config.recipe.data.window_tokens
+    found = []
+    for one in teachers:
+        most = positions.reached(documents.read(one.folder / "config.json"))
+        if most and asked > most:
+            reason = f"the teacher {one.folder} reads {most} tokens at most"
+            found.append(Problem("data.max_tokens", asked, reason, f"write {most} or less"))
     return found
 
 
