@@ -13,12 +13,12 @@ import pytest
 from ray import data as ray_data
 
 from rtrain import artifact, config, predict, score
-from rtrain.batch import IGNORED
+from rtrain.batch import IGNORED, Head
 from rtrain.compress import teacher
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.network import trimming
-from tests.conftest import labelled_rows
+from tests.conftest import labelled_rows, write_rows
 from tests.reports import settings
 from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
 
@@ -110,6 +110,24 @@ def test_rows_with_other_labels_than_the_teacher_s_are_refused_with_their_names(
     made = artifact.Artifact("a", "classification", labels, 16, "torch")
     with pytest.raises(UserError, match=told):
         teacher.teach(tmp_path, made, store, tmp_path, lambda weights: store, alike=True)
+
+
+def test_a_teacher_s_numbers_are_kept_on_the_scale_of_the_student_s_rows(tmp_path: Path) -> None:
+    """Its 0 was learned as the mean of the student's rows, and its 1 as their spread."""
+    rows = [(text, str(50 + 20 * place)) for place, text in enumerate(CORPUS)]
+    given = {"data.path": str(write_rows(tmp_path / "rows.csv", rows)), "task": "regression", "data.valid_share": 0}
+    encoder = make_encoder(tmp_path / "encoder")
+    store = make_store(config.load("intent", {**given, "model.name": str(encoder)}).recipe, encoder, tmp_path)
+    own, every = store.manifest.head, np.arange(store.rows("train"))
+    assert own.facts["std"] > 10
+    for place, facts in enumerate((own.facts, {**own.facts, "mean": 3.0, "std": 1.0})):
+        folder = make_task_artifact(tmp_path / f"teacher{place}", "regression", Head(own.labels, facts))
+        found = teacher._answer({"id": every}, store.folder, folder)
+        outputs = score.on_split(predict.Predictor.load(folder), store, "train", found["position"]).outputs
+        said = np.stack(outputs).ravel() * facts["std"] + facts["mean"]
+        learned = np.concatenate([row.ravel() for row in found["logits"]]) * own.facts["std"] + own.facts["mean"]
+        assert np.abs(learned - said).max() <= 1e-3
+        assert learned.std() > 0
 
 
 def test_a_teacher_s_tags_are_carried_over_by_their_words(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import errno
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rtrain import artifact, drafts, env, events, ray_internals
-from rtrain.batch import IGNORED, Head, Int32s, Ints, batches
+from rtrain.batch import IGNORED, Floats, Head, Int32s, Ints, Outputs, batches
 from rtrain.config import Model
 from rtrain.data.stores.store import Store, open_store
 from rtrain.errors import UserError, quoted
@@ -243,7 +243,8 @@ def logical_cpus(nodes: Sequence[float], cores: int) -> float:
 
 
 def _answer(batch: dict[str, Any], store: Path, folder: Path, ids: Ints | None = None) -> dict[str, Any]:
-    """A data task: outputs for the rows at places `id` of the length order, with their positions in the index."""
+    """A data task: outputs for the rows at places `id` of the length order, with their positions in the index; numbers
+    on the scale of these rows."""
     import torch
 
     opened, order, made, network = _teacher(store, folder)
@@ -257,8 +258,23 @@ def _answer(batch: dict[str, Any], store: Path, folder: Path, ids: Ints | None =
             tokens = replace(tokens, ids=ids[tokens.ids].astype(np.int32))
         with torch.inference_mode():
             logits = forward(network, tokens, pad_id, PRECISION, task.wanted(tokens, head)).float().numpy()
-        answers[places] = [np.ascontiguousarray(row).ravel() for row in task.outputs(logits, tokens, head)]
+        outputs = rescaled(task.outputs(logits, tokens, head), made.facts, opened.manifest.facts)
+        answers[places] = [np.ascontiguousarray(row).ravel() for row in outputs]
     return {"position": positions, "logits": answers}
+
+
+def rescaled(outputs: Outputs, teacher: Mapping[str, Any], rows: Mapping[str, Any]) -> Outputs:
+    """A teacher's outputs as a model of these rows would put them; `teacher` and `rows`: facts of their heads.
+
+    A number is put in spreads from the mean of the rows that a model was trained on. Where those of the teacher are
+    others, as of another split, its 0 would be learned as another number. Outputs of other kinds stay as they are.
+    """
+    scales = [(facts["mean"], facts["std"]) for facts in (teacher, rows) if "std" in facts]
+    if len(set(scales)) < 2:
+        return outputs
+    (mean, std), (own_mean, own_std) = scales
+    found: Floats = ((np.asarray(outputs, dtype=np.float64) * std + mean - own_mean) / own_std).astype(np.float32)
+    return found
 
 
 @lru_cache(maxsize=1)
