@@ -12,12 +12,14 @@ import safetensors.torch
 import torch
 from safetensors.torch import load_file
 
-from rtrain import artifact
+from rtrain import artifact, config as configuration
 from rtrain.batch import single
-from rtrain.compress import student as starting
+from rtrain.compress import distill, student as starting
 from rtrain.config import Distill
 from rtrain.errors import ConfigError, UserError
 from rtrain.network import model
+from rtrain.run import Run
+from rtrain.runs import opening
 from rtrain.tasks import base
 from rtrain.training import layerwise
 from rtrain.training.step import forward
@@ -261,3 +263,23 @@ def test_fused_matrices_are_not_made_narrower(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "modernbert", "num_hidden_layers": 4}))
     with pytest.raises(ConfigError, match=r"distill\.width=32: its layers have several matrices in one"):
         starting.start(tmp_path, Distill(layers=2, width=32), tmp_path)
+
+
+def test_a_student_is_resumed_where_its_folder_of_runs_was_moved_to(teacher: Path, tmp_path: Path) -> None:
+    """Its start is named by its whole path, and is the same one by its address."""
+    given = {"data.path": str(tmp_path / "rows.csv"), "distill.layers": 1}
+
+    shutil.copytree(teacher, tmp_path / "old" / "teacher" / "artifact")
+    model = distill.Teacher.read(tmp_path / "old" / "teacher" / "artifact")
+    first = distill.started(configuration.load("intent", given), model, tmp_path / "old")
+    opening.freeze(Run(tmp_path / "old" / "student"), first)
+    shutil.move(tmp_path / "old", tmp_path / "new")
+    root = tmp_path / "new"
+    start = root / opening.STUDENTS / Path(first.recipe.model.name).name
+    assert start.is_dir()
+    asked = distill.settled(configuration.load("intent", given), root / "student", "resume")
+    begun = distill.started(asked, distill.Teacher.read(root / "teacher" / "artifact"), root)
+    assert opening.choose(root / "student", begun, "resume")[1].recipe.model.name == str(start)
+    for other in (start.with_name("0123456789ab-1"), tmp_path / start.name):
+        with pytest.raises(ConfigError, match=r"model\.name=.*the run was started with"):
+            opening.choose(root / "student", configuration.with_overrides(begun, {"model.name": str(other)}), "resume")

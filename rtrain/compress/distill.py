@@ -22,8 +22,6 @@ from rtrain.training import inner
 
 SCALES = ("mean", "std", "heads")
 """Facts of a head that say what its outputs mean."""
-STARTS = ".students"
-"""Folder beside the runs with what students start from."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,7 @@ def started(config: Config, teacher: Teacher, root: Path) -> Config:
     if asked not in ("auto", pooled):
         fix = f"write {pooled}, or leave it out"
         raise ConfigError([Problem("model.pooling", asked, f"the teacher was trained with {pooled}", fix)])
-    start = student.start(teacher.folder, chosen, root / STARTS)
+    start = student.start(teacher.folder, chosen, root / opening.STUDENTS)
     return configuration.with_overrides(config, {**derived, "model.name": str(start), "model.pooling": pooled})
 
 

@@ -21,7 +21,9 @@ from rtrain.run import Run
 
 Reuse = Literal["refuse", "resume", "new"]
 ROWS, FREQUENCY = "train.rows_per_update", "train.aggregation_frequency"
-EPOCHS = "train.epochs"
+EPOCHS, MODEL = "train.epochs", "model.name"
+STUDENTS = ".students"
+"""Folder beside the runs with what students start from, each by its address: a teacher's version and what is left."""
 LEFT_OPEN = ("model.pooling", "train.precision", "distill.teacher_layers")
 """Settings whose `auto` is decided once for a run. A resume that names `auto` again asks for nothing new."""
 
@@ -248,11 +250,18 @@ def _resumed(folder: Path, new: Config) -> Config:
     before, after = (configuration.dotted(found.weights()) for found in (old.recipe, recipe))
     was, wanted = {**configuration.flat(old), **before}, {**configuration.dotted(document), **after}
     changed = [name for name in was if was[name] != wanted[name] and before.get(name) != after.get(name)]
+    changed = [name for name in changed if not (name == MODEL and _is_same_start(was[name], wanted[name]))]
     if changed:
         problems = [_changed(name, was[name], wanted[name], folder, old) for name in changed]
         raise ConfigError(problems, _ways_on(folder, old))
     asked |= {ROWS: old.recipe.rows_per_update, FREQUENCY: None}
     return replace(configuration.with_overrides(old, asked), named=new.named)
+
+
+def _is_same_start(before: str, after: str) -> bool:
+    """Whether two paths are the same student's start, by its address: a folder of runs may have been moved."""
+    one, other = Path(before), Path(after)
+    return one.parent.name == other.parent.name == STUDENTS and one.name == other.name
 
 
 def _refuse_cleaned(run: Run, config: Config) -> None:
