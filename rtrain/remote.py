@@ -129,12 +129,14 @@ def _archive(url: str, digest: str, root: Path, say: Say) -> Path:
 
 def _download(url: str, file: Path) -> str:
     """Write what a URL holds into a file; returns its SHA-256."""
-    total = hashlib.sha256()
+    total, size = hashlib.sha256(), 0
     try:
         with _opened(url) as read, file.open("wb") as write:
             while part := read.read(PART):
                 total.update(part)
-                write.write(part)
+                size += write.write(part)
+            # Python raises nothing where a server of a known number of bytes hangs up: so many are left.
+            missing = getattr(read, "length", None) or 0
     except urllib.error.HTTPError as error:
         raise UserError(
             f"{_shown(url)} answers {error.code} {error.reason}; is the address right, and is it open?"
@@ -144,6 +146,8 @@ def _download(url: str, file: Path) -> str:
     except (OSError, EOFError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise UserError(f"{_shown(url)} cannot be fetched: {reason}") from None
+    if missing:
+        raise UserError(f"{_shown(url)} ended after {size:,} of {size + missing:,} bytes; try again")
     return total.hexdigest()
 
 

@@ -163,8 +163,15 @@ def test_what_is_not_what_its_digest_says_is_not_kept(web: Web, made: Path, tmp_
     address, other = web.put("a.tar.gz", packed(made)), "0" * 64
     with pytest.raises(ArtifactError, match=f"has the SHA-256 {address[-64:]}, and not {other}"):
         remote.fetch(address.replace(address[-64:], other), tmp_path)
-    with pytest.raises((UserError, ArtifactError)):
-        remote.fetch(web.put("cut.tar.gz", packed(made)), tmp_path)
+    assert left(tmp_path) == []
+
+
+def test_a_fetch_that_breaks_off_says_so_and_not_that_it_is_something_else(
+    web: Web, made: Path, tmp_path: Path
+) -> None:
+    data = packed(made)
+    with pytest.raises(UserError, match=f"cut.tar.gz ended after {len(data) // 2:,} of {len(data):,} bytes; try again"):
+        remote.fetch(web.put("cut.tar.gz", data), tmp_path)
     assert left(tmp_path) == []
 
 
