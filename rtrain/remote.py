@@ -12,12 +12,14 @@ import hashlib
 import http.client
 import ipaddress
 import json
+import lzma
 import os
 import re
 import shutil
 import tarfile
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -35,6 +37,8 @@ ANSWER_S = 30.0
 PART = 1 << 20
 FOLDERS = ("", Run(Path()).artifact.name, Run(Path()).int8.name)
 """Where an address may hold an artefact: at itself or, of a run, in the folders of the run's artefacts."""
+UNREADABLE = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError)
+"""What reading an archive raises: tarfile passes on what gzip and xz make of bytes that are none of theirs."""
 FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 """Python's own refusal of what `_unpack` refuses already; Python 3.11 has it from 3.11.4 on."""
 Say = Callable[[str], None]
@@ -173,7 +177,7 @@ def _unpack(url: str, file: Path, out: Path) -> None:
                     raise ArtifactError(f"{_shown(url)}: {member.name!r} leads out of the folder; nothing was unpacked")
                 member.name = name
                 tar.extract(member, out, set_attrs=False, **FILTER)
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except UNREADABLE as error:
         raise ArtifactError(f"{_shown(url)} is no archive that can be read ({error}); pack it with tar") from None
 
 

@@ -159,6 +159,18 @@ def test_an_archive_of_something_else_leaves_nothing(
     assert left(tmp_path) == ["cache"]
 
 
+@pytest.mark.parametrize("mode", ["gz", "xz"])
+def test_a_damaged_archive_with_its_own_digest_is_told_without_a_traceback(
+    web: Web, made: Path, tmp_path: Path, mode: str
+) -> None:
+    """Each way of packing has errors of its own, which tarfile passes on."""
+    data = bytearray(packed(made, mode=f"w:{mode}"))
+    data[2000:2100] = bytes(100)
+    with pytest.raises(ArtifactError, match=r"is no archive that can be read .*; pack it with tar"):
+        remote.fetch(web.put("damaged.tar.gz", bytes(data)), tmp_path)
+    assert left(tmp_path) == []
+
+
 def test_what_is_not_what_its_digest_says_is_not_kept(web: Web, made: Path, tmp_path: Path) -> None:
     address, other = web.put("a.tar.gz", packed(made)), "0" * 64
     with pytest.raises(ArtifactError, match=f"has the SHA-256 {address[-64:]}, and not {other}"):
