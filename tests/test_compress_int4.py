@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rtrain import artifact, predict
+from rtrain import artifact, config, predict
+from rtrain.batch import Head
 from rtrain.compress import calibrate, int4, openvino_graph, quantize, vocabulary
 from rtrain.config.recipe import Quantize
 from rtrain.errors import ConfigError, UserError
@@ -13,7 +14,7 @@ from rtrain.gate import inspection
 from rtrain.network import trimming
 from tests import quantizing
 from tests.quantizing import Made
-from tests.tiny import CORPUS
+from tests.tiny import CORPUS, make_task_artifact
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,16 @@ def test_the_table_goes_back_to_float_as_others_do(made: Made, tmp_path: Path) -
     assert apart() > 0
     with pytest.raises(UserError, match=r"no table of 7 lines, so quantize\.table=int4 cannot be; write int8"):
         graph.narrow(7)
+
+
+def test_a_model_that_answers_by_its_word_table_keeps_that_in_int8(made: Made, tmp_path: Path) -> None:
+    """With both of them its graph was larger than without one of 4 bits."""
+    facts = {"mask": "[MASK]", "mask_id": 4, "vocabulary": 300, "special": [0, 1, 2, 3, 4]}
+    folder = make_task_artifact(tmp_path / "run" / "artifact", "masked_lm", Head((), facts))
+    recipe = config.load("intent", {"quantize.table": "int4"}).recipe
+    with pytest.raises(ConfigError, match=r"quantize\.table=int4: the model answers by .*; write quantize\.table=int8"):
+        quantize.run(recipe, made.store.folder, folder.parent, tmp_path / "int8")
+    assert not (tmp_path / "int8").exists()
 
 
 def test_an_engine_without_such_a_table_refuses_it() -> None:

@@ -59,7 +59,8 @@ def run(
     if not engines.get(parent.engine).gradients:
         raise UserError(f"{parent_folder} is quantized already; name the run of its float parent")
     trims = recipe.compress.vocabulary == "trim" and not _is_trimmed(parent_run, parent)
-    refuse(recipe.quantize, trims, learned=(parent_folder / rounding.FILE).is_file())
+    learned = (parent_folder / rounding.FILE).is_file()
+    refuse(recipe.quantize, trims, learned=learned, words=base.get(parent.task).output == "tokens")
     further = smaller.further(recipe) if trims else None
     store = Store(store_folder)
     if trims:
@@ -120,9 +121,10 @@ def refuse_out(out: Path) -> None:
     )
 
 
-def refuse(settings: Quantize, trims: bool, learned: bool = False) -> None:
+def refuse(settings: Quantize, trims: bool, learned: bool = False, words: bool = False) -> None:
     """Raise before anything is computed: `UserError` where the engine is not installed, `ConfigError` where it is asked
-    for what it cannot do. `learned`: the model was trained to be rounded."""
+    for what it cannot do. `learned`: the model was trained to be rounded. `words`: it answers with pieces of its
+    vocabulary."""
     engine = settings.engine
     entry = engines.get(engine)
     engines.needed(engine, entry.libraries)
@@ -130,6 +132,9 @@ def refuse(settings: Quantize, trims: bool, learned: bool = False) -> None:
         able = " or ".join(name for name in engines.quantized() if engines.get(name).narrows)
         reason = f"{engine} has no table of 4 bits"
         raise ConfigError([Problem("quantize.table", "int4", reason, f"write int8, or quantize.engine={able}")])
+    if settings.table == "int4" and words:
+        reason = "the model answers by its word table too, in int8: a second one of 4 bits would be added, not saved"
+        raise ConfigError([Problem("quantize.table", "int4", reason, "write quantize.table=int8")])
     if learned and not entry.learns:
         reason = f"the model was trained to be rounded (distill.quantization_aware), of which {engine} makes no graph"
         able = " or ".join(name for name in engines.quantized() if engines.get(name).learns)
