@@ -368,6 +368,14 @@ def test_an_engine_without_learned_levels_is_refused() -> None:
     quantize.refuse(Quantize(), trims=True, learned=True)
 
 
+def test_a_graph_without_what_a_model_has_learned_is_refused() -> None:
+    """Its weights alone were rounded, and the report said nothing of levels."""
+    said = r"quantize\.kind=weights: the model was trained to be rounded .*; write quantize\.kind=static"
+    with pytest.raises(ConfigError, match=said):
+        quantize.refuse(Quantize(kind="weights"), trims=False, learned=True)
+    quantize.refuse(Quantize(kind="weights"), trims=False)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "aware", "told"),
     [

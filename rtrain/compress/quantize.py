@@ -139,6 +139,10 @@ def refuse(settings: Quantize, trims: bool, learned: bool = False, words: bool =
         reason = f"the model was trained to be rounded (distill.quantization_aware), of which {engine} makes no graph"
         able = " or ".join(name for name in engines.quantized() if engines.get(name).learns)
         raise ConfigError([Problem("quantize.engine", engine, reason, f"write {able}")])
+    if learned and settings.kind == "weights":
+        reason = "the model was trained to be rounded (distill.quantization_aware), and the levels of its activations "
+        reason += "would be left out"
+        raise ConfigError([Problem("quantize.kind", "weights", reason, "write quantize.kind=static")])
     if trims and not entry.cuts_vocabulary:
         reason = f"a finished graph of {engine} is not trimmed"
         fix = "trim before rtrain train or rtrain distill, or take the engine openvino"
