@@ -50,6 +50,9 @@ def test_a_graph_s_word_table_has_half_the_bytes_and_its_answers_are_near(
     assert parts[1]["word table"]["precisions"]["u4"] >= numbers  # and a zero point for each group
     assert parts[1]["layers"] == parts[0]["layers"]
     assert parts[1]["word table"]["bytes"] < 0.7 * parts[0]["word table"]["bytes"]
+    tables = [inspection.inspect(one)["operators"]["Gather"] for one in (whole, half)]
+    assert tables[1]["u4 weights"] == 1
+    assert tables[0]["i8 weights"] == tables[1].get("i8 weights", 0) + 1  # the others are as before
     one, other = (np.stack(predict.Predictor.load(folder).logits(CORPUS)) for folder in (whole, half))
     assert 0 < np.abs(one - other).max() < 0.2 * np.abs(one).max()
 

@@ -78,7 +78,8 @@ class Graph:
         """Type -> precision -> how many; the most frequent type first.
 
         The precision of an operator with weights: `i8 x i8` where weights and activations are whole numbers, `i8
-        weights` where the weights alone are, `float`. Others have `-`, since they follow what they are given.
+        weights` where the weights alone are (`u4 weights` of 4 bits), `float`. Others have `-`, since they follow what
+        they are given.
         """
         found: dict[str, Counter[str]] = defaultdict(Counter)
         for number, layer in self.layers.items():
@@ -89,10 +90,10 @@ class Graph:
 
     def _precision(self, number: str) -> str:
         sources = [self._source(one) for one in self._into[number]]
-        whole = any(layer.type == "Const" and layer.element in WHOLE for layer in sources)
-        if not whole:
+        whole = next((layer.element for layer in sources if layer.type == "Const" and layer.element in WHOLE), None)
+        if whole is None:
             return "float"
-        return "i8 x i8" if any(layer.type == "FakeQuantize" for layer in sources) else "i8 weights"
+        return f"i8 x {whole}" if any(layer.type == "FakeQuantize" for layer in sources) else f"{whole} weights"
 
     def _source(self, number: str) -> Layer:
         """What an input comes from, past what only carries it."""
