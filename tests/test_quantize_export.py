@@ -16,7 +16,7 @@ from rtrain import artifact, engines, predict
 from rtrain.compress import export_check, onnx_graph, openvino_graph
 from rtrain.compress.graphs import Sample
 from rtrain.errors import ConfigError, UserError
-from rtrain.gate.graph import Graph
+from rtrain.gate.graph import of_openvino
 from rtrain.network import int8
 from rtrain.network.int8 import Int8
 from tests import quantizing
@@ -53,7 +53,7 @@ def test_the_graph_has_no_positions_that_no_text_reaches(made: Made, static: Qua
     most = artifact.read(made.folder).max_tokens
     whole = transformers.AutoConfig.from_pretrained(made.folder)
     assert most < whole.max_position_embeddings
-    layers = Graph(static.folder / "model.int8.xml").layers.values()
+    layers = of_openvino(static.folder / "model.int8.xml").layers.values()
     numbers = [layer.numbers for layer in layers if layer.element == "i8"]
     assert most * whole.hidden_size in numbers
     assert whole.max_position_embeddings * whole.hidden_size not in numbers
@@ -127,13 +127,13 @@ def test_a_graph_that_answers_otherwise_is_refused(
 
 
 def test_weights_alone_are_as_small_and_nothing_is_calibrated(made: Made, static: Quantized, tmp_path: Path) -> None:
-    from rtrain.gate.graph import Graph
+    from rtrain.gate.graph import of_openvino
 
     report = quantizing.quantize(made, tmp_path / "weights", kind="weights", calibration_rows=8)
     assert max(one["export"]["largest"] for one in (static.report, report)) <= export_check.TOLERANCE
     whole, weights = (artifact.size_mb(folder, "openvino") for folder in (static.folder, tmp_path / "weights"))
     assert weights <= 1.02 * whole
-    operators = Graph(tmp_path / "weights" / "model.int8.xml").operators()
+    operators = of_openvino(tmp_path / "weights" / "model.int8.xml").operators()
     assert operators["MatMul"] == {"i8 weights": 14}
     assert "FakeQuantize" not in operators
 

@@ -11,7 +11,7 @@ import transformers
 from rtrain.batch import Floats, Head, Ragged
 from rtrain.compress import fallback, openvino_graph, quantize
 from rtrain.compress.fallback import Apart, Decided
-from rtrain.gate.graph import Graph
+from rtrain.gate.graph import of_openvino
 from rtrain.score import Answered
 from rtrain.tasks import base
 from tests import quantizing
@@ -176,7 +176,7 @@ def test_a_reverted_operation_has_its_float_weights_in_the_file(tmp_path: Path) 
     ):
         graph.revert(reverted)
         graph.write(tmp_path / f"{name}.xml")
-    found = {name: Graph(tmp_path / f"{name}.xml").operators()["MatMul"] for name in ("int8", "mixed")}
+    found = {name: of_openvino(tmp_path / f"{name}.xml").operators()["MatMul"] for name in ("int8", "mixed")}
     assert found == {"int8": {"i8 x i8": 14}, "mixed": {"i8 x i8": 12, "float": 2}}
     sizes = {name: (tmp_path / f"{name}.bin").stat().st_size for name in ("int8", "mixed", "again")}
     # 32 x 32 and 64 x 32 weights of four bytes in place of one; scales and bounds of a quantizer are a few bytes.

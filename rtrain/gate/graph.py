@@ -1,6 +1,10 @@
-"""What is in an OpenVINO graph, by its .xml alone: constants by part of the model, operators by type and precision."""
+"""What is in an int8 graph: constants by part of the model, operators by type and precision.
+
+Of OpenVINO the .xml alone is read, of ONNX the file, by the package `onnx` where it is installed. Nothing is computed.
+"""
 
 import gzip
+import importlib.util
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -11,15 +15,22 @@ from pathlib import Path
 
 from rtrain.engines import PACKED
 
-SCAFFOLD = ("Const", "Parameter", "Result")
+SCAFFOLD = ("Const", "Constant", "Parameter", "Result")
 """Layers that compute nothing."""
-CARRY = ("Convert", "Multiply", "Subtract", "Reshape", "Transpose", "Unsqueeze", "Squeeze")
+CARRY = ("Convert", "Multiply", "Subtract", "DequantizeLinear", "Reshape", "Transpose", "Unsqueeze", "Squeeze")
 """What stands between a compressed weight and the operator that uses it."""
-WEIGHED = ("MatMul", "Gather", "Convolution")
+ROUND = ("FakeQuantize", "QuantizeLinear")
+"""What rounds activations."""
+WEIGHED = ("MatMul", "Gemm", "Gather", "Convolution")
 """Operators whose precision is that of their weights."""
 WHOLE = ("i8", "u8", "i4", "u4")
 TENSORS = (*WHOLE, "f32", "f16", "bf16", "f64")
 """Element types of a model's numbers; others are places and shapes."""
+ELEMENTS = {
+    **{"INT8": "i8", "UINT8": "u8", "INT4": "i4", "UINT4": "u4"},
+    **{"FLOAT": "f32", "FLOAT16": "f16", "BFLOAT16": "bf16", "DOUBLE": "f64"},
+}
+"""These, as ONNX names them."""
 PARTS = (
     (re.compile(r"word_embeddings|embed_tokens|tok_embeddings|wte"), "word table"),
     (re.compile(r"\.layers?\.\d+(\.|$|/)"), "layers"),
@@ -44,6 +55,8 @@ class Layer:
     """Bytes of a constant."""
     numbers: int
     """Elements of a constant."""
+    is_own: bool
+    """Whether the name is the model's own, and not one that an exporter has made."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +67,21 @@ class Part:
     """Numbers by element type."""
 
 
+def read(path: Path) -> "Graph | None":
+    """The graph of a file; None of another format, and of ONNX where the package is not installed."""
+    name = path.name.removesuffix(PACKED)
+    if name.endswith(".xml"):
+        return of_openvino(path)
+    return of_onnx(path) if name.endswith(".onnx") and importlib.util.find_spec("onnx") else None
+
+
 class Graph:
-    def __init__(self, path: Path):
-        with gzip.open(path) if path.name.endswith(PACKED) else path.open("rb") as file:
-            root = ElementTree.parse(file).getroot()
-        self.layers = {node.attrib["id"]: _layer(node) for node in root.iterfind("layers/layer")}
+    def __init__(self, layers: Mapping[str, Layer], edges: Iterable[tuple[str, str]]):
+        """`layers` by their ids; `edges`: from one to another, those into a layer in the order of its inputs."""
+        self.layers = layers
         self._into: dict[str, list[str]] = defaultdict(list)
         self._outof: dict[str, list[str]] = defaultdict(list)
-        for edge in root.iterfind("edges/edge"):
-            source, target = edge.attrib["from-layer"], edge.attrib["to-layer"]
+        for source, target in edges:
             self._into[target].append(source)
             self._outof[source].append(target)
 
@@ -93,7 +112,7 @@ class Graph:
         whole = next((layer.element for layer in sources if layer.type == "Const" and layer.element in WHOLE), None)
         if whole is None:
             return "float"
-        return f"i8 x {whole}" if any(layer.type == "FakeQuantize" for layer in sources) else f"{whole} weights"
+        return f"i8 x {whole}" if any(layer.type in ROUND for layer in sources) else f"{whole} weights"
 
     def _source(self, number: str) -> Layer:
         """What an input comes from, past what only carries it."""
@@ -106,7 +125,7 @@ class Graph:
         waiting, met = [number], {number}
         while waiting:
             one = waiting.pop(0)
-            if self.layers[one].name.startswith("__module"):
+            if self.layers[one].is_own:
                 return self.layers[one].name
             ahead = [target for target in self._outof[one] if target not in met]
             met.update(ahead)
@@ -114,12 +133,40 @@ class Graph:
         return ""
 
 
+def of_openvino(path: Path) -> Graph:
+    with gzip.open(path) if path.name.endswith(PACKED) else path.open("rb") as file:
+        root = ElementTree.parse(file).getroot()
+    layers = {node.attrib["id"]: _layer(node) for node in root.iterfind("layers/layer")}
+    return Graph(layers, ((edge.attrib["from-layer"], edge.attrib["to-layer"]) for edge in root.iterfind("edges/edge")))
+
+
 def _layer(node: ElementTree.Element) -> Layer:
     name, kind, data = node.attrib.get("name", ""), node.attrib["type"], node.find("data")
+    own = name.startswith("__module")
     if kind != "Const" or data is None:  # only a constant's shape is sure to be known
-        return Layer(name, kind, "", 0, 0)
+        return Layer(name, kind, "", 0, 0, own)
     shape = [int(one) for one in data.attrib.get("shape", "").split(",") if one.strip()]
-    return Layer(name, kind, data.attrib.get("element_type", ""), int(data.attrib.get("size", 0)), math.prod(shape))
+    size, numbers = int(data.attrib.get("size", 0)), math.prod(shape)
+    return Layer(name, kind, data.attrib.get("element_type", ""), size, numbers, own)
+
+
+def of_onnx(path: Path) -> Graph:
+    """Names have slashes where those of weights have dots; what the exporter has named itself begins with `onnx::`."""
+    import onnx
+
+    found = onnx.load(str(path)).graph
+    layers = {given.name: Layer(given.name, "Parameter", "", 0, 0, False) for given in found.input}
+    for weight in found.initializer:
+        element = ELEMENTS.get(onnx.TensorProto.DataType.Name(weight.data_type), "")
+        size, is_own = len(weight.raw_data) or weight.ByteSize(), "onnx::" not in weight.name
+        layers[weight.name] = Layer(weight.name, "Const", element, size, math.prod(weight.dims), is_own)
+    makers, edges = dict[str, str](), list[tuple[str, str]]()
+    for number, node in enumerate(found.node):  # each behind those whose outputs it takes
+        place, name = f"node {number}", node.name.replace("/", ".")
+        layers[place] = Layer(name, node.op_type, "", 0, 0, name.startswith("."))
+        edges += [(makers.get(source, source), place) for source in node.input if source]  # an empty one is left out
+        makers.update(dict.fromkeys(node.output, place))
+    return Graph(layers, edges)
 
 
 def _sum(layers: Iterable[Layer]) -> Part:
