@@ -321,6 +321,35 @@ def test_a_run_that_is_there_is_resumed_also_from_its_storage(tmp_path: Path) ->
     assert entry.resumed([*words, "--resume"], run, None) == [*words, "--resume"]
 
 
+def test_a_run_of_one_name_with_another_is_not_taken_over(tmp_path: Path) -> None:
+    """The storage has January's run and log; February's folder has its name."""
+    storage, old, run = tmp_path / "storage", tmp_path / "jan" / "x", tmp_path / "feb" / "x"
+    (storage / "x").mkdir(parents=True)
+    (storage / "x" / "config.yaml").touch()
+    (storage / ".jobs").mkdir()
+    words = ["train", "intent", "--data", "/none.csv", "--set", f"cluster.storage={storage}", "--out"]
+
+    def started(*asked: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", naming.ENTRY, *words, *asked]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    first = started(str(old))  # nothing tells whose the copy is: it is gone on with, and noted
+    assert ("--resume" in first.stdout, (storage / ".jobs" / "x.run").read_text()) == (True, f"{old}\n")
+    kept = (storage / ".jobs" / "x.log").read_bytes()
+    done = started(str(run))
+    assert done.returncode == 2, done.stderr
+    assert f"cluster.storage has the copy of another run of this name, {old}: it is not gone on with" in done.stdout
+    assert "--resume" not in done.stdout
+    assert "name another storage" in (run.parent / ".jobs" / "x.log").read_text()
+    assert (storage / ".jobs" / "x.log").read_bytes() == kept
+    assert entry.other_run([*words, str(old)], old, str(storage)) is None
+    (storage / ".jobs" / "x.run").unlink()  # as an earlier version has left it: the log names the folder too
+    assert entry.other_run([*words, str(run)], run, str(storage)) == str(old)
+    assert entry.other_run([*words, str(run), "--resume"], run, str(storage)) is None  # who says so means it
+    (storage / "x" / "config.yaml").unlink()  # nothing came of it
+    assert entry.other_run([*words, str(run)], run, str(storage)) is None
+
+
 AWAY = """
 import sys
 import fsspec

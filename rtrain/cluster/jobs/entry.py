@@ -2,7 +2,8 @@
 
 It runs the verb under the supervisor of jobs, resumes a run that is there, and writes every line that is printed to a
 log beside the run as well, so that it can be read when the cluster is gone. Where `cluster.storage` is set, the log is
-copied there. It imports neither Ray nor torch.
+copied there, and beside it whose it is: the copy of another run of the same name is left as it is. It imports neither
+Ray nor torch.
 """
 
 import os
@@ -11,10 +12,10 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from rtrain import config
 from rtrain.cluster import supervise
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 COPY_EVERY_S = 30.0
 LEFT_S = 10.0
 """Seconds in which the last lines of what was started must come."""
+FIRST_BYTES = 1 << 16
+"""Bytes of a stored log in which its first command is."""
+Found = TypeVar("Found")
 
 
 def main(words: Sequence[str]) -> int:
@@ -42,13 +46,25 @@ def main(words: Sequence[str]) -> int:
     run = Path(found)
     storage = storage_of(words, run)
     supervised = words[0] in naming.SUPERVISED
-    with kept(Path(naming.log_of(found)), storage and f"{storage.rstrip('/')}/{naming.LOGS}/{run.name}.log"):
+    other, away, arguments = None, None, list(words)
+    try:
+        other = other_run(words, run, storage)
+        arguments = resumed(arguments, run, None if other else storage) if supervised else arguments
+    except TryAgain as error:
+        away = error
+    mine = storage if other is None else None
+    with kept(Path(naming.log_of(found)), mine and f"{naming.stored(mine, run.name)}.log"):
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        try:
-            arguments = resumed(list(words), run, storage) if supervised else list(words)
-        except TryAgain as error:
-            sys.stderr.write(f"--- {stamp} rtrain: {error}\n")
-            return error.exit_code
+        if away is not None:
+            sys.stderr.write(f"--- {stamp} rtrain: {away}\n")
+            return away.exit_code
+        if other is not None:
+            sys.stdout.write(
+                f"--- {stamp} rtrain: cluster.storage has the copy of another run of this name, {other}: it is not "
+                "gone on with, and this log is not copied there; name another storage, or another --out\n"
+            )
+        if mine is not None:
+            _note(mine, run)
         sys.stdout.write(f"--- {stamp} rtrain {shlex.join(arguments)}\n")
         sys.stdout.flush()
         return supervise.supervise(arguments, run) if supervised else _alone(arguments)
@@ -85,19 +101,51 @@ def resumed(words: list[str], run: Path, storage: str | None) -> list[str]:
     return found
 
 
+def other_run(words: Sequence[str], run: Path, storage: str | None) -> str | None:
+    """The folder of the run whose copy the storage has under this one's name, where that is another: runs in other
+    folders may have one name. None where the words say --resume, and where nothing tells the folder. Raises `TryAgain`
+    as `resumed` does."""
+    if storage is None or "--resume" in words or not _is_there(f"{storage.rstrip('/')}/{run.name}/config.yaml"):
+        return None
+    place = naming.stored(storage, run.name)
+    noted = _ask(f"{place}.run", _text)
+    whose = noted.strip() if noted else naming.run_in(_ask(f"{place}.log", _text) or "")
+    return whose if whose and whose != str(run) else None
+
+
+def _text(files: Any, path: str) -> str:
+    """What a file begins with; nothing where there is none."""
+    return files.cat_file(path, start=0, end=FIRST_BYTES).decode(errors="replace") if files.exists(path) else ""
+
+
+def _note(storage: str, run: Path) -> None:
+    """Keep beside the log's copy whose it is, and the run's."""
+    import fsspec
+
+    with suppress(Exception):  # of any kind: the verb says what is wrong with its storage
+        files, path = fsspec.core.url_to_fs(f"{naming.stored(storage, run.name)}.run")
+        files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        files.pipe_file(path, f"{run}\n".encode())
+
+
 def _is_there(url: str) -> bool:
+    return _ask(url, lambda files, path: bool(files.exists(path))) or False
+
+
+def _ask(url: str, ask: Callable[[Any, str], Found]) -> Found | None:
+    """What `ask` finds there; None where the verb is to say what is wrong."""
     import fsspec
 
     try:
         files, path = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError):  # not a storage: the verb says so, and which setting names it
-        return False
+        return None
     try:
-        return bool(files.exists(path))
+        return ask(files, path)
     except Exception as error:  # each kind of storage has its own
         told = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         if _REFUSED.search(told):  # which time does not mend: the verb asks again, and says what to look at
-            return False
+            return None
         raise TryAgain(
             f"cluster.storage: {url} does not answer ({told}); the same job, submitted again, goes on"
         ) from error

@@ -84,6 +84,20 @@ def log_of(run: PurePosixPath) -> PurePosixPath:
     return run.parent / LOGS / f"{run.name}.log"
 
 
+def stored(storage: str, name: str) -> str:
+    """Where the storage has what is kept beside the run of that name: its log, NAME.log, and its folder, NAME.run."""
+    return f"{storage.rstrip('/')}/{LOGS}/{name}"
+
+
+def run_in(log: str) -> str | None:
+    """The run folder that the first command of a job's log names; None where it is not told."""
+    found = re.search(r"^--- \S+ rtrain (.+)$", log, re.MULTILINE)
+    try:
+        return option(shlex.split(found[1]), "--out") if found else None
+    except ValueError:  # an argument of several lines
+        return None
+
+
 def identity(words: Sequence[str], run: PurePosixPath | None) -> str:
     """What the job is called: the run's name, of an endpoint that of what it serves too, else the verb's; and a digest
     of the run's whole path, of all artefacts', or of all words. It is the same for the same request alone."""

@@ -16,8 +16,8 @@ def log(run: str, storage: str | None) -> str | None:
     import fsspec
 
     try:
-        files, root = fsspec.core.url_to_fs(storage.rstrip("/"))
-        found = copied.read(files, f"{root}/{naming.LOGS}/{PurePosixPath(run).name}.log")
+        files, place = fsspec.core.url_to_fs(f"{naming.stored(storage, PurePosixPath(run).name)}.log")
+        found = copied.read(files, place)
     except Exception as error:  # every kind of storage has errors of its own
         reason = str(error) or type(error).__name__
         raise UserError(f"--storage {storage} cannot be read: {reason}; see its address and your credentials") from None
