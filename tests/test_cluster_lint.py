@@ -119,7 +119,7 @@ BROKEN = (
         "token-mode", " RAY_AUTH_TOKEN_PATH=$HOME/.ray/auth_token\n    RAY_START", "\n    RAY_START", "ray start --head"
     ),
     Broken("token-file", "(umask 077; mkdir", "(mkdir", "~/.ray/auth_token || (mkdir"),
-    Broken("token-file", "> ~/.ray/auth_token)", "> ~/.ray/tok)", "head_setup_commands:"),
+    Broken("token-file", "> ~/.ray/auth_token)", "> ~/.ray/tok)", "head_start_ray_commands:"),
     Broken(
         "token-of-workers",
         "cluster_synced_files: [/home/ubuntu/.ray/auth_token]",

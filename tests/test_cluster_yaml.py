@@ -39,9 +39,9 @@ def environment(name: str, home: Path, **given: str) -> dict[str, str]:
 
 
 def make_token(home: Path) -> None:
-    """Run the head's set-up commands, which make the token."""
-    for command in CLUSTER["head_setup_commands"]:
-        subprocess.run(["bash", "-c", command], env={"PATH": os.environ["PATH"], "HOME": str(home)}, check=True)
+    """Run the first of the head's start commands, which makes the token."""
+    command = CLUSTER["head_start_ray_commands"][0]
+    subprocess.run(["bash", "-c", command], env={"PATH": os.environ["PATH"], "HOME": str(home)}, check=True)
 
 
 def options(name: str) -> dict[str, str]:
@@ -67,7 +67,7 @@ def test_ray_up_s_own_preparation_and_validation_pass() -> None:
     assert (types["head"]["max_workers"], types["worker"]["max_workers"]) == (0, 4)
     # Nothing is left to Ray's defaults, which install a nightly Ray and open the dashboard to all.
     assert prepared["setup_commands"] == CLUSTER["setup_commands"]
-    assert prepared["head_setup_commands"] == [*CLUSTER["setup_commands"], *CLUSTER["head_setup_commands"]]
+    assert prepared["head_setup_commands"] == CLUSTER["setup_commands"]
     for name in STARTS:
         assert prepared[name] == CLUSTER[name]
 
@@ -168,6 +168,11 @@ def test_the_token_is_made_once_for_its_owner_alone_and_reaches_the_workers(tmp_
     assert path.stat().st_mode & 0o777 == 0o600
     make_token(tmp_path)  # `ray up` again
     assert path.read_text() == token
+    # `ray up` runs set-up commands only where the file has changed, and start commands each time.
+    path.unlink()
+    make_token(tmp_path)
+    assert re.fullmatch("[0-9a-f]{64}", path.read_text())
+    assert path.read_text() != token
     home = f"/home/{CLUSTER['auth']['ssh_user']}"
     assert CLUSTER["cluster_synced_files"] == [str(path).replace(str(tmp_path), home)]
 
@@ -198,7 +203,7 @@ def test_head_and_workers_start_alike() -> None:
     assert {name: head[name] for name in head if name in worker} == {
         name: worker[name] for name in worker if name in head
     }
-    assert [CLUSTER[name][0] for name in STARTS] == ["~/venv/bin/ray stop"] * 2
+    assert [CLUSTER[STARTS[0]][1], CLUSTER[STARTS[1]][0]] == ["~/venv/bin/ray stop"] * 2
 
 
 def test_ports_are_fixed_distinct_and_those_of_the_comment() -> None:

@@ -42,7 +42,7 @@ class Tried:
     """A cluster whose nodes run these commands in place of cluster.yaml's."""
 
     def __init__(self, folder: Path, **lists: Any):
-        document = {**yaml.safe_load(TEXT), "setup_commands": [], "head_setup_commands": [], **lists}
+        document = {**yaml.safe_load(TEXT), "setup_commands": [], **lists}
         text = yaml.safe_dump(document)
         self.plan, self.told = plans.of(text), metadata.Machines(metadata.Told)
         self.book, self.folder = Book(folder / "book"), folder

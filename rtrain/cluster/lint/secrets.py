@@ -93,7 +93,7 @@ def token_file(document: Document, around: Around) -> Found:
     mounted = [str(name) for name in document.get("file_mounts", default={}) or {}]
     if not writes and not any(name.endswith(TOKEN) for name in mounted) and any(starts(document)):
         what = "no command makes the token, and none is copied: Ray does not start in token mode"
-        yield document.line("head_setup_commands"), what, "make it in head_setup_commands, under umask 077"
+        yield document.line(HEAD_START), what, f"make it first in {HEAD_START}, under umask 077"
 
 
 def token_of_workers(document: Document, around: Around) -> Found:
