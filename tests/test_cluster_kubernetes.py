@@ -68,6 +68,17 @@ def test_jobs_know_what_may_be_started_by_its_labels_too(monkeypatch: pytest.Mon
             assert supply.types(workers.get("labels")) == {"workers": {"CPU": 8.0}}
 
 
+def test_ray_s_objects_stay_in_memory() -> None:
+    """KubeRay mounts /dev/shm as large as the pod's memory, unless the pod has a mount there itself: a smaller one
+    sends Ray's object store, 30 % of the memory, to /tmp."""
+    groups = list(walk.groups(read(TEXT)))
+    assert len(groups) == 6
+    for group in groups:
+        [container] = group.get("template", "spec", "containers")
+        assert [mount["mountPath"] for mount in container["volumeMounts"]] == [manifests.SHARED]
+        assert [volume["name"] for volume in group.get("template", "spec", "volumes")] == ["shared"]
+
+
 def test_gpus_are_the_workers_own() -> None:
     found = read(manifests.text(manifests.Settings(gpus=2)))
     asked = {

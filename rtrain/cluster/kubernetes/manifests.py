@@ -346,16 +346,11 @@ def _pod(settings: Settings, container: str, resources: Map) -> Map:
                     "env": [{"name": "RAY_START_HOOK", "value": HOOK}],
                     "resources": resources,
                     "securityContext": _container_security(),
-                    "volumeMounts": [
-                        {"name": "shared", "mountPath": SHARED},
-                        {"name": "memory", "mountPath": "/dev/shm"},
-                    ],
+                    # KubeRay mounts /dev/shm itself, as large as the pod's memory, where a pod has no mount there.
+                    "volumeMounts": [{"name": "shared", "mountPath": SHARED}],
                 }
             ],
-            "volumes": [
-                {"name": "shared", **shared},
-                {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}},
-            ],
+            "volumes": [{"name": "shared", **shared}],
         },
     }
 
