@@ -171,10 +171,16 @@ BROKEN = (
         "1abc",
     ),
     Broken(
+        "k8s-name",
+        "        labels:\n          rtrain-cluster: rtrain\n",
+        "        labels:\n          app.kubernetes.io/name: rtrain\n",
+        "app.kubernetes.io/name: rtrain",
+    ),
+    Broken(
         "k8s-whole",
         "  rayClusterSpec:\n",
         "  rayClusterSpecs:\n",
-        "    app.kubernetes.io/name: rtrain\nspec:\n  entrypoint",
+        "    rtrain-cluster: rtrain\nspec:\n  entrypoint",
         seen=True,
     ),
     Broken(
@@ -260,7 +266,7 @@ def given(variable: dict[str, Any]) -> Callable[[Any], Any]:
 
 
 def selected_by(operator: str, *values: str) -> dict[str, Any]:
-    return {"matchExpressions": [{"key": "app.kubernetes.io/name", "operator": operator, "values": list(values)}]}
+    return {"matchExpressions": [{"key": manifests.LABEL, "operator": operator, "values": list(values)}]}
 
 
 @pytest.mark.parametrize(
@@ -292,6 +298,17 @@ def test_a_policy_that_leaves_pods_open_is_found(change: Callable[[Any], Any]) -
 )
 def test_a_policy_that_selects_all_pods_is_fine(change: Callable[[Any], Any]) -> None:
     assert "k8s-policy" not in changed("NetworkPolicy", change)
+
+
+def test_a_cluster_s_policy_admits_its_own_pods_alone() -> None:
+    """And its pods keep the labels by which KubeRay's services find the head."""
+    a, b = (list(yaml.safe_load_all(manifests.text(manifests.Settings(name=name)))) for name in "ab")
+    [policy] = [one for one in a if one["kind"] == "NetworkPolicy"]
+    selected = [policy["spec"]["podSelector"], policy["spec"]["ingress"][0]["from"][0]["podSelector"]]
+    assert selected == [{"matchLabels": {"rtrain-cluster": "a"}}] * 2
+    for name, documents in (("a", a), ("b", b)):
+        pods = list(walk.pods(read(yaml.safe_dump_all(documents))))
+        assert [pod.get("metadata", "labels") for pod in pods] == [{"rtrain-cluster": name}] * 7
 
 
 def test_a_port_of_the_machine_and_a_literal_secret_are_found() -> None:

@@ -28,7 +28,9 @@ IDLE_S = 300
 PORT = 8000
 HOOK = "rtrain.cluster.session.on_node_start"
 ENTRY = "rtrain.cluster.jobs.entry"
-LABELS = {"app.kubernetes.io/name": "rtrain"}
+LABEL = "rtrain-cluster"
+"""The label of all that is one cluster's, with its name as value. KubeRay's own are not to be taken: its services look
+for the head by some of them, and find none where a pod's template says otherwise."""
 ROLE = {"rtrain-role": "workers"}
 """Ray's labels of the workers' nodes, by which `cluster.labels` and `serve.labels` name them."""
 DATA_ROLE = {"rtrain-role": "data"}
@@ -143,8 +145,12 @@ _Dumper.add_representer(
 # --------------------------------------------------------------------------------------------------------- manifests
 
 
+def _labels(settings: Settings) -> Map:
+    return {LABEL: settings.name}
+
+
 def _named(settings: Settings, suffix: str = "") -> Map:
-    return {"name": f"{settings.name}{suffix}", "labels": dict(LABELS)}
+    return {"name": f"{settings.name}{suffix}", "labels": _labels(settings)}
 
 
 def _claim(settings: Settings) -> Map:
@@ -167,10 +173,10 @@ def _policy(settings: Settings) -> Map:
         "kind": "NetworkPolicy",
         "metadata": _named(settings),
         "spec": {
-            "podSelector": {"matchLabels": dict(LABELS)},
+            "podSelector": {"matchLabels": _labels(settings)},
             "policyTypes": ["Ingress"],
             "ingress": [
-                {"from": [{"podSelector": {"matchLabels": dict(LABELS)}}]},
+                {"from": [{"podSelector": {"matchLabels": _labels(settings)}}]},
                 {
                     "from": [{**everywhere, "podSelector": {"matchLabels": dict(OPERATOR)}}],
                     "ports": [{"protocol": "TCP", "port": 8265}, {"protocol": "TCP", "port": PORT}],
@@ -205,7 +211,7 @@ def _job(settings: Settings) -> Map:
             "ttlSecondsAfterFinished": IDLE_S,
             "backoffLimit": 3,
             "submitterPodTemplate": {
-                "metadata": {"labels": dict(LABELS)},
+                "metadata": {"labels": _labels(settings)},
                 "spec": {
                     **_pod_security(),
                     "restartPolicy": "Never",
@@ -334,7 +340,7 @@ def _pod(settings: Settings, container: str, resources: Map) -> Map:
         attributes = {"bucketName": settings.bucket, "mountOptions": BUCKET_OPTIONS}
         shared = {"csi": {"driver": BUCKET_DRIVER, "volumeAttributes": attributes}}
     return {
-        "metadata": {"labels": dict(LABELS), **({"annotations": dict(BUCKET_SIDECAR)} if settings.bucket else {})},
+        "metadata": {"labels": _labels(settings), **({"annotations": dict(BUCKET_SIDECAR)} if settings.bucket else {})},
         "spec": {
             **_pod_security(),
             **({"serviceAccountName": f"{settings.name}-bucket"} if settings.bucket else {}),

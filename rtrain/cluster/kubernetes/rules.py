@@ -38,6 +38,8 @@ QUANTITY = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([KMGTPE]i|[munkMGTPE]|[eE][+-]?
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 LETTER_FIRST = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 """Names of KubeRay's own kinds (RFC 1035), which become those of services."""
+OWN_LABEL, OWN = "app.kubernetes.io/name", "kuberay"
+"""A label that KubeRay gives pods where their templates do not, and by which its services select the head."""
 LONGEST_NAME = 47
 """KubeRay appends to a cluster's name; a name of Kubernetes has 63 characters at most."""
 OTHERS = ("Service", "ServiceAccount", "Secret", "ConfigMap", "Namespace")
@@ -60,6 +62,11 @@ def names(documents: Documents, around: Around) -> Found:
             what = f"the name {name!r} is none of Kubernetes', or too long for what KubeRay appends"
             first = ", a letter first" if own else ""
             yield document.line("metadata", "name"), what, f"write up to {LONGEST_NAME} of a-z, 0-9 and -{first}"
+    for group in walk.groups(documents):
+        called = group.get("template", "metadata", "labels", OWN_LABEL)
+        if called not in (None, OWN):
+            what = f"{OWN_LABEL}: {called} is in the place of KubeRay's own label: its services find no pod by theirs"
+            yield group.line("template", "metadata", "labels", OWN_LABEL), what, "leave it out, or use another label"
 
 
 def whole(documents: Documents, around: Around) -> Found:
