@@ -200,6 +200,12 @@ BROKEN = (
     Broken("k8s-exposed", "serviceType: ClusterIP", "serviceType: LoadBalancer", "serviceType: LoadBalancer"),
     Broken("k8s-policy", "kind: NetworkPolicy", "kind: ConfigMap", "    template:\n      metadata:\n        labels"),
     Broken("k8s-rights", "runAsNonRoot: true", "runAsNonRoot: false", "      spec:\n        securityContext"),
+    Broken(
+        "k8s-rights",
+        "    securityContext:\n      allowPrivilegeEscalation: false\n",
+        "    securityContext:\n      allowPrivilegeEscalation: true\n",
+        "    securityContext:\n      allowPrivilegeEscalation: true\n",
+    ),
     Broken("k8s-rights", "restartPolicy: Never", "hostNetwork: true\n        restartPolicy: Never", "hostNetwork"),
     Broken(
         "k8s-storage", "- name: shared\n            mountPath", "- name: shard\n            mountPath", "name: shard"
@@ -317,6 +323,11 @@ def test_a_port_of_the_machine_and_a_literal_secret_are_found() -> None:
         assert "k8s-secret" in changed("RayCluster", given({"name": name, "value": "wJalrXUtnFEMIKbPxRfi"}))
     by_reference = {"name": "RAY_AUTH_TOKEN", "valueFrom": {"secretKeyRef": {"name": "ray", "key": "token"}}}
     assert "k8s-secret" not in changed("RayCluster", given(by_reference))
+
+
+def test_the_autoscaler_s_container_has_no_more_rights_than_ours() -> None:
+    """KubeRay adds it to the head's pod, which a namespace under Pod Security `restricted` would refuse otherwise."""
+    assert "k8s-rights" in changed("RayCluster", lambda one: one["spec"]["autoscalerOptions"].pop("securityContext"))
 
 
 def test_every_rule_has_its_case() -> None:

@@ -294,7 +294,12 @@ def _spec(settings: Settings, probe: Map | None = None, least: int = 0, gpus: in
         "rayVersion": RAY,
         "authOptions": {"mode": "token"},
         "enableInTreeAutoscaling": True,
-        "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": IDLE_S, "resources": _resources(1, "1Gi")},
+        "autoscalerOptions": {
+            "version": "v2",
+            "idleTimeoutSeconds": IDLE_S,
+            "resources": _resources(1, "1Gi"),
+            "securityContext": _container_security(),
+        },
         "headGroupSpec": {
             "serviceType": "ClusterIP",
             "rayStartParams": {"num-cpus": "0"},

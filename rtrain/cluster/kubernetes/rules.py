@@ -226,14 +226,20 @@ def exposed(documents: Documents, around: Around) -> Found:
 
 
 def rights(documents: Documents, around: Around) -> Found:
-    for pod, container in walk.containers(documents):
-        own = container.get("securityContext") or {}
+    # KubeRay adds the autoscaler to the head's pod.
+    added = [
+        (cluster.within("headGroupSpec", "template"), cluster.within("autoscalerOptions"))
+        for cluster in walk.clusters(documents)
+        if cluster.get("enableInTreeAutoscaling") is True
+    ]
+    for pod, container in [*walk.containers(documents), *added]:
+        own, name = container.get("securityContext") or {}, container.get("name") or "the autoscaler's container"
         root = pod.get("spec", "securityContext", "runAsNonRoot") is not True and own.get("runAsNonRoot") is not True
         if own.get("privileged") or own.get("allowPrivilegeEscalation") is not False:
-            what = f"{container.get('name')} may take rights of its machine"
+            what = f"{name} may take rights of its machine"
             yield container.line("securityContext"), what, "write securityContext: {allowPrivilegeEscalation: false}"
         elif root:
-            yield pod.line("spec"), f"{container.get('name')} may run as root", "write runAsNonRoot: true"
+            yield pod.line("spec"), f"{name} may run as root", "write runAsNonRoot: true"
     for pod in walk.pods(documents):
         for name in ("hostNetwork", "hostPID", "hostIPC"):
             if pod.get("spec", name):
