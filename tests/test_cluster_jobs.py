@@ -300,6 +300,14 @@ def test_a_name_that_is_no_utf_8_is_refused_by_name(checkout: Path) -> None:
         upload.of(checkout)
 
 
+def test_a_part_of_a_checkout_is_refused_with_the_name_of_the_whole(checkout: Path) -> None:
+    """A job of it alone would lack what lies beside, or take none of the files that it was meant to."""
+    with pytest.raises(UserError, match=rf"runs is a part of the checkout {checkout}, .*write --folder {checkout}"):
+        upload.of(checkout / "runs")
+    (checkout.parent / "link").symlink_to(checkout)
+    assert len(upload.of(checkout.parent / "link").files) == 2
+
+
 def test_a_folder_without_git_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no git work tree"):
         upload.of(tmp_path)

@@ -1,6 +1,7 @@
 """What a job takes along: the files of the folder that git tracks, and nothing else."""
 
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -40,8 +41,14 @@ class Upload:
 
 def of(folder: Path, most: int = MOST_BYTES) -> Upload:
     """The files of the git work tree that `folder` is the root of; of rtrain's own, those that a job needs. Raises
-    `UserError` where it is none, where they are more than `most` bytes, and where a link leads to what is not tracked:
-    what it leads to would go along."""
+    `UserError` where it is none or a part of one, where they are more than `most` bytes, and where a link leads to what
+    is not tracked: what it leads to would go along."""
+    root = Path("".join(_git(folder, "rev-parse", "--show-toplevel")).removesuffix("\n"))
+    if root.resolve() != folder.resolve():
+        raise UserError(
+            f"{folder} is a part of the checkout {root}, and a job takes it along as a whole; call it there, or "
+            f"write --folder {shlex.quote(str(root))}"
+        )
     tracked = _git(folder, "ls-files", "-z")
     own = {folder.resolve() / name for name in tracked}
     if OWN in tracked:
