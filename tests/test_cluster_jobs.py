@@ -225,11 +225,56 @@ def test_a_tracked_file_that_a_gitignore_names_goes_along_too(checkout: Path, mo
     with (checkout / ".gitignore").open("a") as file:
         file.write("*.bin\n")
     subprocess.run(["git", "add", "-f", "table.bin"], cwd=checkout, check=True)
-    monkeypatch.delenv(client.IGNORE_GITIGNORE, raising=False)
+    for name in client.ALL_FILES:
+        monkeypatch.delenv(name, raising=False)
+    assert packed(checkout) == (".gitignore", "code.py", "table.bin")
+    assert not set(client.ALL_FILES) & set(os.environ)
+
+
+def packed(checkout: Path) -> tuple[str, ...]:
+    """The names of what a job takes along."""
     api = Packs()
     client.Jobs("http://head", api).submit(["train", "intent", "--out", "/x"], upload.of(checkout), print)
-    assert api.packed == (".gitignore", "code.py", "table.bin")
-    assert client.IGNORE_GITIGNORE not in os.environ
+    return api.packed
+
+
+def test_what_ray_s_client_leaves_out_by_itself_goes_along_too(checkout: Path) -> None:
+    for name in ("venv/a.py", "lib/__pycache__/b.py"):
+        (checkout / name).parent.mkdir(parents=True)
+        (checkout / name).touch()
+    (checkout / ".rayignore").write_text("*.py\n")
+    subprocess.run(["git", "add", "-f", "venv", "lib", ".rayignore"], cwd=checkout, check=True)
+    assert packed(checkout) == (".gitignore", "code.py", "lib/__pycache__/b.py", "venv/a.py")
+
+
+def test_submodules_and_links_to_folders_go_along(checkout: Path, tmp_path: Path) -> None:
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
+    other = tmp_path / "other"
+    subprocess.run(["git", "init", "-q", other], check=True)
+    (other / "m.py").write_text("m = 1\n")
+    subprocess.run(["git", "add", "m.py"], cwd=other, check=True)
+    subprocess.run([*git, "commit", "-qm", "one"], cwd=other, check=True)
+    subprocess.run([*git, "submodule", "--quiet", "add", other, "sub"], cwd=checkout, check=True)
+    (checkout / "real").mkdir()
+    (checkout / "real" / "x.py").write_text("x = 2\n")
+    (checkout / "alias").symlink_to("real")
+    subprocess.run(["git", "add", "real", "alias"], cwd=checkout, check=True)
+    expected = {".gitignore", ".gitmodules", "code.py", "sub/m.py", "real/x.py", "alias/x.py"}
+    assert {name for name, _ in upload.of(checkout).files} == expected
+    with upload.copied(upload.of(checkout)) as folder:
+        assert (folder / "sub" / "m.py").read_text() == "m = 1\n"
+        assert (folder / "alias" / "x.py").read_text() == "x = 2\n"
+    subprocess.run(["git", "submodule", "--quiet", "deinit", "-f", "sub"], cwd=checkout, check=True)
+    with pytest.raises(UserError, match=r"sub is a repository in this one, .*git submodule update --init sub"):
+        upload.of(checkout)
+
+
+@pytest.mark.parametrize("to", ["runs", "nowhere"])
+def test_a_link_to_a_folder_that_git_does_not_track_is_refused(checkout: Path, to: str) -> None:
+    (checkout / "link").symlink_to(to)
+    subprocess.run(["git", "add", "link"], cwd=checkout, check=True)
+    with pytest.raises(UserError, match=r"link leads to .*, which git does not track here; take it out of git"):
+        upload.of(checkout)
 
 
 def test_a_storage_that_refuses_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

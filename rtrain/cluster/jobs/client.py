@@ -15,6 +15,9 @@ from rtrain.cluster.jobs import naming, upload
 from rtrain.errors import Ended, TryAgain, UserError
 
 IGNORE_GITIGNORE = "RAY_RUNTIME_ENV_IGNORE_GITIGNORE"
+DEFAULT_EXCLUDES = "RAY_OVERRIDE_RUNTIME_ENV_DEFAULT_EXCLUDES"
+ALL_FILES = {IGNORE_GITIGNORE: "1", DEFAULT_EXCLUDES: ""}
+"""With these in its environment, Ray's client leaves nothing out of a folder."""
 
 DEFAULT = "http://127.0.0.1:8265"
 AGENT_S = 60.0
@@ -243,17 +246,18 @@ _FAILED = re.compile(r"status code 5\d\d.*")
 
 @contextmanager
 def _all_files() -> Iterator[None]:
-    """Ray's client leaves out what a .gitignore of the folder names; git tracks some of that all the same, and it was
-    promised to go along."""
-    before = os.environ.get(IGNORE_GITIGNORE)
-    os.environ[IGNORE_GITIGNORE] = "1"
+    """Ray's client leaves out what a .gitignore of the folder names, and every folder called venv or __pycache__; git
+    tracks some of that all the same, and it was promised to go along."""
+    before = {name: os.environ.get(name) for name in ALL_FILES}
+    os.environ.update(ALL_FILES)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[IGNORE_GITIGNORE]
-        else:
-            os.environ[IGNORE_GITIGNORE] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _forgotten(job: str) -> TryAgain:

@@ -4,10 +4,10 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
 from rtrain.errors import UserError
@@ -18,6 +18,8 @@ NOT_NEEDED = ("benchmarks/", "docs/", "tests/")
 """Folders of rtrain's own checkout that no job needs; they are more than half of it."""
 OWN = "rtrain/cluster/jobs/entry.py"
 """By this file rtrain's own checkout is known."""
+IGNORES = ".rayignore"
+"""Ray's client leaves out what such a file names; it stays here, since all that is tracked goes along."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +42,20 @@ class Upload:
 
 
 def of(folder: Path, most: int = MOST_BYTES) -> Upload:
-    """The files of the git work tree that `folder` is the root of; of rtrain's own, those that a job needs. Raises
-    `UserError` where it is none or a part of one, where they are more than `most` bytes, and where a link leads to what
-    is not tracked: what it leads to would go along."""
+    """The files of the git work tree that `folder` is the root of, with those of its submodules; of rtrain's own, those
+    that a job needs. Raises `UserError` where it is none or a part of one, where they are more than `most` bytes, where
+    a submodule is not here, and where a link leads to what is not tracked: what it leads to would go along."""
     root = Path("".join(_git(folder, "rev-parse", "--show-toplevel")).removesuffix("\n"))
     if root.resolve() != folder.resolve():
         raise UserError(
             f"{folder} is a part of the checkout {root}, and a job takes it along as a whole; call it there, or "
             f"write --folder {shlex.quote(str(root))}"
         )
-    tracked = _git(folder, "ls-files", "-z")
+    tracked = _git(folder, "ls-files", "-z", "--recurse-submodules")
     own = {folder.resolve() / name for name in tracked}
     if OWN in tracked:
         tracked = [name for name in tracked if not name.startswith(NOT_NEEDED)]
-    there = [name for name in tracked if (folder / name).is_file()]
-    for name in there:
-        if (leads := (folder / name).resolve()) not in own:
-            raise UserError(f"{folder / name} leads to {leads}, which git does not track here; take it out of git")
+    there = [one for name in tracked for one in _meant(folder, name, own) if PurePosixPath(one).name != IGNORES]
     files = [(name, (folder / name).stat().st_size) for name in there]
     found = Upload(
         folder,
@@ -69,6 +68,28 @@ def of(folder: Path, most: int = MOST_BYTES) -> Upload:
             f"{folder}: its tracked files are {found.size / 1e6:.1f} MB, and a job takes {most / 1e6:.0f} along; the "
             f"largest:\n{listed}\nKeep data out of git, and on the storage of the nodes; or give --most-mb"
         )
+    return found
+
+
+def _meant(folder: Path, name: str, own: Set[Path]) -> list[str]:
+    """The files for which a tracked name stands: one; for a link to a folder those that git tracks there (`own`, whole
+    paths), under the link's name; none where it was deleted."""
+    path = folder / name
+    if not os.path.lexists(path):
+        return []
+    leads = path.resolve()
+    if path.is_symlink() and path.is_dir():
+        inner = [str(PurePosixPath(name, one.relative_to(leads))) for one in own if leads in one.parents]
+        found = [one for one in sorted(inner) if (folder / one).is_file()]
+    elif path.is_dir():
+        raise UserError(
+            f"{path} is a repository in this one, and git lists no file of it here: git submodule update --init "
+            f"{shlex.quote(name)}, or take it out of git"
+        )
+    else:
+        found = [name]
+    if not found or any((folder / one).resolve() not in own for one in found):
+        raise UserError(f"{path} leads to {leads}, which git does not track here; take it out of git")
     return found
 
 
