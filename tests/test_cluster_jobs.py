@@ -445,6 +445,11 @@ def test_a_storage_that_is_away_starts_nothing_anew(tmp_path: Path) -> None:
     assert entry.resumed(words, run, "nonesuch://bucket") == words
 
 
+def test_a_storage_that_connects_as_it_is_opened_says_try_again_too(tmp_path: Path) -> None:
+    with pytest.raises(TryAgain, match=r"127\.0\.0\.1:1/x/config.yaml does not answer .*the same job"):
+        entry.resumed(["train", "intent", "--out", "/x"], tmp_path / "x", "ftp://127.0.0.1:1")
+
+
 def test_the_storage_is_that_of_the_configuration(tmp_path: Path) -> None:
     """As the verb itself reads it: a recipe's file, quotes, null, and the run's own where there is one."""
     (tmp_path / "mine.yaml").write_text("name: x\ntask: classification\ncluster: {storage: s3://bucket/mine}\n")

@@ -137,12 +137,12 @@ def _ask(url: str, ask: Callable[[Any, str], Found]) -> Found | None:
     import fsspec
 
     try:
-        files, path = fsspec.core.url_to_fs(url)
-    except (ValueError, ImportError):  # not a storage: the verb says so, and which setting names it
-        return None
-    try:
+        try:
+            files, path = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError):  # not a storage: the verb says so, and which setting names it
+            return None
         return ask(files, path)
-    except Exception as error:  # each kind of storage has its own
+    except Exception as error:  # each kind of storage has its own; some connect as they are opened
         told = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         if _REFUSED.search(told):  # which time does not mend: the verb asks again, and says what to look at
             return None
@@ -151,7 +151,9 @@ def _ask(url: str, ask: Callable[[Any, str], Found]) -> Found | None:
         ) from error
 
 
-_REFUSED = re.compile(r"credential|permission|forbidden|denied|unauthori[sz]ed|\b40[13]\b", re.IGNORECASE)
+_REFUSED = re.compile(
+    r"credential|permission|forbidden|denied|unauthori[sz]ed|authentic|\b(?:40[13]|530)\b", re.IGNORECASE
+)
 """In what storages say to those who may not ask; the classes of their errors have nothing in common."""
 
 
