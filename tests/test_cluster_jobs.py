@@ -387,13 +387,15 @@ def test_a_run_of_one_name_with_another_is_not_taken_over(tmp_path: Path) -> Non
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
     first = started(str(old))  # nothing tells whose the copy is: it is gone on with, and noted
-    assert ("--resume" in first.stdout, (storage / ".jobs" / "x.run").read_text()) == (True, f"{old}\n")
+    assert (f"{old} --resume" in first.stdout, (storage / ".jobs" / "x.run").read_text()) == (True, f"{old}\n")
     kept = (storage / ".jobs" / "x.log").read_bytes()
     done = started(str(run))
     assert done.returncode == 2, done.stderr
-    assert f"cluster.storage has the copy of another run of this name, {old}: it is not gone on with" in done.stdout
-    assert "--resume" not in done.stdout
-    assert "name another storage" in (run.parent / ".jobs" / "x.log").read_text()
+    assert (
+        f"cluster.storage has the copy of another run of this name, {old}: nothing of it is taken over" in done.stdout
+    )
+    assert f"{run} --resume" not in done.stdout
+    assert "name another storage or --out" in (run.parent / ".jobs" / "x.log").read_text()
     assert (storage / ".jobs" / "x.log").read_bytes() == kept
     assert entry.other_run([*words, str(old)], old, str(storage)) is None
     (storage / ".jobs" / "x.run").unlink()  # as an earlier version has left it: the log names the folder too
@@ -448,6 +450,26 @@ def test_a_storage_that_is_away_starts_nothing_anew(tmp_path: Path) -> None:
 def test_a_storage_that_connects_as_it_is_opened_says_try_again_too(tmp_path: Path) -> None:
     with pytest.raises(TryAgain, match=r"127\.0\.0\.1:1/x/config.yaml does not answer .*the same job"):
         entry.resumed(["train", "intent", "--out", "/x"], tmp_path / "x", "ftp://127.0.0.1:1")
+
+
+def test_a_password_of_the_storage_is_in_no_line_nor_log(tmp_path: Path) -> None:
+    """The log lies on the folder that all share, and is sent to the storage itself."""
+    run, secret, storage = tmp_path / "runs" / "x", "hunter2pw", "ftp://me:hunter2pw@127.0.0.1:1"
+    command = [sys.executable, "-m", naming.ENTRY, "train", "intent", "--out", str(run), "--data", "/none.csv"]
+    command += ["--set", f"cluster.storage={storage}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 75, done.stderr
+    log = (run.parent / ".jobs" / "x.log").read_text()
+    assert "ftp://***@127.0.0.1:1" in log
+    assert secret not in done.stdout + done.stderr + log
+    run.mkdir()  # a run whose folder is there goes on while its storage is away
+    (run / "config.yaml").write_text(f"name: x\ntask: classification\ncluster: {{storage: '{storage}'}}\n")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode != 75, "--resume" in done.stdout) == (True, True)
+    assert secret not in done.stdout + done.stderr + (run.parent / ".jobs" / "x.log").read_text()
+    with pytest.raises(UserError, match=r"--storage ftp://\*\*\*@127.0.0.1:1 cannot be read") as refused:
+        stored.log("x", storage)
+    assert secret not in str(refused.value)
 
 
 def test_the_storage_is_that_of_the_configuration(tmp_path: Path) -> None:

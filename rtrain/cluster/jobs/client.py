@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rtrain import ray_internals
 from rtrain.cluster.jobs import naming, upload
-from rtrain.errors import Ended, TryAgain, UserError
+from rtrain.errors import Ended, TryAgain, UserError, hide
 
 IGNORE_GITIGNORE = "RAY_RUNTIME_ENV_IGNORE_GITIGNORE"
 DEFAULT_EXCLUDES = "RAY_OVERRIDE_RUNTIME_ENV_DEFAULT_EXCLUDES"
@@ -93,7 +93,7 @@ class Jobs:
         entrypoint = shlex.join(["python", "-m", naming.ENTRY, *words])
         if isinstance(decided, naming.Attach):
             other = known[decided.job].entrypoint
-            with_words = "" if other == entrypoint else f", with other words ({other})"
+            with_words = "" if other == entrypoint else f", with other words ({hide(other)})"
             say(f"{decided.job} is there already{with_words}: nothing is started")
             return decided.job
         say(f"{decided.job}: {files.text()}")

@@ -21,7 +21,7 @@ from rtrain import config
 from rtrain.cluster import supervise
 from rtrain.cluster.jobs import naming
 from rtrain.cluster.jobs.copied import Copied
-from rtrain.errors import TryAgain, UserError
+from rtrain.errors import TryAgain, UserError, hide
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,12 +60,13 @@ def main(words: Sequence[str]) -> int:
             return away.exit_code
         if other is not None:
             sys.stdout.write(
-                f"--- {stamp} rtrain: cluster.storage has the copy of another run of this name, {other}: it is not "
-                "gone on with, and this log is not copied there; name another storage, or another --out\n"
+                f"--- {stamp} rtrain: cluster.storage has the copy of another run of this name, {other}: nothing of it "
+                "is taken over, and this log is not copied there; name another storage or --out, or write --resume "
+                "where it is this run, moved\n"
             )
         if mine is not None:
             _note(mine, run)
-        sys.stdout.write(f"--- {stamp} rtrain {shlex.join(arguments)}\n")
+        sys.stdout.write(f"--- {stamp} rtrain {hide(shlex.join(arguments))}\n")
         sys.stdout.flush()
         return supervise.supervise(arguments, run) if supervised else _alone(arguments)
 
@@ -104,12 +105,19 @@ def resumed(words: list[str], run: Path, storage: str | None) -> list[str]:
 def other_run(words: Sequence[str], run: Path, storage: str | None) -> str | None:
     """The folder of the run whose copy the storage has under this one's name, where that is another: runs in other
     folders may have one name. None where the words say --resume, and where nothing tells the folder. Raises `TryAgain`
-    as `resumed` does."""
-    if storage is None or "--resume" in words or not _is_there(f"{storage.rstrip('/')}/{run.name}/config.yaml"):
+    as `resumed` does: a run that is there goes on while its storage is away."""
+    if storage is None or "--resume" in words:
         return None
     place = naming.stored(storage, run.name)
-    noted = _ask(f"{place}.run", _text)
-    whose = noted.strip() if noted else naming.run_in(_ask(f"{place}.log", _text) or "")
+    try:
+        if not _is_there(f"{storage.rstrip('/')}/{run.name}/config.yaml"):
+            return None
+        noted = _ask(f"{place}.run", _text)
+        whose = noted.strip() if noted else naming.run_in(_ask(f"{place}.log", _text) or "")
+    except TryAgain:
+        if (run / "config.yaml").is_file():
+            return None
+        raise
     return whose if whose and whose != str(run) else None
 
 
@@ -147,7 +155,7 @@ def _ask(url: str, ask: Callable[[Any, str], Found]) -> Found | None:
         if _REFUSED.search(told):  # which time does not mend: the verb asks again, and says what to look at
             return None
         raise TryAgain(
-            f"cluster.storage: {url} does not answer ({told}); the same job, submitted again, goes on"
+            f"cluster.storage: {hide(url)} does not answer ({hide(told)}); the same job, submitted again, goes on"
         ) from error
 
 
@@ -172,7 +180,7 @@ def kept(log: Path, copy: str | None) -> "Iterator[None]":
         try:
             copied.open()
         except Exception as error:  # any kind of storage; the first copy looks again
-            _write(err, f"rtrain: the log at {copy} cannot be read: {error}\n".encode())
+            _write(err, f"rtrain: the log at {hide(str(copy))} cannot be read: {hide(str(error))}\n".encode())
     reading, writing = os.pipe()
     os.dup2(writing, 1)
     os.dup2(writing, 2)
@@ -234,7 +242,7 @@ def _copy(log: Path, copied: Copied | None, ended: threading.Event, err: int) ->
         except Exception as error:  # any kind of storage; the next look may do better
             if not failed:
                 failed = True
-                _write(err, f"rtrain: the log {log} is not copied: {error}\n".encode())
+                _write(err, f"rtrain: the log {log} is not copied: {hide(str(error))}\n".encode())
         if last:
             return
 

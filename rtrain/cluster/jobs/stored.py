@@ -3,7 +3,7 @@
 from pathlib import Path, PurePosixPath
 
 from rtrain.cluster.jobs import copied, naming
-from rtrain.errors import UserError
+from rtrain.errors import UserError, hide
 
 
 def log(run: str, storage: str | None) -> str | None:
@@ -19,6 +19,6 @@ def log(run: str, storage: str | None) -> str | None:
         files, place = fsspec.core.url_to_fs(f"{naming.stored(storage, PurePosixPath(run).name)}.log")
         found = copied.read(files, place)
     except Exception as error:  # every kind of storage has errors of its own
-        reason = str(error) or type(error).__name__
-        raise UserError(f"--storage {storage} cannot be read: {reason}; see its address and your credentials") from None
+        shown, reason = hide(storage), hide(str(error)) or type(error).__name__
+        raise UserError(f"--storage {shown} cannot be read: {reason}; see its address and your credentials") from None
     return None if found is None else found.decode("utf-8", errors="replace")
