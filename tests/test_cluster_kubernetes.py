@@ -53,6 +53,25 @@ def test_the_job_goes_on_and_the_service_imports_what_is_there() -> None:
     assert callable(getattr(importlib.import_module(module), name))
 
 
+def test_the_service_serves_the_artefact_of_the_job_s_run() -> None:
+    """Unless another is named; and a run that goes with its pod is found."""
+
+    def served(**given: Any) -> str:
+        service = list(yaml.safe_load_all(manifests.text(manifests.Settings(**given))))[-1]
+        [application] = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+        return str(application["args"]["artifact"])
+
+    words = ("train", "intent", "--data", "/shared/a.csv")
+    assert served() == "/shared/runs/intent/artifact"
+    assert served(verb=(*words, "--out", "/shared/runs/other/")) == "/shared/runs/other/artifact"
+    assert served(verb=("tune", *words[1:], "--out", "/shared/s")) == "/shared/s/trial-FILL-IN/artifact"
+    assert served(verb=("predict", "/shared/m")) == "/shared/runs/FILL-IN/artifact"
+    assert served(verb=(*words, "--out=/shared/x"), artifact="/shared/y/artifact") == "/shared/y/artifact"
+    for out, lost in (("/shared/x", False), ("/data/x", True), ("/shared/../x", True), ("/shared2/x", True)):
+        found = lint.check(manifests.text(manifests.Settings(verb=(*words, "--out", out))), HERE)
+        assert [(one.rule, one.mend) for one in found] == [("k8s-job", "write --out /shared/runs/x")] * lost
+
+
 def test_jobs_know_what_may_be_started_by_its_labels_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """With no worker's pod up, a run that asks for its nodes by their labels is not refused."""
     monkeypatch.setattr(supply, "up", lambda: [supply.Host({"CPU": 0.0})])

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from rtrain.cluster import supply
+from rtrain.cluster.jobs import naming
 from rtrain.cluster.variants.variants import RAY
 from rtrain.errors import ConfigError, Problem
 
@@ -66,7 +67,16 @@ class Settings:
     data_workers: int = 0
     """The most pods for data tasks alone at a time, without GPUs: a second group of workers."""
     verb: tuple[str, ...] = ("train", "intent", "--data", f"{SHARED}/messages.csv", "--out", f"{SHARED}/runs/intent")
-    artifact: str = f"{SHARED}/runs/intent/artifact"
+    artifact: str | None = None
+    """What the service serves; None for that of the job's run."""
+
+    @property
+    def served(self) -> str:
+        """Which of a search's trials wins is not known before, nor which run another verb means."""
+        out, verb = (naming.option(self.verb, "--out") or "").rstrip("/"), self.verb[:1]
+        trial = "/trial-FILL-IN" if verb == ("tune",) else ""
+        run = f"{out}{trial}" if verb and verb[0] in naming.SUPERVISED else f"{SHARED}/runs/FILL-IN"
+        return self.artifact or f"{run}/artifact"
 
 
 def bucket_of(address: str) -> str:
@@ -240,7 +250,7 @@ def _service(settings: Settings) -> Map:
                 "name": "rtrain",
                 "route_prefix": "/",
                 "import_path": "serve.service:application",
-                "args": {"artifact": settings.artifact},
+                "args": {"artifact": settings.served},
                 "deployments": [
                     {
                         "name": "rtrain",

@@ -2,9 +2,11 @@
 entry point, a policy of restarts or an amount of memory, and any cluster without a token."""
 
 import importlib.util
+import posixpath
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePosixPath
 
 import yaml
 
@@ -33,6 +35,8 @@ ENUMS: Mapping[str, tuple[str, ...]] = {
     "effect": ("NoSchedule", "PreferNoSchedule", "NoExecute"),
 }
 """Values that Kubernetes and KubeRay take, of fields that their schemas leave open or may."""
+OWN_VOLUMES = ("emptyDir", "configMap", "secret", "downwardAPI", "projected", "ephemeral")
+"""Kinds of volumes that are a pod's own, or hold no run."""
 MODES = ("ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod")
 QUANTITY = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([KMGTPE]i|[munkMGTPE]|[eE][+-]?\d+)?")
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -315,10 +319,27 @@ def jobs(documents: Documents, around: Around) -> Found:
         if verb and around.verbs and verb[0] not in around.verbs:
             yield line, f"rtrain has no verb {verb[0]}", f"it has {', '.join(sorted(around.verbs))}"
         try:
-            naming.run_of(verb)
+            run = naming.run_of(verb)
         except ConfigError as error:
             for problem in error.problems:
                 yield line, f"{problem.field}: {problem.reason}", problem.fix
+            continue
+        shared = _shared(document)
+        if run and not any(PurePosixPath(posixpath.normpath(run)).is_relative_to(folder) for folder in shared):
+            what = f"--out: {run} is in no folder that the job's pods share, and goes with its pod"
+            below = min(shared, default=manifests.SHARED)
+            yield line, what, f"write --out {below}/runs/{run.name}"
+
+
+def _shared(job: Document) -> set[str]:
+    """The folders that all pods of a job's cluster mount, and keep what is in them."""
+    found = []
+    for group in walk.groups([job]):
+        pod = group.within("template", "spec")
+        kept = {str(one.get("name")) for one in pod.each("volumes") if not any(one.get(kind) for kind in OWN_VOLUMES)}
+        mounts = [one for container in pod.each("containers") for one in container.each("volumeMounts")]
+        found.append({str(one.get("mountPath")) for one in mounts if str(one.get("name")) in kept})
+    return set.intersection(*found) if found else set()
 
 
 def services(documents: Documents, around: Around) -> Found:
