@@ -358,6 +358,12 @@ def test_a_manifest_of_another_shape_is_a_finding_and_no_traceback() -> None:
     assert "error" in {one.level for one in found}
 
 
+@pytest.mark.parametrize("brought", ["env_vars: {A: [b", "just text", "[1, 2]"])
+def test_what_a_job_brings_along_is_looked_at_whatever_it_is(brought: str) -> None:
+    assert "k8s-job" in changed("RayJob", spec(runtimeEnvYAML=brought))
+    assert "k8s-job" not in changed("RayJob", spec(runtimeEnvYAML="env_vars: {A: b}"))
+
+
 SMALL = """
 kind: CustomResourceDefinition
 spec:
@@ -406,6 +412,21 @@ def test_a_folder_without_definitions_is_refused(tmp_path: Path) -> None:
         crd.read(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kind: [a", "is no YAML"),
+        ("{{- if .Values.crd }}\nkind: x\n{{- end }}\n", "is no YAML"),
+        ("kind: CustomResourceDefinition\nspec: {}\n", "holds half a definition"),
+        ("kind: CustomResourceDefinition\nspec: {versions: [{name: v1}]}\n", "holds half a definition"),
+    ],
+)
+def test_a_file_that_is_no_definition_is_refused_by_name(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(UserError, match=f"a.yaml {said}"):
+        crd.read(tmp_path)
+
+
 @pytest.mark.slow
 def test_kuberay_s_definitions_find_what_they_can_and_nothing_in_ours() -> None:
     if not DEFINITIONS.is_dir():
@@ -432,6 +453,7 @@ def test_rules_in_cel_are_asked_where_a_library_is_there() -> None:
     rule = "!(has(self.a) && has(self.b))"
     expected = [None, None] if not crd.knows_cel() else [True, False]
     assert [crd.holds(rule, {"a": 1}), crd.holds(rule, {"a": 1, "b": 2})] == expected
+    assert crd.holds("self.a > 1", {"b": 1}) is None  # it cannot be asked; the schema says what is wrong
 
 
 # ------------------------------------------------------------------------------------------------- image and verb

@@ -32,19 +32,32 @@ class Definition(NamedTuple):
 
 
 def read(folder: Path) -> dict[str, Definition]:
-    """Definitions by kind, from the definitions in a folder. Raises `UserError` where there is none."""
+    """Definitions by kind, from the definitions in a folder. Raises `UserError` where there is none, and where a file
+    is no YAML or holds half a definition."""
     found = {}
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     for file in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")]):
-        for document in yaml.load_all(file.read_text(encoding="utf-8"), Loader=loader):
-            if isinstance(document, dict) and document.get("kind") == "CustomResourceDefinition":
-                for version in document["spec"]["versions"]:
-                    if version["name"] == "v1":
-                        schema = version["schema"]["openAPIV3Schema"]
-                        found[document["spec"]["names"]["kind"]] = Definition(schema, strict(schema))
+        try:
+            for document in yaml.load_all(file.read_text(encoding="utf-8"), Loader=loader):
+                found.update(_defined(document))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            told = " ".join(str(error).split())
+            raise UserError(f"{file} is no YAML ({told}); keep KubeRay's definitions alone in {folder}") from None
+        except (LookupError, TypeError, AttributeError):
+            raise UserError(f"{file} holds half a definition; take it anew from KubeRay's config/crd/bases") from None
     if not found:
         raise UserError(f"{folder} holds no CustomResourceDefinition; take them from KubeRay's config/crd/bases")
     return found
+
+
+def _defined(document: Any) -> dict[str, Definition]:
+    """The definition in a document, by its kind; none in one of another kind. Raises what looking into half of one
+    does."""
+    if not isinstance(document, dict) or document.get("kind") != "CustomResourceDefinition":
+        return {}
+    kind, versions = document["spec"]["names"]["kind"], document["spec"]["versions"]
+    schemas = [one["schema"]["openAPIV3Schema"] for one in versions if one["name"] == "v1"]
+    return {kind: Definition(schemas[0], strict(schemas[0]))} if schemas else {}
 
 
 def strict(schema: dict[str, Any]) -> dict[str, Any]:
@@ -104,13 +117,18 @@ def _cel(document: Document, schema: dict[str, Any], value: Any, place: Place) -
 
 
 def holds(rule: str, value: Any) -> bool | None:
-    """Whether a rule in the Common Expression Language holds of `self`; None where no library is there to ask."""
+    """Whether a rule in the Common Expression Language holds of `self`; None where no library is there to ask, and
+    where the rule cannot be asked of such a value, which the schema refuses."""
     program = _program(rule)
     if program is None:
         return None
     from celpy.adapter import json_to_cel
+    from celpy.evaluation import CELEvalError
 
-    return bool(program.evaluate({"self": json_to_cel(value)}))
+    try:
+        return bool(program.evaluate({"self": json_to_cel(value)}))
+    except (CELEvalError, ValueError, TypeError):
+        return None
 
 
 @functools.cache

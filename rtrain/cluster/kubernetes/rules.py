@@ -305,10 +305,7 @@ def jobs(documents: Documents, around: Around) -> Found:
         if document.get("spec", "shutdownAfterJobFinishes") is not True:
             what = "the job's cluster stays, and is paid for"
             yield document.line("spec", "shutdownAfterJobFinishes"), what, "write shutdownAfterJobFinishes: true"
-        brought = yaml.safe_load(str(document.get("spec", "runtimeEnvYAML", default=""))) or {}
-        if others := sorted(set(brought) - {"env_vars"}):
-            what = f"the job brings {others[0]} along: each pod fetches it anew, in whatever version there is then"
-            yield document.line("spec", "runtimeEnvYAML"), what, "put it into the image; bring env_vars alone"
+        yield from _brought(document)
         line = document.line("spec", "entrypoint")
         try:
             words = shlex.split(entry)
@@ -329,6 +326,21 @@ def jobs(documents: Documents, around: Around) -> Found:
             what = f"--out: {run} is in no folder that the job's pods share, and goes with its pod"
             below = min(shared, default=manifests.SHARED)
             yield line, what, f"write --out {below}/runs/{run.name}"
+
+
+def _brought(job: Document) -> Found:
+    """What is wrong in what a job brings along, which is YAML in the YAML."""
+    line = job.line("spec", "runtimeEnvYAML")
+    try:
+        brought = yaml.safe_load(str(job.get("spec", "runtimeEnvYAML", default="")))
+    except yaml.YAMLError as error:
+        yield line, f"runtimeEnvYAML is no YAML: {getattr(error, 'problem', error)}", "mend it"
+        return
+    if not isinstance(brought, dict | None):
+        yield line, "runtimeEnvYAML holds no names with values", "write e.g. 'env_vars: {A: b}'"
+    elif others := sorted(map(str, set(brought or ()) - {"env_vars"})):
+        what = f"the job brings {others[0]} along: each pod fetches it anew, in whatever version there is then"
+        yield line, what, "put it into the image; bring env_vars alone"
 
 
 def _shared(job: Document) -> set[str]:
