@@ -476,9 +476,13 @@ def test_the_verb_prints_and_refuses(run: Cli) -> None:  # noqa: F811
     code, out, _ = run("cluster", "kubernetes", "--kind", "RayJob", "--", "tune", "intent", "--out", "/shared/runs/s")
     [job] = yaml.safe_load_all(out)
     assert (code, job["spec"]["entrypoint"].split()[3:]) == (0, ["tune", "intent", "--out", "/shared/runs/s"])
+    for amount in ("1Gi", "16G", "1.5e10", "17179869184", "16384000Ki"):
+        assert run("cluster", "kubernetes", "--memory", amount)[0] == 0
     for words, said in (
         (["--name", "My Cluster"], "the name 'My Cluster' is none of Kubernetes'"),
         (["--memory", "16GB"], "16GB"),
+        *((["--memory", amount], "write e.g. 16Gi") for amount in ("16", "0", "1k", "1023Mi", "1e400", "2Ei")),
+        *((["--memory", amount], f"{amount} is no amount of memory") for amount in ("-5Gi", "+5Gi")),
         (["--", "tarin", "intent", "--out", "/shared/runs/s"], "rtrain has no verb tarin; it has"),
         (["--", "train", "intent", "--out", "runs/s"], "the nodes' folder for it must be named whole"),
     ):

@@ -38,7 +38,10 @@ ENUMS: Mapping[str, tuple[str, ...]] = {
 OWN_VOLUMES = ("emptyDir", "configMap", "secret", "downwardAPI", "projected", "ephemeral")
 """Kinds of volumes that are a pod's own, or hold no run."""
 MODES = ("ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod")
-QUANTITY = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([KMGTPE]i|[munkMGTPE]|[eE][+-]?\d+)?")
+QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)(?P<unit>[KMGTPE]i|[munkMGTPE]|[eE][+-]?\d+)?")
+"""Amounts as Kubernetes writes them; it knows signs too, and refuses less than nothing."""
+LEAST_BYTES, MOST_BYTES = 1 << 30, 1 << 50
+"""Memory of a pod in which Ray starts, and more than any machine has."""
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 LETTER_FIRST = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 """Names of KubeRay's own kinds (RFC 1035), which become those of services."""
@@ -164,6 +167,29 @@ def memory(documents: Documents, around: Around) -> Found:
         if requests.get("memory") != limits.get("memory"):
             what = f"{container.get('name')} may take more memory than it has asked for: it is the first to be ended"
             yield container.line("resources", "limits", "memory"), what, "write the same for both"
+
+    for group in walk.groups(documents):
+        for container in list(group.within("template", "spec").each("containers"))[:1]:
+            amount = container.get("resources", "limits", "memory")
+            size = _bytes(str(amount))
+            if size is not None and not LEAST_BYTES <= size <= MOST_BYTES:
+                few = size < LEAST_BYTES
+                why = "in which Ray does not start" if few else "which no machine has"
+                what = f"{container.get('name')} has {amount} of memory ({size:.6g} bytes), {why}"
+                yield container.line("resources", "limits", "memory"), what, "write e.g. 16Gi"
+
+
+def _bytes(amount: str) -> float | None:
+    """An amount as a number; None where it is none, which `quantities` says."""
+    found = QUANTITY.fullmatch(amount)
+    if found is None:
+        return None
+    number, unit = found["number"], found["unit"] or ""
+    if unit[:1] in ("e", "E") and unit[1:2] not in ("", "i"):
+        return float(number + unit)
+    power = "kMGTPE".find(unit[:1].replace("K", "k")) + 1 if unit else 0
+    small = {"m": 1e-3, "u": 1e-6, "n": 1e-9}
+    return float(number) * (small.get(unit) or (1024.0 if unit.endswith("i") else 1000.0) ** power)
 
 
 def quantities(documents: Documents, around: Around) -> Found:
