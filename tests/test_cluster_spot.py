@@ -183,6 +183,19 @@ def test_a_recommendation_is_said_once_and_waited_through(machine: Told, service
 # ---------------------------------------------------------------------------------------------------------- draining
 
 
+def test_where_ray_has_ended_now_does_not_wait_to_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod whose Ray is gone would stay for the whole grace period."""
+    monkeypatch.setattr(spot, "RETRY_S", 0.01)
+    monkeypatch.setattr(spot, "GONE_S", 0.05)
+    monkeypatch.setattr(ray_internals, "running_here", lambda: None)
+    looks = iter([{"node"}, {"node"}, set[str]()])  # its processes are still ending
+    monkeypatch.setattr(ray_internals, "nodes_here", lambda: next(looks))
+    began = time.monotonic()
+    with pytest.raises(SystemExit) as ended:
+        spot.main(["now", "--wait", "--seconds", "60"])
+    assert (ended.value.code, next(looks, None), time.monotonic() - began < 30) == (1, None, True)
+
+
 def test_it_tries_until_the_head_takes_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[list[str] | Exception] = [RuntimeError("no head yet"), [], ["node"]]
     asked: list[tuple[object, ...]] = []

@@ -36,6 +36,8 @@ ANSWER_S = 2.0
 DRAIN_S = 10.0
 """Seconds for an answer of the head."""
 RETRY_S = 1.0
+GONE_S = 5.0
+"""Seconds in which the processes of a pod's node may still come up, where it is told to go as it starts."""
 TAKE_S = 10.0
 """Seconds in which a watcher that is there must end."""
 TOKEN_S = 21600
@@ -177,10 +179,12 @@ def wait(look: Look, every_s: float, say: Callable[[str], None], final: Callable
         time.sleep(every_s)
 
 
-def drain(notice: Notice, address: str | None, say: Callable[[str], None]) -> list[str]:
-    """Have this machine's node drained, trying again until the deadline. Returns the ids of the nodes."""
+def drain(notice: Notice, address: str | None, say: Callable[[str], None], gone_s: float | None = None) -> list[str]:
+    """Have this machine's node drained, trying again until the deadline. Returns the ids of the nodes. With `gone_s` it
+    tries no longer than so many seconds where no process of a node is here: nothing is left to drain."""
     from rtrain import ray_internals  # the first heavy import: Ray
 
+    began = time.monotonic()
     while True:
         try:
             head = address or ray_internals.running_here()
@@ -192,7 +196,8 @@ def drain(notice: Notice, address: str | None, say: Callable[[str], None]) -> li
         if found:
             say(f"drained until {_clock(notice.deadline)}: {', '.join(found)}")
             return found
-        if time.time() + RETRY_S > notice.deadline:
+        is_gone = gone_s is not None and time.monotonic() - began >= gone_s and not ray_internals.nodes_here()
+        if is_gone or time.time() + RETRY_S > notice.deadline:
             say(f"not drained: {why}")
             return []
         time.sleep(RETRY_S)
@@ -254,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     given = parser.parse_args(arguments)
     if given.cloud == "now":
         notice = Notice("the node is ended", time.time() + given.seconds)
-        drained = drain(notice, given.address, _say)
+        drained = drain(notice, given.address, _say, GONE_S)
         if given.wait and drained:
             await_end(notice)
         sys.exit(0 if drained else 1)
