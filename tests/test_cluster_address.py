@@ -100,6 +100,17 @@ def test_an_address_of_ray_s_client_is_refused_with_what_to_write(value: str) ->
     assert f"ray job submit --address http://{host}:8265 -- python -m rtrain" in text
 
 
+def test_a_head_of_ipv6_is_named_in_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--address http://[fd00::1]:8265 --" in refused("ray://[fd00::1]:10001")
+    for value in ("fd00::1", "fd00::beef", "fd00::1:6379", "::1:6379", "[::1:6379"):
+        assert "write an IPv6 address in brackets, before the port: [fd00::1]:6379" in refused(value)
+    monkeypatch.setattr(ray_internals, "head", lambda where, seconds: "open")
+    monkeypatch.setattr(ray_internals, "nodes_here", set)
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        port = server.getsockname()[1]
+        assert "--address http://[::1]:8265 --" in refused(f"[::1]:{port}")
+
+
 @pytest.mark.parametrize(
     ("setting", "variable", "expected"),
     [

@@ -5,6 +5,7 @@ the cluster that this machine is a node of. `local` and no address at all mean a
 """
 
 import os
+import re
 import socket
 from typing import TYPE_CHECKING
 
@@ -31,9 +32,9 @@ def check(name: str, address: str) -> None:
     """Raise an error of one line where no Ray that this process can use answers at `address`, which `name` names."""
     if "://" in address:
         reason = "a driver of rtrain runs on a node of the cluster, not through Ray's client"
-        host = address.split("://", 1)[1].split(":", 1)[0] or "HOST"
-        job = f"ray job submit --address http://{host}:8265 -- python -m rtrain ..."
-        fix = f"submit a job ({job}), or start rtrain there with {AUTO}"
+        rest = address.split("://", 1)[1]
+        host = f"{rest.partition(']')[0]}]" if rest.startswith("[") else re.split(r"[:/]", rest)[0] or "HOST"
+        fix = f"submit a job ({_job(host)}), or start rtrain there with {AUTO}"
         raise ConfigError([Problem(name, address, reason, fix)])
     if address == AUTO:
         found = ray_internals.running_here()
@@ -57,15 +58,24 @@ def check(name: str, address: str) -> None:
     if not ray_internals.nodes_here():
         raise UserError(
             f"{name}={address}: the cluster answers, but this machine is none of its nodes; start rtrain on one, or "
-            f"submit a job there: ray job submit --address http://{host}:8265 -- python -m rtrain ..."
+            f"submit a job there: {_job(found.rpartition(':')[0])}"
         )
+
+
+def _job(host: str) -> str:
+    """The command that submits a job; an IPv6 `host` is in brackets."""
+    return f"ray job submit --address http://{host}:8265 -- python -m rtrain ..."
 
 
 def _parts(name: str, address: str, found: str) -> tuple[str, int]:
     host, separator, port = found.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if ":" in bare and host != f"[{bare}]":
+        fix = "write an IPv6 address in brackets, before the port: [fd00::1]:6379"
+        raise ConfigError([Problem(name, address, "where the host ends and the port begins is not told", fix)])
     if not separator or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ConfigError([Problem(name, address, "not an address", FIX)])
-    return host.strip("[]"), int(port)
+    return bare, int(port)
 
 
 def _refused(name: str, address: str, reason: str) -> ConfigError:
