@@ -1,25 +1,16 @@
 """What is wrong in manifests for KubeRay, where its schemas say nothing: they take any text for an option of Ray, an
 entry point, a policy of restarts or an amount of memory, and any cluster without a token."""
 
-import importlib.util
-import posixpath
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import PurePosixPath
 
-import yaml
-
-from rtrain.cluster.jobs import naming
-from rtrain.cluster.kubernetes import manifests, policies, walk
+from rtrain.cluster.kubernetes import amounts, manifests, policies, walk, work
 from rtrain.cluster.lint import secrets
 from rtrain.cluster.lint.around import Around
-from rtrain.cluster.lint.clouds import get
 from rtrain.cluster.lint.document import Document
 from rtrain.cluster.lint.findings import Finding, Found, Level
 from rtrain.cluster.lint.nodes import EVERYONE
 from rtrain.cluster.lint.shell import options
-from rtrain.errors import ConfigError
 
 Documents = list[Document]
 Check = Callable[[Documents, Around], Found]
@@ -35,13 +26,7 @@ ENUMS: Mapping[str, tuple[str, ...]] = {
     "effect": ("NoSchedule", "PreferNoSchedule", "NoExecute"),
 }
 """Values that Kubernetes and KubeRay take, of fields that their schemas leave open or may."""
-OWN_VOLUMES = ("emptyDir", "configMap", "secret", "downwardAPI", "projected", "ephemeral")
-"""Kinds of volumes that are a pod's own, or hold no run."""
 MODES = ("ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod")
-QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)(?P<unit>[KMGTPE]i|[munkMGTPE]|[eE][+-]?\d+)?")
-"""Amounts as Kubernetes writes them; it knows signs too, and refuses less than nothing."""
-LEAST_BYTES, MOST_BYTES = 1 << 30, 1 << 50
-"""Memory of a pod in which Ray starts, and more than any machine has."""
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 LETTER_FIRST = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 """Names of KubeRay's own kinds (RFC 1035), which become those of services."""
@@ -155,48 +140,6 @@ def replicas(documents: Documents, around: Around) -> Found:
             if not 0 <= (least or 0) <= (least if now is None else now) <= (most or 0):
                 what = f"minReplicas {least}, replicas {now} and maxReplicas {most} do not rise"
                 yield group.line("replicas"), what, "write minReplicas <= replicas <= maxReplicas"
-
-
-def memory(documents: Documents, around: Around) -> Found:
-    for _, container in walk.containers(documents):
-        requests, limits = (container.get("resources", name) or {} for name in ("requests", "limits"))
-        for name in ("cpu", "memory"):
-            if name not in requests or name not in limits:
-                what = f"{container.get('name')} does not say how much {name} it needs and may take"
-                yield container.line("resources"), what, f"write {name} under requests and under limits"
-        if requests.get("memory") != limits.get("memory"):
-            what = f"{container.get('name')} may take more memory than it has asked for: it is the first to be ended"
-            yield container.line("resources", "limits", "memory"), what, "write the same for both"
-
-    for group in walk.groups(documents):
-        for container in list(group.within("template", "spec").each("containers"))[:1]:
-            amount = container.get("resources", "limits", "memory")
-            size = _bytes(str(amount))
-            if size is not None and not LEAST_BYTES <= size <= MOST_BYTES:
-                few = size < LEAST_BYTES
-                why = "in which Ray does not start" if few else "which no machine has"
-                what = f"{container.get('name')} has {amount} of memory ({size:.6g} bytes), {why}"
-                yield container.line("resources", "limits", "memory"), what, "write e.g. 16Gi"
-
-
-def _bytes(amount: str) -> float | None:
-    """An amount as a number; None where it is none, which `quantities` says."""
-    found = QUANTITY.fullmatch(amount)
-    if found is None:
-        return None
-    number, unit = found["number"], found["unit"] or ""
-    if unit[:1] in ("e", "E") and unit[1:2] not in ("", "i"):
-        return float(number + unit)
-    power = "kMGTPE".find(unit[:1].replace("K", "k")) + 1 if unit else 0
-    small = {"m": 1e-3, "u": 1e-6, "n": 1e-9}
-    return float(number) * (small.get(unit) or (1024.0 if unit.endswith("i") else 1000.0) ** power)
-
-
-def quantities(documents: Documents, around: Around) -> Found:
-    for document in documents:
-        for place, value in document.walk():
-            if len(place) > 1 and place[-2] in ("requests", "limits") and not QUANTITY.fullmatch(str(value)):
-                yield document.line(*place), f"{value} is no amount of {place[-1]}", "write e.g. 500m, 16Gi or 2"
 
 
 def enums(documents: Documents, around: Around) -> Found:
@@ -313,102 +256,6 @@ def storage(documents: Documents, around: Around) -> Found:
                 )
 
 
-def jobs(documents: Documents, around: Around) -> Found:
-    for document in documents:
-        if walk.kind(document) != "RayJob":
-            continue
-        entry = str(document.get("spec", "entrypoint", default=""))
-        again = naming.ENTRY in entry or "--resume" in entry
-        if not again:
-            what = "the entry point begins anew where it is tried again"
-            yield document.line("spec", "entrypoint"), what, f"start it by python -m {naming.ENTRY} VERB ..."
-        if not document.get("spec", "backoffLimit"):
-            yield (
-                document.line("spec", "backoffLimit"),
-                "a job that fails once is not tried again",
-                "write backoffLimit: 3",
-            )
-        if document.get("spec", "shutdownAfterJobFinishes") is not True:
-            what = "the job's cluster stays, and is paid for"
-            yield document.line("spec", "shutdownAfterJobFinishes"), what, "write shutdownAfterJobFinishes: true"
-        yield from _brought(document)
-        line = document.line("spec", "entrypoint")
-        try:
-            words = shlex.split(entry)
-        except ValueError as error:
-            yield line, f"the entry point is no command: {error}", "mend its quotes"
-            continue
-        verb = words[words.index(naming.ENTRY) + 1 :] if naming.ENTRY in words else []
-        if verb and around.verbs and verb[0] not in around.verbs:
-            yield line, f"rtrain has no verb {verb[0]}", f"it has {', '.join(sorted(around.verbs))}"
-        try:
-            run = naming.run_of(verb)
-        except ConfigError as error:
-            for problem in error.problems:
-                yield line, f"{problem.field}: {problem.reason}", problem.fix
-            continue
-        shared = _shared(document)
-        if run and not any(PurePosixPath(posixpath.normpath(run)).is_relative_to(folder) for folder in shared):
-            what = f"--out: {run} is in no folder that the job's pods share, and goes with its pod"
-            below = min(shared, default=manifests.SHARED)
-            yield line, what, f"write --out {below}/runs/{run.name}"
-
-
-def _brought(job: Document) -> Found:
-    """What is wrong in what a job brings along, which is YAML in the YAML."""
-    line = job.line("spec", "runtimeEnvYAML")
-    try:
-        brought = yaml.safe_load(str(job.get("spec", "runtimeEnvYAML", default="")))
-    except yaml.YAMLError as error:
-        yield line, f"runtimeEnvYAML is no YAML: {getattr(error, 'problem', error)}", "mend it"
-        return
-    if not isinstance(brought, dict | None):
-        yield line, "runtimeEnvYAML holds no names with values", "write e.g. 'env_vars: {A: b}'"
-    elif others := sorted(map(str, set(brought or ()) - {"env_vars"})):
-        what = f"the job brings {others[0]} along: each pod fetches it anew, in whatever version there is then"
-        yield line, what, "put it into the image; bring env_vars alone"
-
-
-def _shared(job: Document) -> set[str]:
-    """The folders that all pods of a job's cluster mount, and keep what is in them."""
-    found = []
-    for group in walk.groups([job]):
-        pod = group.within("template", "spec")
-        kept = {str(one.get("name")) for one in pod.each("volumes") if not any(one.get(kind) for kind in OWN_VOLUMES)}
-        mounts = [one for container in pod.each("containers") for one in container.each("volumeMounts")]
-        found.append({str(one.get("mountPath")) for one in mounts if str(one.get("name")) in kept})
-    return set.intersection(*found) if found else set()
-
-
-def services(documents: Documents, around: Around) -> Found:
-    for document in documents:
-        if walk.kind(document) != "RayService":
-            continue
-        line = document.line("spec", "serveConfigV2")
-        try:
-            config = yaml.safe_load(str(document.get("spec", "serveConfigV2", default="")))
-        except yaml.YAMLError as error:
-            yield line, f"serveConfigV2 is no YAML: {getattr(error, 'problem', error)}", "mend it"
-            continue
-        for application in get(config, "applications") or [{}]:
-            path = str(get(application, "import_path") or "")
-            module = path.partition(":")[0]
-            if not module or (module.startswith(("serve", "rtrain")) and not _exists(module)):
-                yield line, f"nothing is imported by the path {path!r}", "write serve.service:application"
-        for group in walk.groups([document]):
-            container = group.within("template", "spec", "containers", 0)
-            if not walk.is_head(group) and container.get("readinessProbe", "httpGet", "path") != "/v2/health/ready":
-                what = "a pod gets requests before its model is ready"
-                yield container.line("readinessProbe"), what, "probe /v2/health/ready on the port of Serve"
-
-
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:
-        return False
-
-
 def secret(documents: Documents, around: Around) -> Found:
     if documents:  # all have the text of the whole file
         yield from secrets.in_file(documents[0], around)
@@ -438,16 +285,16 @@ RULES: tuple[tuple[str, Level, Check, str], ...] = (
     ("k8s-head-tasks", "warning", head_tasks, "Tasks on the head can take the cluster with them."),
     ("k8s-autoscaler", "error", autoscaler, "Workers come with the work, and go."),
     ("k8s-replicas", "error", replicas, "Schemas do not compare numbers."),
-    ("k8s-memory", "error", memory, "A pod that takes more than it asked for is ended."),
-    ("k8s-quantity", "error", quantities, "Kubernetes refuses other amounts."),
+    ("k8s-memory", "error", amounts.memory, "A pod that takes more than it asked for is ended."),
+    ("k8s-quantity", "error", amounts.quantities, "Kubernetes refuses other amounts."),
     ("k8s-enum", "error", enums, "Kubernetes refuses other values, after the schema took them."),
     ("k8s-leaving", "error", leaving, "A pod that goes must let its run save."),
     ("k8s-exposed", "error", exposed, "Whoever reaches Ray may run code."),
     ("k8s-policy", "error", policies.check, "Without a policy all pods reach each other."),
     ("k8s-rights", "error", rights, "A pod that is taken over should own nothing."),
     ("k8s-storage", "error", storage, "Token stores, checkpoints and artefacts are read by every pod."),
-    ("k8s-job", "error", jobs, "A job that is tried again should go on."),
-    ("k8s-service", "error", services, "Requests go to pods that can answer them."),
+    ("k8s-job", "error", work.jobs, "A job that is tried again should go on."),
+    ("k8s-service", "error", work.services, "Requests go to pods that can answer them."),
     ("k8s-secret", "error", secret, "A secret in a file is in its history."),
 )
 
