@@ -1,7 +1,6 @@
 """What is known of a run before it starts: its rows, their tokens, its model's size."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def test_rows_are_counted_by_split_and_their_tokens_in_a_sample(tmp_path: Path, 
 
 
 def test_rows_that_a_run_would_refuse_are_refused(tmp_path: Path, encoder: Path) -> None:
-    def counted(rows: Sequence[tuple[str, str]], **more: Any) -> facts.Rows:
+    def counted(rows: list[tuple[str, str]], **more: Any) -> facts.Rows:
         return facts.of_rows(
             configured(data__path=str(write_rows(tmp_path / "rows.csv", rows)), **more).recipe, encoder
         )
