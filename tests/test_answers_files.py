@@ -156,7 +156,7 @@ def test_json_lines_keep_their_values_and_parquet_gives_each_column_one_type(art
         rows[2],
     ]
     assert [row["label (answer)"] is None for row in found] == [False, True, False]
-    assert found[1]["reason"].startswith("line 2: column 'text' is not UTF-8")
+    assert found[1]["reason"].startswith("line 2: column 'text' holds half of a character")
     files.to_file(asked(artifact, tmp_path / "rows.jsonl"), tmp_path / "a.parquet")
     table = pyarrow.parquet.ParquetFile(tmp_path / "a.parquet").read()
     assert table["n"].to_pylist() == [1.0, 2.5, None]

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, cast
 
 from rtrain.engines import PACKED
 
@@ -133,8 +134,13 @@ class Graph:
         return ""
 
 
+def _opened(path: Path) -> IO[bytes]:
+    packed = path.name.endswith(PACKED)
+    return cast(IO[bytes], gzip.open(path)) if packed else path.open("rb")
+
+
 def of_openvino(path: Path) -> Graph:
-    with gzip.open(path) if path.name.endswith(PACKED) else path.open("rb") as file:
+    with _opened(path) as file:
         root = ElementTree.parse(file).getroot()
     layers = {node.attrib["id"]: _layer(node) for node in root.iterfind("layers/layer")}
     return Graph(layers, ((edge.attrib["from-layer"], edge.attrib["to-layer"]) for edge in root.iterfind("edges/edge")))
@@ -154,7 +160,8 @@ def of_onnx(path: Path) -> Graph:
     """Names have slashes where those of weights have dots; what the exporter has named itself begins with `onnx::`."""
     import onnx
 
-    found = onnx.load(str(path)).graph
+    with _opened(path) as file:
+        found = onnx.load(file).graph
     layers = {given.name: Layer(given.name, "Parameter", "", 0, 0, False) for given in found.input}
     for weight in found.initializer:
         element = ELEMENTS.get(onnx.TensorProto.DataType.Name(weight.data_type), "")
