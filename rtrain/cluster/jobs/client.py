@@ -51,11 +51,11 @@ class Jobs:
         self.address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or DEFAULT
         if not self.address.startswith(("http://", "https://")):
             raise UserError(f"{self.address}: not the address of a job API; write one such as {DEFAULT}")
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
         self._client: Any = client
         if client is None:
             from ray.job_submission import JobSubmissionClient
 
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
             logging.getLogger("ray").setLevel(logging.ERROR)  # it would tell each step of an upload
             with self._asked():
                 self._client = JobSubmissionClient(self.address)
