@@ -319,7 +319,7 @@ def diverges(losses: Sequence[float]) -> bool:
 
     A run that goes well falls; one whose learning rate is a little too high wavers about where it began. A loss is that
     of one update, of few rows maybe, and of these one may be a hard one or wrongly labelled: so no newest one may be
-    low. Of the first ones the least counts, as the first step may have thrown the others up already.
+    low. The least of the first ones counts, as the first step may have thrown the others up already.
     """
     if len(losses) < FIRST + LAST:
         return False

@@ -26,7 +26,7 @@ from rtrain.config import Data, assignment
 from rtrain.data.formats import addresses, digests, files, parts, readers
 from rtrain.data.formats.addresses import opened, path_of
 from rtrain.data.formats.files import ROLES, Piece
-from rtrain.data.formats.values import name_of, not_words, printable, string, text_of
+from rtrain.data.formats.values import halved, is_list, name_of, not_words, printable, string, text_of
 from rtrain.errors import ConfigError, Problem, UserError, quoted, visible
 
 
@@ -58,8 +58,6 @@ SEPARATED = {
     "tsv": "replace the tabs of a text by blanks, or write csv",
 }
 """What to do about a text that holds the sign between two columns."""
-DECODED = range(0xDC80, 0xDD00)
-"""What `surrogateescape` makes of bytes that are no UTF-8; other halves of characters were written so, as in JSON."""
 DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, pyarrow.ArrowException)
 """What readers raise on damaged or cut-off files: snappy an OSError, gzip an EOFError, and so on."""
 
@@ -335,18 +333,10 @@ def _label(row: Mapping[str, Any], data: Data) -> str:
     if isinstance(data.label, tuple):
         return json.dumps(found, ensure_ascii=False) if any(found.values()) else ""
     label = next(iter(found.values()), "")
-    if data.separator is None or _is_list(label):
+    if data.separator is None or is_list(label):
         return label
     parts = [part.strip() for part in label.split(data.separator)]
     return json.dumps([part for part in parts if part], ensure_ascii=False)
-
-
-def _is_list(label: str) -> bool:
-    """Whether a label is written as a JSON list; one that begins with a bracket may be no more than that."""
-    try:
-        return label.startswith("[") and isinstance(json.loads(label), list)
-    except ValueError:
-        return False
 
 
 def _absent(data: Data, row: Mapping[str, Any]) -> str | None:
@@ -366,11 +356,9 @@ def _reason(data: Data, text: str, pair: str | None, label: str) -> str | None:
     named = " and ".join(data.labels)
     for column, value in ((data.text, text), (data.text_pair, pair), (named, label)):
         try:
-            size = len((value or "").encode("utf-8"))
+            size = len((value or "").encode())
         except UnicodeEncodeError as error:
-            if ord(error.object[error.start]) in DECODED:
-                return f"column {column!r} is not UTF-8; convert the file, e.g. iconv -f latin1 -t utf-8"
-            return f"column {column!r} holds half of a character (as \\ud83d, of an emoji); write it whole"
+            return f"column {column!r} {halved(error)}"
         if size > data.max_row_bytes:
             return f"column {column!r} has {size:,} bytes; split it, or raise data.max_row_bytes={data.max_row_bytes:,}"
     if not text.strip():

@@ -58,8 +58,8 @@ class Ladder:
 
 
 def sizes(planned: int) -> tuple[int, ...]:
-    """Numbers of trials below `planned`, from about a half of it on, of which halving leaves just `KEPT`. Of one trial
-    more three would be left, which takes a further rung."""
+    """Numbers of trials below `planned`, from about a half of it on, of which halving leaves just `KEPT`. One trial
+    more would leave three, which takes a further rung."""
     doubled = [KEPT * REDUCTION**power for power in range(max(1, planned).bit_length())]
     half = max((one for one in doubled if one <= planned / 2), default=KEPT)
     return tuple(one for one in doubled if half <= one < planned)

@@ -7,6 +7,9 @@ from typing import Any
 
 from rtrain.config import Data
 
+DECODED = range(0xDC80, 0xDD00)
+"""What `surrogateescape` makes of bytes that are no UTF-8; other halves of characters were written so, as in JSON."""
+
 
 def not_words(data: Data, row: Mapping[str, Any]) -> str | None:
     """Why a text column's list cannot be words, or None. Nulls and objects, written as text, would be words that nobody
@@ -40,6 +43,21 @@ def name_of(value: Any) -> str:
     floats in a Parquet file, and not in the next one."""
     whole = isinstance(value, float) and value.is_integer()
     return string(int(value) if whole else value).strip()
+
+
+def is_list(label: str) -> bool:
+    """Whether a label is written as a JSON list; one that begins with a bracket may be no more than that."""
+    try:
+        return label.startswith("[") and isinstance(json.loads(label), list)
+    except ValueError:
+        return False
+
+
+def halved(error: UnicodeEncodeError) -> str:
+    """What is wrong with a text that cannot be written as UTF-8, and what to do."""
+    if ord(error.object[error.start]) in DECODED:
+        return "is not UTF-8; convert the file, e.g. iconv -f latin1 -t utf-8"
+    return "holds half of a character (as \\ud83d, of an emoji); write it whole"
 
 
 def printable(text: str) -> str:
