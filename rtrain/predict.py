@@ -1,5 +1,6 @@
 """An artefact and texts -> answers, by the engine that artifact.json names. An int8 artefact needs no torch."""
 
+import copy
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,15 +17,17 @@ from rtrain import artifact, documents, engines, manifest
 from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
 from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Tokens, batches, pack, padded
 from rtrain.errors import UserError
-from rtrain.network import compiled, pooling
+from rtrain.network import compiled, packed, pooling
 from rtrain.network.auto import auto_class
-from rtrain.network.inputs import accepted
+from rtrain.network.device import kind
+from rtrain.network.inputs import LAYOUT, accepted
 from rtrain.tasks import base
 from rtrain.tasks.base import Input, Task
 from rtrain.tasks.encode import load_tokenizer
 
 if TYPE_CHECKING:
     import openvino
+    import torch
     import transformers
 
 BATCH_ROWS = 32
@@ -36,6 +39,9 @@ several calls."""
 SQUARES = 512
 """Most squares of texts' lengths in one engine call, per token that it may have: attention may hold one of each head.
 Two texts of 8,192 tokens have 16 times those of 32 texts of 512, and are no faster together than one by one."""
+
+HALF_TOLERANCE = 0.02
+"""Most that fp16 logits may differ from golden answers: about twice the spacing of fp16 numbers near 10."""
 
 REVISION_DIGITS = 12
 """Digits of a SHA-256 in hex, as in an artefact's version."""
@@ -68,24 +74,28 @@ class Predictor:
         threads: int | None = None,
         engine: "Engine | None" = None,
         device: str = "cpu",
+        precision: str = "fp32",
     ):
         """`engine` answers in place of the artefact's own: a graph that is not written yet. `device`: torch's, of an
-        engine that knows GPUs."""
+        engine that knows GPUs; `precision`: of its products there, fp32 or fp16."""
         self.artifact = artifact
         self.task = base.get(artifact.task)
         self.head = Head(artifact.labels, artifact.facts)
         self.tokenizer = load_tokenizer(folder, artifact.max_tokens, artifact.facts.get("stride", 0))
         entry = engines.get(artifact.engine)
-        options = {"device": device} if entry.on_gpu else {}
+        options = {"device": device, "precision": precision} if entry.on_gpu else {}
+        self.golden_tolerance = HALF_TOLERANCE if entry.on_gpu and precision == "fp16" else entry.golden_tolerance
         self._engine: Engine = engine or engines.named(entry.loader)(folder, artifact, threads, **options)
         self.pad_id = _pad_id(folder)
         self.revisions = _revisions(folder, artifact)
         """Digests that tell whether a part has changed: of the model as a whole, of its tokenizer, of its labels."""
 
     @classmethod
-    def load(cls, folder: Path, threads: int | None = None, device: str = "cpu") -> "Predictor":
+    def load(
+        cls, folder: Path, threads: int | None = None, device: str = "cpu", precision: str = "fp32"
+    ) -> "Predictor":
         """Verify the folder, load its engine and check that it reproduces its golden answers (I8)."""
-        predictor = cls(folder, artifact.read(folder), threads, device=device)
+        predictor = cls(folder, artifact.read(folder), threads, device=device, precision=precision)
         predictor.check_golden()
         return predictor
 
@@ -139,18 +149,17 @@ class Predictor:
         wanted = self.task.wanted(tokens, self.head)
         ends = np.concatenate([[0], np.cumsum(tokens.lengths, dtype=np.int64)])
         found = []
-        for windows in parts(tokens.lengths.tolist(), most_tokens):
+        for windows in parts(tokens.lengths.tolist(), most_tokens, padded=not self.is_unpadded):
             first, last = ends[windows.start], ends[windows.stop]
-            inputs = padded(
-                replace(
-                    tokens,
-                    ids=tokens.ids[first:last],
-                    lengths=tokens.lengths[windows],
-                    second=tokens.second[windows],
-                ),
-                self.pad_id,
-                min(-(-int(tokens.lengths[windows].max()) // step) * step, self.artifact.max_tokens),
+            part = replace(
+                tokens, ids=tokens.ids[first:last], lengths=tokens.lengths[windows], second=tokens.second[windows]
             )
+            if isinstance(self._engine, Torch) and self._engine.is_unpadded:
+                places = None if wanted is None else wanted[(wanted >= first) & (wanted < last)] - first
+                found.append(self._engine.unpadded_logits(part, places))
+                continue
+            longest = min(-(-int(part.lengths.max()) // step) * step, self.artifact.max_tokens)
+            inputs = padded(part, self.pad_id, longest)
             logits = self._engine.logits(inputs)
             if logits.ndim == 3:
                 places = np.flatnonzero(inputs["attention_mask"])
@@ -194,6 +203,11 @@ class Predictor:
         return answers
 
     @property
+    def is_unpadded(self) -> bool:
+        """Whether the engine computes no padding, so that texts of all lengths may share a call."""
+        return isinstance(self._engine, Torch) and self._engine.is_unpadded
+
+    @property
     def network(self) -> tuple["transformers.PreTrainedModel", frozenset[str]]:
         """The float model itself, for its gradients, and the names that its forward takes."""
         if isinstance(self._engine, Torch):
@@ -216,7 +230,7 @@ class Predictor:
             for output, row in zip(found, self.artifact.golden, strict=True)
         ]
         worst = float(np.max(apart))  # a NaN is the worst of all
-        tolerance = engines.get(self.artifact.engine).golden_tolerance
+        tolerance = self.golden_tolerance
         if not worst <= tolerance:  # also where it is not a number
             raise ArtifactError(
                 f"artefact {self.artifact.name} {self.artifact.version} does not reproduce its golden answers: logits "
@@ -231,15 +245,15 @@ def side_by_side(copies: Sequence[Predictor], encoded: Sequence[Encoded], batch_
     order: Ints = np.argsort(lengths, kind="stable")
     groups = list(batches(lengths, order, batch_rows, MOST_TOKENS))
     free: SimpleQueue[Predictor] = SimpleQueue()
-    for copy in copies:
-        free.put(copy)
+    for predictor in copies:
+        free.put(predictor)
 
     def run(rows: Ints) -> Outputs:
-        copy = free.get()
+        predictor = free.get()
         try:
-            return copy.run([encoded[row] for row in rows])
+            return predictor.run([encoded[row] for row in rows])
         finally:
-            free.put(copy)
+            free.put(predictor)
 
     found: dict[int, Floats] = {}
     with ThreadPoolExecutor(len(copies)) as threads:
@@ -250,15 +264,16 @@ def side_by_side(copies: Sequence[Predictor], encoded: Sequence[Encoded], batch_
     return [found[row] for row in range(len(encoded))]
 
 
-def parts(lengths: Sequence[int], most_tokens: int) -> Iterator[slice]:
+def parts(lengths: Sequence[int], most_tokens: int, padded: bool = True) -> Iterator[slice]:
     """Consecutive windows of at most `most_tokens` tokens, padded to the longest, and of `SQUARES` times as many
-    squares of them; a longer window is alone."""
-    start, longest = 0, 0
+    squares of them; a longer window is alone. Without padding the sum of the lengths counts, and no squares."""
+    start, longest, total = 0, 0, 0
     for place, length in enumerate(lengths):
-        longest = max(longest, length)
-        if place > start and (place + 1 - start) * longest * max(1, longest / SQUARES) > most_tokens:
+        longest, total = max(longest, length), total + length
+        computed = (place + 1 - start) * longest * max(1, longest / SQUARES) if padded else total
+        if place > start and computed > most_tokens:
             yield slice(start, place)
-            start, longest = place, length
+            start, longest, total = place, length, length
     if start < len(lengths):
         yield slice(start, len(lengths))
 
@@ -298,9 +313,12 @@ def _pad_id(folder: Path) -> int:
 
 
 class Torch:
-    """The float model, in fp32 with torch."""
+    """The float model with torch. On a GPU it computes no padding, where the architecture can do without."""
 
-    def __init__(self, folder: Path, artifact: Artifact, threads: int | None, device: str = "cpu"):
+    def __init__(
+        self, folder: Path, artifact: Artifact, threads: int | None, device: str = "cpu", precision: str = "fp32"
+    ):
+        """`precision`: `fp16` answers by a copy of the encoder in half precision; gradients stay in fp32."""
         import torch
 
         if threads is not None:
@@ -311,17 +329,64 @@ class Torch:
             pooling.pool_by_mean(network)
         # Never trained: gradients are asked of inputs only, and what the weights' would need is not kept.
         self.network: transformers.PreTrainedModel = network.eval().requires_grad_(False).to(device)
-        self._device = device
+        self._device = torch.device(device)
         self.accepted = accepted(self.network)
+        self._answering = self.network
+        self.is_unpadded = kind(self._device) != "cpu" and packed.supports(self.network)
+        if self.is_unpadded or precision == "fp16":
+            self._answering = copy.deepcopy(self.network)
+        if self.is_unpadded:
+            task = base.get(artifact.task)
+            mean = artifact.facts.get(pooling.FACT) == "mean" or pooling.means(self._answering)
+            packed.enable(self._answering, "tokens" if task.by_token else "mean" if mean else "first")
+        if precision == "fp16":
+            _halve(self._answering, self._device)
 
     def logits(self, inputs: Mapping[str, Any]) -> Floats:
         with self._torch.inference_mode():
             taken = {name: value for name, value in inputs.items() if name in self.accepted}
-            output = self.network(**{name: self._torch.from_numpy(one).to(self._device) for name, one in taken.items()})
-        if hasattr(output, "start_logits"):
-            return np.stack([output.start_logits.cpu().numpy(), output.end_logits.cpu().numpy()], axis=-1)
-        found: Floats = output.logits.cpu().numpy()
-        return found
+            return _numbers(
+                self._answering(**{name: self._torch.from_numpy(one).to(self._device) for name, one in taken.items()})
+            )
+
+    def unpadded_logits(self, tokens: Tokens, places: Ints | None) -> Floats:
+        """[windows, outputs] of windows without padding; or [tokens, outputs], of those at `places` in `tokens.ids`,
+        None for all. For engines that are `is_unpadded`."""
+        inputs, position = packed.inputs_of(self._answering, tokens, self._device)
+        with self._torch.inference_mode():
+            found = _numbers(
+                self._answering(**{name: one for name, one in inputs.items() if name in self.accepted | {LAYOUT}})
+            )
+        if found.ndim == 2:
+            return found
+        return found.reshape(-1, found.shape[2])[position if places is None else position[places]]
+
+
+def _halve(network: "transformers.PreTrainedModel", device: "torch.device") -> None:
+    """Compute the encoder's products in fp16, from weights that are kept so. Sums of layers, LayerNorm, the pooler and
+    the head stay in fp32: in fp16 alone a logit of 10 is rounded to a multiple of 0.008."""
+    import torch
+
+    encoder: Any = network.base_model
+    for name, module in encoder.named_modules():
+        if isinstance(module, torch.nn.Linear) and not name.startswith("pooler."):
+            module.half()
+    compute = encoder.forward
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        with torch.autocast(device.type, dtype=torch.float16):
+            return compute(*inputs, **named)
+
+    encoder.forward = forward
+
+
+def _numbers(output: Any) -> Floats:
+    """The logits of what a network of Transformers returns; a span's two ends are the last axis."""
+    if hasattr(output, "start_logits"):
+        ends = (output.start_logits.float().cpu().numpy(), output.end_logits.float().cpu().numpy())
+        return np.stack(ends, axis=-1)
+    found: Floats = output.logits.float().cpu().numpy()
+    return found
 
 
 class OpenVino:

@@ -66,7 +66,7 @@ class Service:
         step = engines.get(predictor.artifact.engine).step
         self.run = functools.partial(predictor.run, most_tokens=settings.max_batch_tokens, step=step)
         """The engine, by the calls that requests make."""
-        self.batcher = Batcher(self.run, limits, self.telemetry.on_call)
+        self.batcher = Batcher(self.run, limits, self.telemetry.on_call, predictor.is_unpadded)
         self.encoder = Encoder(predictor, self.batcher.count_dropped)
         self._drift = Watch(predictor)
         self.telemetry.watch(self.batcher, self._drift)

@@ -49,6 +49,9 @@ def admit(artifacts: Mapping[str, Path], settings: Serve, say: Callable[[str], N
     """Refuse artefacts that are damaged, that the gate has not let through (`access.admit`), or that are to answer on
     GPUs and cannot, all at once."""
     errors: list[UserError] = []
+    if settings.precision == "fp16" and not settings.gpus:
+        fix = "write serve.gpus=1 too, or serve.precision=fp32"
+        errors.append(ConfigError([Problem("serve.precision", "fp16", "CPUs answer in fp32", fix)]))
     for folder in artifacts.values():
         try:
             artifact = rtrain.artifact.read(folder)

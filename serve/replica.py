@@ -71,7 +71,8 @@ class Replica:
     async def _make(self, name: str, artifact: Path) -> FastAPI:
         # Ray shows a replica the GPU that it was given, and no other.
         device = "cuda" if self._settings.gpus and not env.gpus_are_counted() else "cpu"
-        predictor = await asyncio.to_thread(Predictor.load, artifact, self._settings.threads, device)
+        precision = self._settings.precision if device == "cuda" else "fp32"
+        predictor = await asyncio.to_thread(Predictor.load, artifact, self._settings.threads, device, precision)
         # Whoever deploys a file names the artefact in `user_config`, which Ray hands to replicas alone.
         access.admit(predictor.artifact, artifact, self._settings)
         predictor.artifact = replace(predictor.artifact, name=name)

@@ -15,6 +15,7 @@ import transformers
 
 from rtrain import artifact, manifest, predict
 from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
+from rtrain.network import device
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks import base
 from tests.serving import predictor_of
@@ -57,6 +58,25 @@ def test_an_answer_does_not_depend_on_its_company(predictor: Predictor, batch_ro
     assert np.ptp(alone, axis=0).min() > 0.1  # the texts get different answers, so a swap of two would be seen
     assert np.abs(np.stack(predictor.logits(TEXTS, batch_rows)) - alone).max() < 1e-5
     assert np.abs(np.stack(predictor.logits(TEXTS[::-1], batch_rows)) - alone[::-1]).max() < 1e-5
+
+
+@pytest.mark.parametrize("task", ["classification", "token_tags", "masked_lm", "span_qa"])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("fp16", 0.02)])
+def test_an_engine_without_padding_answers_as_one_with(
+    tmp_path: Path, task: str, precision: str, tolerance: float
+) -> None:
+    padded = predictor_of(tmp_path, task)
+    with device.standing_for_gpu():
+        unpadded = Predictor(tmp_path, padded.artifact, threads=1, precision=precision)
+    unpadded.check_golden()
+    assert (padded.is_unpadded, unpadded.is_unpadded) == (False, True)
+    inputs = predict.golden_inputs(padded.task, padded.head)
+    inputs = [*inputs, *inputs[::-1]]  # of several lengths
+    for batch_rows in (1, 100):
+        for found, expected in zip(unpadded.logits(inputs, batch_rows), padded.logits(inputs), strict=True):
+            assert found.shape == expected.shape
+            assert found == pytest.approx(expected, abs=tolerance)
+    assert next(unpadded.network[0].parameters()).dtype == torch.float32  # gradients are those of the float model
 
 
 @pytest.mark.parametrize("task", ["classification", "token_tags"])  # an output for each row, and for each token

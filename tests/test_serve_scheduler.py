@@ -33,6 +33,17 @@ def scheduler(cost: Cost | None = None, **limits: float) -> Scheduler:
     return Scheduler(replace(Limits(queue_rows=10_000), **limits), cost or Cost())  # type: ignore[arg-type]
 
 
+def test_rows_of_all_lengths_share_a_call_of_an_engine_without_padding() -> None:
+    queue = scheduler(batch_tokens=1000)
+    waiting = [
+        Row("a", place, Encoded([1] * tokens, [Window(tokens, tokens)], False, []), "", FAR, is_unpadded=True)
+        for place, tokens in enumerate([500, 3, 400, 90, 8])
+    ]
+    queue.put(waiting, 0.0)
+    assert [row.position for row in queue.take(0.0).batch] == [0, 1, 2, 3]  # 993 tokens; the last would make 1,001
+    assert [row.position for row in queue.take(0.0).batch] == [4]
+
+
 def costing(base: float, per_token: float) -> Cost:
     cost = Cost()
     for tokens in [16, 4096] * 100:

@@ -31,6 +31,9 @@ pays     compiled encoders, the fused optimizer, CUDA graphs, larger passes
 score    seconds to an accuracy of 0.90 and 0.93 on banking77
 memory   the peak of a pass against its forecast, and what recomputation costs
 serving  texts a second and milliseconds by batch, on the GPU and on the processor beside it
+serving_peers  the same by clients in flight, beside sentence-transformers in half precision
+flattened  tags and masked words beside HF Trainer without padding (DataCollatorWithFlattening)
+start    seconds of each stage of a worker's start
 
 Without a GPU all of this runs at a tiny size, in seconds, as a test of itself.
 """

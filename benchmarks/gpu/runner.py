@@ -31,6 +31,9 @@ SHARES: Mapping[str, float] = {
     "score": 4.5,
     "memory": 3.5,
     "serving": 2.5,
+    "serving_peers": 4,
+    "flattened": 3,
+    "start": 1,
 }
 """The sections, most important first, with their parts of the time. Each is a module here with a function `run`."""
 LOOK_S = 0.2

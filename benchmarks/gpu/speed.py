@@ -62,7 +62,15 @@ class Ours:
 
     UPDATES = 4
 
-    def __init__(self, made: Any, of: "Tokens", rows: int, tokens_per_pass: int, precision: str):
+    def __init__(
+        self,
+        made: Any,
+        of: "Tokens",
+        rows: int,
+        tokens_per_pass: int,
+        precision: str,
+        task: tuple[str, Head] = ("classification", Head(LABELS)),
+    ):
         from rtrain.config import Distill, Optim
         from rtrain.data.order import deal
         from rtrain.exchange.replicated import Replicated
@@ -72,7 +80,7 @@ class Ours:
         made.train()
         self.network, self._precision = made, precision
         self.exchange, self.optimizer = Replicated(made), optim.build(made, Optim())
-        self._loss = losses.for_run(base.get("classification"), Distill(), Head(LABELS))
+        self._loss = losses.for_run(base.get(task[0]), Distill(), task[1])
         draw = np.random.default_rng(0)
         self.updates = []
         for _ in range(self.UPDATES):

@@ -57,11 +57,21 @@ def peer() -> str:
     return LOOP if importlib.util.find_spec("accelerate") is None else TRAINER
 
 
-def train(model: "torch.nn.Module", rows: Sequence[Row], pad_id: int, plan: Plan) -> Measured:
-    """Train the model, which must be on its device already. The loss is not kept."""
+def train(
+    model: "torch.nn.Module",
+    rows: Sequence[Row],
+    pad_id: int,
+    plan: Plan,
+    collator: Callable[[Any], Any] | None = None,
+) -> Measured:
+    """Train the model, which must be on its device already. The loss is not kept. `collator`: the Trainer's, in place
+    of one that pads."""
     clock = Clock(model, plan)
     with clock.counting():
-        (_by_trainer if peer() == TRAINER else _by_loop)(model, rows, pad_id, plan, clock)
+        if collator is not None or peer() == TRAINER:
+            _by_trainer(model, rows, plan, clock, collator or (lambda batch: collate(batch, pad_id)))
+        else:
+            _by_loop(model, rows, pad_id, plan, clock)
     return clock.measured(peer())
 
 
@@ -85,7 +95,12 @@ class Clock:
     def counting(self) -> Iterator[None]:
         def count(module: Any, inputs: Any, named: Mapping[str, Any]) -> None:
             if self.updates >= self._plan.warm and module.training:
-                mask = named["attention_mask"]
+                mask = named.get("attention_mask")
+                if mask is None:  # flattened rows: nothing is padded
+                    self._real += named["input_ids"].numel()
+                    self._rows += 1
+                    self._padded += named["input_ids"].numel()
+                    return
                 self._real += mask.sum()
                 self._rows += len(mask)
                 self._padded += mask.numel()
@@ -131,7 +146,7 @@ def collate(rows: Sequence[Row], pad_id: int) -> dict[str, "torch.Tensor"]:
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([int(row["labels"]) for row in rows])}
 
 
-def _by_trainer(model: Any, rows: Sequence[Row], pad_id: int, plan: Plan, clock: Clock) -> None:
+def _by_trainer(model: Any, rows: Sequence[Row], plan: Plan, clock: Clock, collator: Callable[[Any], Any]) -> None:
     import transformers
 
     class Told(transformers.TrainerCallback):
@@ -175,7 +190,7 @@ def _by_trainer(model: Any, rows: Sequence[Row], pad_id: int, plan: Plan, clock:
             model=model,
             args=arguments,
             train_dataset=list(rows),
-            data_collator=lambda batch: collate(batch, pad_id),
+            data_collator=collator,
             callbacks=[Told()],
         ).train()
 

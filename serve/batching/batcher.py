@@ -75,9 +75,11 @@ class Batcher:
         run: Callable[[list[Encoded]], Outputs],
         limits: Limits,
         on_call: Callable[[int, int, float], None] = lambda rows, tokens, seconds: None,
+        is_unpadded: bool = False,
     ):
-        """`on_call` is told the rows, padded tokens and seconds of each engine call, on the engine's thread."""
-        self._run, self._on_call = run, on_call
+        """`on_call` is told the rows, padded tokens and seconds of each engine call, on the engine's thread.
+        `is_unpadded`: the engine pads nothing."""
+        self._run, self._on_call, self._is_unpadded = run, on_call, is_unpadded
         self._cost = Cost()
         self._queue = Scheduler(limits, self._cost)
         self._thread = EngineThread()
@@ -127,7 +129,8 @@ class Batcher:
             self.stats.dropped += len(encoded)
             raise Expired("the deadline passed before the texts could be queued")
         request = _Request(len(encoded), loop.create_future())
-        self._queue.put([Row(request, place, row, client, deadline) for place, row in enumerate(encoded)], now)
+        rows = [Row(request, place, row, client, deadline, self._is_unpadded) for place, row in enumerate(encoded)]
+        self._queue.put(rows, now)
         if self._worker is None:
             self._worker = loop.create_task(self._work())
         timer = loop.call_at(deadline, request.end)

@@ -38,15 +38,18 @@ class Limits:
 
 
 class Row:
-    """A text that waits. `owner`: what it is part of; all rows of an owner leave together."""
+    """A text that waits. `owner`: what it is part of; all rows of an owner leave together. `is_unpadded`: the engine
+    pads nothing, so a row counts as so many windows of one token, and rows of all lengths share a bucket."""
 
     __slots__ = ("client", "deadline", "encoded", "longest", "owner", "position", "tokens", "windows")
 
-    def __init__(self, owner: Any, position: int, encoded: Encoded, client: str, deadline: float):
+    def __init__(
+        self, owner: Any, position: int, encoded: Encoded, client: str, deadline: float, is_unpadded: bool = False
+    ):
         self.owner, self.position, self.encoded = owner, position, encoded
         self.client, self.deadline = client, deadline
-        self.windows = len(encoded.windows)
-        self.longest = max(window.tokens for window in encoded.windows)
+        lengths = [window.tokens for window in encoded.windows]
+        self.windows, self.longest = (sum(lengths), 1) if is_unpadded else (len(lengths), max(lengths))
         self.tokens = self.windows * self.longest
 
 
