@@ -28,7 +28,7 @@ MAX_DIFFERENCE = 0.002
 ROUNDS = 3
 LOGIT = 10.0
 MODERN = "modernbert-base"
-TOKENS: tuple[Any, ...] = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 Timed = tuple[float, list[float]]
 """Texts per second, and the seconds of each request or call."""
 
@@ -194,15 +194,9 @@ def _artifact(bench: Bench, model: str, texts: Sequence[str]) -> Path:
         networks.build(bench.model, task, labels, 0, pack=False).save_pretrained(folder)
     else:
         carried = transformers.AutoConfig.from_pretrained(bench.model, local_files_only=True, trust_remote_code=False)
-        size: dict[str, Any] = (
-            {} if bench.gpu else {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
-        )
-        config = transformers.ModernBertConfig(
-            vocab_size=carried.vocab_size,
-            num_labels=len(labels),
-            **size,
-            **dict.fromkeys(TOKENS, 0),
-        )
+        small = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+        chosen: dict[str, Any] = {**({} if bench.gpu else small), **dict.fromkeys(TOKENS, 0), "num_labels": len(labels)}
+        config = transformers.ModernBertConfig(vocab_size=carried.vocab_size, **chosen)
         torch.manual_seed(0)
         transformers.ModernBertForSequenceClassification(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
