@@ -18,7 +18,7 @@ from rtrain.compress import distill, student as starting
 from rtrain.config import Distill, Model
 from rtrain.errors import ConfigError, UserError
 from rtrain.network import model, pooling, sentence
-from rtrain.runs.worker import TOKENIZER_FILES, sentence_pooling
+from rtrain.runs.worker import sentence_pooling, write_model
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
 from tests.tiny import VOCABULARY, make_encoder, make_tokenizer
@@ -153,12 +153,8 @@ def family(kind: str, folder: Path) -> Path:
 def exported(network: Any, encoder: Path, folder: Path, mean: bool) -> Path:
     """An artefact of `network`, which started from `encoder`, as a run writes it."""
     facts = {pooling.FACT: "mean"} if mean else {}
-    pooling.save(network, folder, guarded=mean)
-    for name in TOKENIZER_FILES:
-        if (encoder / name).is_file():
-            shutil.copyfile(encoder / name, folder / name)
-    if mean:
-        sentence.write(folder, "mean", network.config.hidden_size, 32)
+    settings = {"model.pooling": "mean" if mean else "own", "data.max_tokens": 32, "data.window": None}
+    write_model(network, encoder, folder, config.load("intent", settings).recipe, Head(LABELS, facts))
     made = artifact.Artifact("x", "classification", LABELS, 32, "torch", facts=facts)
     artifact.write(folder, made, predict.golden_logits, predict.golden_inputs(TASK, Head(LABELS, facts)))
     return folder

@@ -121,6 +121,7 @@ def build(
     chosen = chosen or Model()
     mean = _pooling(chosen, task, folder) == "mean"
     settings = _dropouts(folder, chosen)
+    settings["problem_type"] = task.problem_type  # in place of what the folder's own head was
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: number for number, label in enumerate(labels)}}
     model, read = pooling.load(
         auto_class(task.auto_model), folder, new_head=True, **(names if labels else {}), **settings

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 class Classification(PooledTask):
     name = "classification"
     output = "classes"
+    problem_type = "single_label_classification"
     finds_outside = True
     smooths = True
 

@@ -27,6 +27,7 @@ THRESHOLD = 0.5
 class MultiLabel(PooledTask):
     name = "multi_label"
     output = "labels"
+    problem_type = "multi_label_classification"
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         return flaw_of(labels_of, label)

@@ -33,6 +33,7 @@ ROUNDING = 1e-5
 class Regression(PooledTask):
     name = "regression"
     output = "number"
+    problem_type = "regression"
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         try:
