@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rtrain import artifact, documents, engines, manifest
+from rtrain import artifact, documents, engines, env, limits, manifest
 from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
 from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Tokens, batches, pack, padded
 from rtrain.errors import UserError
@@ -77,6 +77,8 @@ class Predictor:
         self.tokenizer = load_tokenizer(folder, artifact.max_tokens, artifact.facts.get("stride", 0))
         entry = engines.get(artifact.engine)
         options = {"device": device} if entry.on_gpu else {}
+        if threads is None and limits.cpus() is not None:
+            threads = env.cores()  # engines go by the machine's cores, and would wait for each other within a quota
         self._engine: Engine = engine or engines.named(entry.loader)(folder, artifact, threads, **options)
         self.pad_id = _pad_id(folder)
         self.revisions = _revisions(folder, artifact)
