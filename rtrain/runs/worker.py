@@ -147,7 +147,7 @@ class _Worker:
             differing = tokenizer_files.differing_texts(self._source)
         if differing:
             texts = len(tokenizer_files.STRANGE_TEXTS)
-            self.reporter.event("tokenizer", folder=str(self._source), differing=differing, texts=texts)
+            self.reporter.event("tokenizer", model=str(self._source), differing=differing, texts=texts)
 
     def _network(self, store: Store, task: base.Task) -> "transformers.PreTrainedModel":
         recipe, shortcuts = self._start.config.recipe, self._start.shortcuts
@@ -404,13 +404,14 @@ def write_model(
     reading = reading_of(task, recipe.data)
     tokenizer_files.write(source, folder, reading.max_tokens, reading.stride)
     if reach is None and (pooled := sentence_pooling(recipe, source)):  # others' encoders would read all
-        sentence.write(folder, pooled, network.config.hidden_size, reading.max_tokens)
+        sentence.write(folder, pooled, network.config.hidden_size, reading.max_tokens, source)
 
 
 def sentence_pooling(recipe: Recipe, source: Path) -> str | None:
     """How others should pool the encoder of a run's artefact: as the run trained it, or, where the run made no vector
-    of a text, as the model of `source` was pooled before. None where it is no sentence encoder."""
+    of a text, as the model of `source` was pooled before. None where it is no sentence encoder, or where more than
+    pooling made its vectors."""
     if recipe.model.pooling == "mean":
         return "mean"
-    before = sentence.pooling_of(source)
+    before = None if sentence.unsupported(source) else sentence.pooling_of(source)
     return before if base.get(recipe.task).by_token or before == "cls" else None

@@ -64,7 +64,7 @@ def head(event: Event) -> str:
 def tokenizer(event: Event) -> str:
     """That the folder's tokenizer files contradict each other."""
     return (
-        f"{event['folder']}: tokenizer_config.json and tokenizer.json disagree on the tokens of "
+        f"{event['model']}: tokenizer_config.json and tokenizer.json disagree on the tokens of "
         f"{len(event['differing'])} of {event['texts']} test texts, e.g. {quoted(event['differing'][0])}; "
         "rtrain and its artifact read tokenizer.json"
     )
