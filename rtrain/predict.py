@@ -222,8 +222,19 @@ class Predictor:
         if not worst <= tolerance:  # also where it is not a number
             raise ArtifactError(
                 f"artefact {self.artifact.name} {self.artifact.version} does not reproduce its golden answers: logits "
-                f"differ by {worst:.3g} (at most {tolerance:g}). Its tokenizer, weights or engine are not its maker's."
+                f"differ by {worst:.3g} (at most {tolerance:g}). {self._why_apart()}"
             )
+
+    def _why_apart(self) -> str:
+        from rtrain.network import int8  # of runs, which nothing else here needs
+
+        here = int8.of_processor()
+        if here.instructions or not here.known or engines.get(self.artifact.engine).gradients:
+            return "Its tokenizer, weights or engine are not its maker's."
+        return (
+            f"This processor ({int8.processor()}) has neither VNNI nor AMX, so sums of int8 products saturate; "
+            "quantize with quantize.overflow_fix=true, or name the float artifact."
+        )
 
 
 def side_by_side(copies: Sequence[Predictor], encoded: Sequence[Encoded], batch_rows: int) -> list[Floats]:

@@ -32,6 +32,7 @@ HEADS: dict[str, Head] = {
     "token_tags": Head(("O", "B-X", "I-X")),
     "multi_head": Head(("i=x", "i=y", "m=u", "m=v"), {"heads": [["i", 2], ["m", 2]]}),
     "extractive_summary": Head(("sentence",), {"max_words": 10}),
+    "span_qa": base.get("span_qa").head({}),
 }
 REFUSED = ("multi_head", "extractive_summary")
 
@@ -117,6 +118,18 @@ def test_a_pipeline_fills_masks_as_rtrain_does(tmp_path: Path) -> None:
     pipeline: Any = transformers.pipeline("fill-mask", str(tmp_path / "artifact"), device="cpu")
     theirs = {entry["token"]: entry["score"] for entry in pipeline("where is my [MASK]")}
     assert theirs == pytest.approx({entry["token"]: entry["score"] for entry in ours}, abs=1e-5)
+
+
+def test_a_model_of_questions_finds_spans_as_rtrain_does(encoder: Path, tmp_path: Path) -> None:
+    _, folder = made(tmp_path / "artifact", "span_qa", encoder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    network = transformers.AutoModelForQuestionAnswering.from_pretrained(folder).eval()
+    predictor = Predictor.load(folder)
+    asked = {"question": TEXTS[0], "context": TEXTS[1]}
+    with torch.inference_mode():
+        theirs = network(**tokenizer(asked["question"], asked["context"], return_tensors="pt"))
+    [ours] = predictor.logits([asked])
+    np.testing.assert_allclose(ours, torch.stack([theirs.start_logits[0], theirs.end_logits[0]], -1), atol=1e-5)
 
 
 @pytest.mark.parametrize("task", REFUSED)

@@ -143,6 +143,9 @@ def refuse(settings: Quantize, trims: bool, learned: bool = False, words: bool =
         reason = "the model was trained to be rounded (distill.quantization_aware), and the levels of its activations "
         reason += "would be left out"
         raise ConfigError([Problem("quantize.kind", "weights", reason, "write quantize.kind=static")])
+    if learned and settings.overflow_fix:
+        reason = "the model was trained to be rounded to the whole range of int8 (distill.quantization_aware)"
+        raise ConfigError([Problem("quantize.overflow_fix", True, reason, "write quantize.overflow_fix=false")])
     if trims and not entry.cuts_vocabulary:
         reason = f"a finished graph of {engine} is not trimmed"
         fix = "trim before rtrain train or rtrain distill, or take the engine openvino"
@@ -162,6 +165,7 @@ def _told(settings: Quantize, found: dict[str, Any]) -> dict[str, Any]:
         **table,
         **flips,
         **aware,
+        **({"overflow_fix": True} if settings.overflow_fix else {}),
         **({"reverted": reverted} if reverted else {}),
     }
 
