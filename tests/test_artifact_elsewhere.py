@@ -11,7 +11,8 @@ import transformers
 
 from rtrain import artifact, config, predict
 from rtrain.batch import Head
-from rtrain.config import Recipe
+from rtrain.compress import student
+from rtrain.config import Distill, Recipe
 from rtrain.network import model, pooling, tokenizer_files
 from rtrain.predict import Predictor
 from rtrain.runs.worker import write_model
@@ -147,6 +148,17 @@ def test_a_regression_s_weights_are_read_as_trained(pool: str, encoder: Path, tm
     again: Any = model.build(folder, base.get("regression"), ("score",), 9, recipe_of("regression").model)
     kept = again.state_dict()
     assert all(torch.equal(kept[name], weight) for name, weight in network.state_dict().items() if name in kept)
+
+
+@pytest.mark.parametrize("width", [None, 16])
+def test_a_student_starts_with_its_teacher_s_head_as_trained(width: int | None, encoder: Path, tmp_path: Path) -> None:
+    network, folder = made(tmp_path / "artifact", "regression", encoder)
+    start = student.start(folder, Distill(layers=1, width=width), tmp_path)
+    read: Any = model.build(start, base.get("regression"), ("score",), 9, recipe_of("regression").model)
+    weight = network.classifier.weight
+    kept = read.classifier.weight
+    assert torch.equal(kept, weight) if width is None else kept.shape == (1, width)
+    assert torch.equal(read.classifier.bias, network.classifier.bias)
 
 
 def test_the_tokenizer_reads_as_many_tokens_as_the_run(encoder: Path, tmp_path: Path) -> None:

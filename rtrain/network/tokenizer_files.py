@@ -44,7 +44,10 @@ decomposed signs, scripts, compatibility forms, numbers, blanks, special tokens,
 
 
 def differing_texts(folder: Path) -> list[str]:
-    """The strange texts that `AutoTokenizer` reads as other tokens than tokenizer.json says."""
+    """The strange texts that `AutoTokenizer` reads as other tokens than tokenizer.json says. None without a
+    tokenizer_config.json, which would say otherwise."""
+    if not (folder / CONFIG).is_file():
+        return []
     ours, theirs = load_tokenizer(folder, 1 << 20), _load(folder)
     return [text for text in STRANGE_TEXTS if ours.encode(text).ids != theirs(text).input_ids]
 
