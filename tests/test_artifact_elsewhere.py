@@ -17,6 +17,8 @@ from rtrain.network import model, pooling, tokenizer_files
 from rtrain.predict import Predictor
 from rtrain.runs.worker import write_model
 from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer
+from rtrain.tasks.span_qa import SpanQA
 from tests.tiny import CORPUS, make_encoder, make_masked
 
 TEXTS = (
@@ -33,7 +35,7 @@ HEADS: dict[str, Head] = {
     "token_tags": Head(("O", "B-X", "I-X")),
     "multi_head": Head(("i=x", "i=y", "m=u", "m=v"), {"heads": [["i", 2], ["m", 2]]}),
     "extractive_summary": Head(("sentence",), {"max_words": 10}),
-    "span_qa": base.get("span_qa").head({}),
+    "span_qa": SpanQA().head({}),
 }
 REFUSED = ("multi_head", "extractive_summary")
 
@@ -111,7 +113,7 @@ def test_a_pipeline_fills_masks_as_rtrain_does(tmp_path: Path) -> None:
     make_masked(tmp_path / "encoder", "bert")
     recipe, task = recipe_of("masked_lm"), base.get("masked_lm")
     network: Any = model.build(tmp_path / "encoder", task, (), 0, recipe.model).eval()
-    head = task.head({}, predict.load_tokenizer(tmp_path / "encoder", MAX_TOKENS))
+    head = task.head({}, load_tokenizer(tmp_path / "encoder", MAX_TOKENS))
     write_model(network, tmp_path / "encoder", tmp_path / "artifact", recipe, head)
     described = artifact.Artifact("x", "masked_lm", (), MAX_TOKENS, "torch", facts=head.facts)
     artifact.write(tmp_path / "artifact", described, predict.golden_logits, predict.golden_inputs(task, head))
@@ -198,7 +200,7 @@ def test_no_architecture_s_own_tokenizer_class_changes_tokens(kind: str, archite
     made_tokenizer(kind).save(str(source / "tokenizer.json"))
     tokenizer_files.write(source, folder, 512)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    ours = predict.load_tokenizer(source, 512)
+    ours = load_tokenizer(source, 512)
     texts = [*tokenizer_files.STRANGE_TEXTS, *(f"{one}{other}" for one in SIGNS for other in SIGNS)]
     assert len(texts) >= 200
     assert [theirs(text).input_ids for text in texts] == [ours.encode(text).ids for text in texts]
@@ -232,6 +234,7 @@ def made_tokenizer(kind: str) -> Any:
     digits = pre_tokenizers.Digits(individual_digits=True)
     model: Any
     trainer: Any
+    rest: Any
     if kind == "wordpiece":
         special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
         model, rest = models.WordPiece(unk_token="[UNK]"), pre_tokenizers.BertPreTokenizer()

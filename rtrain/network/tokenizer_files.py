@@ -7,13 +7,10 @@ tokenizer_config.json for one, and knows lengths and the side of truncation from
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rtrain import documents
 from rtrain.tasks.encode import load_tokenizer
-
-if TYPE_CHECKING:
-    import transformers
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 CONFIG = "tokenizer_config.json"
@@ -80,15 +77,14 @@ def write(source: Path, folder: Path, max_tokens: int, stride: int = 0) -> None:
     _write(folder / CONFIG, settings)
 
 
-def _load(folder: Path) -> "transformers.PreTrainedTokenizerFast":
+def _load(folder: Path) -> Any:
+    """Of a class of Transformers that this package does not import until then."""
     import transformers
 
-    found: transformers.PreTrainedTokenizerFast
     try:
-        found = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception:  # of any kind, for want of a library or of a file that rtrain does not need
-        found = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    return found
+        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:
