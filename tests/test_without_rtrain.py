@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
+from rtrain.network import tokenizer_files
 from rtrain.predict import Predictor
 from tests import quantizing
 from tests.test_artifact_elsewhere import made
@@ -39,6 +41,15 @@ def test_a_block_answers_as_rtrain_does(title: str, block: str, folder: Path, mo
     exec(compile(block, f"{PAGE.name}: {title}", "exec"), names)
     for answer, ours in zip(names["answers"], expected, strict=True):
         assert answer == pytest.approx({entry["label"]: entry["score"] for entry in ours}, abs=1e-4)
+
+
+def test_transformers_reads_texts_for_an_int8_graph_as_rtrain_does(folder: Path) -> None:
+    int8 = folder / "runs" / "intent" / "artifact-int8"
+    assert tokenizer_files.differing_texts(int8) == []
+    loaded = transformers.AutoTokenizer.from_pretrained(int8)
+    predictor = Predictor.load(int8)
+    long = " ".join(TEXTS) * 9
+    assert loaded(long, truncation=True).input_ids == predictor.encode([long])[0].ids
 
 
 def test_the_page_has_a_block_for_each_program() -> None:

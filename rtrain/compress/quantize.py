@@ -29,9 +29,9 @@ from rtrain.run import Run, artifact_of
 from rtrain.runs import smaller
 from rtrain.tasks import base
 
-SERVED = ("tokenizer.json", "config.json")
-"""Files of the float artefact that its int8 one is served by. The others are for Transformers, which has no weights to
-read here: a vocabulary as vocab.txt is in tokenizer.json too."""
+SERVED = ("tokenizer.json", "tokenizer_config.json", "config.json")
+"""Files of the float artefact that its int8 one is served by, or read by other programs that answer with its graph. A
+vocabulary as vocab.txt is in tokenizer.json too."""
 KEPT = 0.995
 """Least share of the float score that int8 should keep. Below, it is said how to train the model to be rounded."""
 REFERENCE_ROWS = 4000
