@@ -1,7 +1,8 @@
 """The deployable folder: a Transformers checkpoint with tokenizer, task, labels, lineage and golden answers.
 
-config.json  model.safetensors  tokenizer.json ...   what `AutoModelFor...from_pretrained` loads; it refuses to where
-                                                     the head reads the mean of the tokens, which it would not
+config.json  model.safetensors  tokenizer.json ...   what `AutoModelFor...from_pretrained` loads, with the answers of
+                                                     rtrain; it refuses to where it would answer otherwise: the head
+                                                     reads the mean of the tokens, several heads, summaries
 modules.json  1_Pooling/config.json ...              of a sentence encoder: what sentence-transformers loads
 model.int8.xml  model.int8.bin                       the int8 graph, when quantized; or both with .gz
 artifact.json                                        what rtrain needs to answer

@@ -10,6 +10,8 @@ import gc
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 
+from rtrain import limits
+
 SETTINGS = {
     # Ray's own progress bars and forwarded logs flood the terminal (a line per operator and worker); rtrain prints one.
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
@@ -77,6 +79,16 @@ def gpus_are_counted(environ: Mapping[str, str] | None = None) -> bool:
 
 def cores() -> int:
     """How many processor cores this process may use; a container or taskset may allow fewer than the machine has."""
+    quota = limits.cpus()
+    return _affinity() if quota is None else max(1, min(_affinity(), int(quota)))
+
+
+def notice() -> str | None:
+    """What to tell the user of the limits of a container; None without."""
+    return limits.notice(_affinity())
+
+
+def _affinity() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -139,4 +151,6 @@ def prepare(environ: MutableMapping[str, str] | None = None) -> None:
     environ = os.environ if environ is None else environ
     for name, value in SETTINGS.items():
         environ.setdefault(name, value)
-    environ.setdefault(CACHE, os.path.join(environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "rtrain"))
+    caches = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    # A user without a name has no home folder, and keeps nothing.
+    environ.setdefault(CACHE, os.path.join(caches, "rtrain") if os.path.isabs(caches) else "")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rtrain import artifact, documents, engines, manifest
+from rtrain import artifact, documents, engines, env, limits, manifest
 from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
 from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Tokens, batches, pack, padded
 from rtrain.errors import UserError
@@ -85,6 +85,8 @@ class Predictor:
         entry = engines.get(artifact.engine)
         options = {"device": device, "precision": precision} if entry.on_gpu else {}
         self.golden_tolerance = HALF_TOLERANCE if entry.on_gpu and precision == "fp16" else entry.golden_tolerance
+        if threads is None and limits.cpus() is not None:
+            threads = env.cores()  # engines go by the machine's cores, and would wait for each other within a quota
         self._engine: Engine = engine or engines.named(entry.loader)(folder, artifact, threads, **options)
         self.pad_id = _pad_id(folder)
         self.revisions = _revisions(folder, artifact)
@@ -234,8 +236,19 @@ class Predictor:
         if not worst <= tolerance:  # also where it is not a number
             raise ArtifactError(
                 f"artefact {self.artifact.name} {self.artifact.version} does not reproduce its golden answers: logits "
-                f"differ by {worst:.3g} (at most {tolerance:g}). Its tokenizer, weights or engine are not its maker's."
+                f"differ by {worst:.3g} (at most {tolerance:g}). {self._why_apart()}"
             )
+
+    def _why_apart(self) -> str:
+        from rtrain.network import int8  # of runs, which nothing else here needs
+
+        here = int8.of_processor()
+        if here.instructions or not here.known or engines.get(self.artifact.engine).gradients:
+            return "Its tokenizer, weights or engine are not its maker's."
+        return (
+            f"This processor ({int8.processor()}) has neither VNNI nor AMX, so sums of int8 products saturate; "
+            "quantize with quantize.overflow_fix=true, or name the float artifact."
+        )
 
 
 def side_by_side(copies: Sequence[Predictor], encoded: Sequence[Encoded], batch_rows: int) -> list[Floats]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import psutil
 
-from rtrain import env
+from rtrain import env, limits
 from rtrain.config import Serve
 
 MOST = 4
@@ -29,7 +29,8 @@ class Host(NamedTuple):
 
 def alone() -> Host:
     """This machine, before it has a Ray of its own."""
-    return Host(env.cores(), psutil.virtual_memory().available / 1e6)
+    available, limit = psutil.virtual_memory().available, limits.memory()
+    return Host(env.cores(), (available if limit is None else min(available, limit)) / 1e6)
 
 
 def host(free: Iterable[Mapping[str, float]], several: bool) -> Host:

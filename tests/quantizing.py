@@ -45,7 +45,8 @@ def complete(made: Made, folder: Path, **settings: Any) -> Path:
     """The int8 artefact of `made`, golden answers and manifest included; nothing has scored or gated it."""
     quantize(made, folder, **settings)
     for name in SERVED:
-        shutil.copyfile(made.folder / name, folder / name)
+        if (made.folder / name).is_file():
+            shutil.copyfile(made.folder / name, folder / name)
     before = artifact.read(made.folder)
     after = replace(before, engine=Quantize(**settings).engine, golden=(), lineage={"parent": before.version})
     artifact.write(folder, after, predict.golden_logits)

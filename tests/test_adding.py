@@ -194,7 +194,7 @@ class Toy:
             found: Floats = self.network(**{name: torch.from_numpy(inputs[name]) for name in inputs}).logits.numpy()
         return found
 
-    def calibrated(self, samples: Sequence[Sample]) -> "Toy":
+    def calibrated(self, samples: Sequence[Sample], overflow_fix: bool = False) -> "Toy":
         self.samples = len(samples)
         return self
 

@@ -1,5 +1,6 @@
 """What a private Ray is started with: processors for its data tasks, size and place of its object store."""
 
+import errno
 import gc
 import os
 import subprocess
@@ -140,6 +141,23 @@ def test_a_command_that_is_ended_while_it_makes_the_token_leaves_none(
     with pytest.raises(KeyboardInterrupt):
         session._token_file()
     assert list(token.parent.iterdir()) == []
+
+
+def test_a_token_is_made_on_storage_without_hard_links(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refused)
+    session._token_file()
+    assert len(token.read_text()) == 64
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
+
+
+def test_where_no_token_can_be_written_the_variable_is_named(token: Path) -> None:
+    token.parent.write_text("a file in place of a folder")
+    with pytest.raises(UserError, match="RAY_AUTH_TOKEN_PATH"):
+        session._token_file()
 
 
 def test_of_two_commands_that_make_the_token_at_once_one_s_counts(token: Path) -> None:

@@ -196,7 +196,7 @@ def test_the_store_and_the_run_say_what_they_are_made_from(ground: Path) -> None
     made = start(ground)
     paths = {"train": sorted((ground / "parts").iterdir()), "test": [ground / "test.csv"]}
     expected = {role: {str(path): digests.file_digest(str(path)) for path in found} for role, found in paths.items()}
-    tokenizer = digests.file_digest(str(ground / "encoder" / "tokenizer.json"))
+    tokenizer = digests.tokenizer_digest(ground / "encoder")
     expected["tokenizer"] = {f"tokenizer.json of {ground / 'encoder'}": tokenizer}
     assert made.store.manifest.sources == expected
     assert events.read(made.run.folder)[0]["origin"] == expected

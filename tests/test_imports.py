@@ -15,7 +15,7 @@ PACKAGES = ("rtrain", "serve", "tune")
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "rtrain.errors",
-        "rtrain.env",
+        "rtrain.limits",
         "rtrain.signals",
         "rtrain.events",
         "rtrain.ray_internals",
@@ -24,7 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "rtrain.batch",
         "rtrain.words",
     ),
-    ("rtrain.documents", "rtrain.engines", "rtrain.manifest"),
+    ("rtrain.documents", "rtrain.engines", "rtrain.manifest", "rtrain.env"),
     (
         "rtrain.config",
         "rtrain.recipes",

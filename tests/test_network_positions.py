@@ -119,16 +119,6 @@ def test_an_artefact_reads_long_texts_by_each_engine(tmp_path: Path) -> None:
     assert sorted(one["score"] for one in answers) == pytest.approx(sorted(expected.tolist()), abs=1e-5)
 
 
-def test_others_cut_texts_no_sooner_than_the_model_has_to(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer_config.json"
-    positions.tell_tokenizer(tmp_path, {"max_position_embeddings": 80})
-    assert not path.exists()
-    for said, found in ((20, 80), (512, 512)):
-        path.write_text(json.dumps({"model_max_length": said, "pad_token": "\u2581"}))
-        positions.tell_tokenizer(tmp_path, {"max_position_embeddings": 80})
-        assert json.loads(path.read_text(encoding="utf-8")) == {"model_max_length": found, "pad_token": "\u2581"}
-
-
 def test_what_has_no_table_is_refused(tmp_path: Path) -> None:
     transformers.ModernBertConfig(max_position_embeddings=64).save_pretrained(tmp_path)
     [problem] = model.check_architecture(tmp_path, 64, chosen=Model(positions=65))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rtrain.compress import distill, student as starting
 from rtrain.config import Distill, Model
 from rtrain.errors import ConfigError, UserError
 from rtrain.network import model, pooling, sentence
-from rtrain.runs.worker import TOKENIZER_FILES, sentence_pooling
+from rtrain.runs.worker import sentence_pooling, write_model
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
 from tests.tiny import VOCABULARY, make_encoder, make_tokenizer
@@ -105,6 +106,38 @@ def test_the_packaged_encoder_is_one_of_sentences(tmp_path: Path) -> None:
     assert model.resolved(config.load("entities"), folder).recipe.model.pooling == "own"
 
 
+def with_dense(folder: Path) -> None:
+    modules = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps([*modules, {"path": "2_Dense", "type": "x.models.Dense"}]))
+
+
+def with_default_prompt(folder: Path) -> None:
+    said = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(said))
+
+
+def with_joined_pooling(folder: Path) -> None:
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": ["mean", "max"]}))
+
+
+@pytest.mark.parametrize("more", [with_dense, with_default_prompt, with_joined_pooling])
+@pytest.mark.parametrize("says", ["mean", "cls"])
+def test_what_else_makes_an_encoder_s_vectors_is_refused_until_it_is_left_out(
+    tmp_path: Path, more: Callable[[Path], None], says: str
+) -> None:
+    more(described(tmp_path, {"pooling_mode": says}))
+    names = {"model.name": str(tmp_path)}
+    with pytest.raises(ConfigError) as caught:
+        model.resolved(config.load("intent", names), tmp_path)
+    assert [problem.field for problem in caught.value.problems] == ["model.pooling"]
+    for pool in ("mean", "own"):
+        chosen = config.load("intent", {**names, "model.pooling": pool})
+        assert model.resolved(chosen, tmp_path).recipe.model.pooling == pool
+    # A task without a vector of the text says nothing of how others should make one.
+    tags = model.resolved(config.load("entities", names), tmp_path).recipe
+    assert sentence_pooling(tags, tmp_path) is None
+
+
 @pytest.mark.parametrize(
     ("says", "task", "trained", "found"),
     [
@@ -153,12 +186,8 @@ def family(kind: str, folder: Path) -> Path:
 def exported(network: Any, encoder: Path, folder: Path, mean: bool) -> Path:
     """An artefact of `network`, which started from `encoder`, as a run writes it."""
     facts = {pooling.FACT: "mean"} if mean else {}
-    pooling.save(network, folder, guarded=mean)
-    for name in TOKENIZER_FILES:
-        if (encoder / name).is_file():
-            shutil.copyfile(encoder / name, folder / name)
-    if mean:
-        sentence.write(folder, "mean", network.config.hidden_size, 32)
+    settings = {"model.pooling": "mean" if mean else "own", "data.max_tokens": 32, "data.window": None}
+    write_model(network, encoder, folder, config.load("intent", settings).recipe, Head(LABELS, facts))
     made = artifact.Artifact("x", "classification", LABELS, 32, "torch", facts=facts)
     artifact.write(folder, made, predict.golden_logits, predict.golden_inputs(TASK, Head(LABELS, facts)))
     return folder
@@ -197,6 +226,31 @@ def test_its_encoder_loads_in_sentence_transformers(pooled: tuple[Any, Path]) ->
             ours = network.base_model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0, 0]
         torch.testing.assert_close(hidden.mean(0), ours, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(theirs.encode(text), ours.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_prompts_and_normalized_vectors_go_on(tmp_path: Path) -> None:
+    import sentence_transformers
+
+    encoder = family("bert", tmp_path / "encoder")
+    described(encoder, {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True})
+    modules = json.loads((encoder / "modules.json").read_text())
+    modules.append({"path": "2_Normalize", "type": "sentence_transformers.models.Normalize"})
+    named = [{"idx": place, "name": str(place), **module} for place, module in enumerate(modules)]
+    (encoder / "modules.json").write_text(json.dumps(named))
+    said = {"prompts": {"query": "where is "}, "similarity_fn_name": "dot"}
+    (encoder / "config_sentence_transformers.json").write_text(json.dumps(said))
+    network: Any = model.build(encoder, TASK, LABELS, 0, Model(pooling="mean")).eval()
+    folder = exported(network, encoder, tmp_path / "artifact", mean=True)
+    before, after = (
+        sentence_transformers.SentenceTransformer(str(one), device="cpu", local_files_only=True)
+        for one in (encoder, folder)
+    )
+    assert after.similarity_fn_name == "dot"
+    for prompt in (None, "query"):
+        expected, found = (one.encode(list(TEXTS), prompt_name=prompt) for one in (before, after))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert np.linalg.norm(found, axis=1) == pytest.approx(1.0, abs=1e-5)
+    assert sentence.unsupported(folder) == []
 
 
 def test_ours_answers_with_it_and_trains_it_further(pooled: tuple[Any, Path], tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Ray Train and Ray Tune: the private names of worker groups still exist and mean the same."""
 
 import inspect
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import ray
 from ray.train._internal.utils import get_address_and_port
 
 from rtrain import ray_internals
-from rtrain.ray_internals import groups
+from rtrain.ray_internals import groups, torch_group
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -43,6 +45,59 @@ def test_workers_for_whom_a_run_asks_are_not_asked_for_by_ray_train() -> None:
     decision: Any = silent.make_decision_for_non_running_worker_group()
     assert decision.num_workers == 2
     assert "scaling_policy=create_scaling_policy(" in inspect.getsource(ray_internals.torch_trainer().fit)
+
+
+JOIN = """
+import json, sys
+from types import SimpleNamespace
+import psutil, ray, ray.train
+from rtrain.ray_internals import torch_group
+
+port, rank, workers, limit = map(int, sys.argv[2:])
+context = SimpleNamespace(
+    **{f"get_{name}": lambda value=value: value for name, value in {
+        "local_rank": rank, "local_world_size": workers, "node_rank": 0, "world_rank": rank, "world_size": workers
+    }.items()}
+)
+ray.train.get_context = lambda: context
+import ray.train.torch
+ray.train.torch.get_device = lambda: "cpu"
+there = {"MASTER_ADDR": sys.argv[1], "MASTER_PORT": str(port)}
+torch_group._join(rank, there, "gloo", workers, limit)
+found = psutil.Process().net_connections("tcp")
+print(json.dumps([one.laddr.ip for one in found if one.status == "LISTEN" and one.laddr.port != port]))
+"""
+
+
+def joining(port: int, rank: int, workers: int, limit_s: int) -> "subprocess.Popen[str]":
+    address = ray.util.get_node_ip_address()
+    arguments = [sys.executable, "-c", JOIN, address, *map(str, (port, rank, workers, limit_s))]
+    environment = {name: value for name, value in os.environ.items() if name != torch_group.INTERFACE}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_workers_listen_where_ray_s_address_is_whatever_the_host_s_name_leads_to() -> None:
+    port = free_port()
+    processes = [joining(port, rank, 2, 60) for rank in range(2)]
+    for process in processes:
+        out, err = process.communicate(timeout=100)
+        assert process.returncode == 0, err
+        assert json.loads(out) == [ray.util.get_node_ip_address()]
+
+
+def test_a_worker_that_cannot_join_names_its_address_and_the_group_s() -> None:
+    port, address = free_port(), ray.util.get_node_ip_address()
+    _, err = joining(port, 1, 2, 2).communicate(timeout=100)
+    last = err.strip().splitlines()[-1]
+    assert f"at {address} (" in last
+    assert f"{address}:{port}" in last
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return int(found.getsockname()[1])
 
 
 def test_a_group_s_start_is_told_to_callbacks() -> None:

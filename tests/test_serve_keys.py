@@ -1,5 +1,7 @@
 """Keys: the file, what it says while it changes, and who is let in."""
 
+import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -41,6 +43,27 @@ def test_the_file_has_the_hash_of_a_key_and_is_its_owner_s_alone(path: Path) -> 
     assert len({add(path, f"key-{number}") for number in range(20)}) == 20
     assert len(read(path)) == 21
     assert os.listdir(path.parent) == [path.name], "a draft was left behind"
+
+
+@pytest.mark.parametrize("files_too", [False, True])
+def test_keys_are_added_on_storage_that_locks_no_folder(
+    path: Path, monkeypatch: pytest.MonkeyPatch, files_too: bool
+) -> None:
+    """As NFS does, which locks what is open for writing alone, and older NFS, which locks nothing."""
+    real = fcntl.flock
+
+    def flock(file: int, operation: int) -> None:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        if files_too:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    add(path, "shop")
+    add(path, "desk")
+    revoke(path, "shop")
+    assert [key.name for key in read(path)] == ["desk"]
 
 
 def test_a_revoked_key_is_gone_and_the_others_stay(path: Path) -> None:

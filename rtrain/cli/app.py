@@ -1,6 +1,7 @@
 """The command line: which verbs there are. Each parses, calls one function, and prints."""
 
 import errno
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -61,7 +62,9 @@ app.command(name="serve status")(serve.status)
 FAILED, USAGE = 1, 2
 NO_HOME = "Could not determine home directory."
 """What `Path.expanduser` raises of ~name/path, without the name."""
+NO_TEMPORARY = "No usable temporary directory"
 FULL = (errno.ENOSPC, errno.EDQUOT)
+DENIED = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -87,12 +90,16 @@ def _run(arguments: Sequence[str] | None) -> int | None:
         if error.errno in FULL:  # of a write, which names no file
             where = f"{error.filename}: " if error.filename else ""
             return _said(f"{where}{error.strerror}; make room on the disk that is written to, and try again", FAILED)
+        if str(error.strerror).startswith(NO_TEMPORARY):
+            return _said(f"{error.strerror}; set TMPDIR to a folder that this user may write to", FAILED)
         if error.filename is None:  # no file that the user can do something about
             raise
-        return _said(f"{error.filename}: {error.strerror}", FAILED)
+        return _said(f"{error.filename}: {error.strerror}{_remedy(error)}", FAILED)
     except RuntimeError as error:
         if str(error) != NO_HOME:
             raise
+        if "HOME" not in os.environ:
+            return _said("this user has no home folder; set HOME to a folder that it may write to", USAGE)
         return _said("a path begins with ~ and a name that is no user of this machine; write the path out", USAGE)
     except ModuleNotFoundError as error:
         if (line := lacking.said(arguments or sys.argv[1:], error)) is None:
@@ -105,6 +112,23 @@ def _run(arguments: Sequence[str] | None) -> int | None:
             raise
         return _said("ended by SIGTERM", signals.TERMINATED)
     return _said(*signals.ended()) if code == signals.INTERRUPTED else code
+
+
+def _remedy(error: OSError) -> str:
+    """Which variable moves a file that may not be written, as the end of a message; nothing where none does."""
+    if error.errno not in DENIED:
+        return ""
+    path = os.path.abspath(error.filename)
+    ray, home = os.environ.get("RAY_TMPDIR", "/tmp/ray"), os.path.expanduser("~")
+    for folder, variable in (
+        (os.path.join(home, ".ray"), "HOME, or RAY_AUTH_TOKEN_PATH for the token of Ray,"),
+        (ray, "RAY_TMPDIR"),
+        (os.environ.get("TMPDIR", "/tmp"), "TMPDIR"),
+        (os.path.join(home, ".cache"), "HOME"),
+    ):
+        if path == folder or path.startswith(f"{folder}{os.sep}"):
+            return f"; set {variable} to a place that this user may write to"
+    return ""
 
 
 def _said(text: str, code: int) -> int:

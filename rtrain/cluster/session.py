@@ -96,19 +96,34 @@ def _token_file() -> None:
 
 def _make_token(path: Path) -> None:
     """Put a token there whole, in place of an empty file; of two commands that do so at once, one's counts."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         draft.touch(mode=0o600, exist_ok=False)
         draft.write_text(secrets.token_hex(32))
         if path.exists():
             draft.replace(path)
         else:
-            os.link(draft, path)
-    except FileExistsError:
-        pass
+            with suppress(FileExistsError):
+                _link(draft, path)
+    except OSError as error:
+        raise UserError(
+            f"the token of Ray cannot be written to {path} ({error.strerror}); set RAY_AUTH_TOKEN_PATH to a file in a "
+            "folder that this user may write to, or HOME to such a folder"
+        ) from None
     finally:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file another name. Raises `FileExistsError`."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise
+    except OSError:  # storage without hard links
+        source.rename(target)
 
 
 class Needs(NamedTuple):
@@ -259,8 +274,9 @@ def _start_local(cpus: int, needs: Needs) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
     free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else None
     store = object_store(sys.platform, free)
-    if store.notice:
-        sys.stderr.write(f"{store.notice}\n")
+    for notice in (env.notice(), store.notice):
+        if notice:
+            sys.stderr.write(f"{notice}\n")
     ahead = env.cores() if needs.ahead is None else needs.ahead
     first = needs.first or f"{env.__name__}.{env.collect_less.__name__}"
     # ray.init stays in this thread: it sets handlers of signals.

@@ -82,7 +82,7 @@ def write(job: Job, say: Callable[[str, str], None]) -> dict[str, Any]:
         report["quantization_aware"] = True
     else:
         say(f"measuring scales on {len(samples):,} training rows", "scales")
-        graph = exported.calibrated(samples)
+        graph = exported.calibrated(samples, job.settings.overflow_fix)
     if job.settings.table == "int4":
         graph.narrow(trimming.lines(job.folder))
     if job.settings.flips is not None:

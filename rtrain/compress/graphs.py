@@ -51,8 +51,9 @@ class Exported(Protocol):
 
     def answering(self, threads: int | None) -> Engine: ...
 
-    def calibrated(self, samples: Sequence[Sample]) -> Quantized:
-        """Int8 weights and activations; `samples` set the static scales of the activations."""
+    def calibrated(self, samples: Sequence[Sample], overflow_fix: bool = False) -> Quantized:
+        """Int8 weights and activations; `samples` set the static scales of the activations. `overflow_fix`: weights
+        have half of the range."""
         ...
 
     def rounded(self, quantizers: Quantizers) -> Quantized:
@@ -69,7 +70,7 @@ Export = Callable[["transformers.PreTrainedModel", Sample], Exported]
 """
 
 
-def quantize(library: Any, graph: Any, samples: Sequence[Sample]) -> Any:
+def quantize(library: Any, graph: Any, samples: Sequence[Sample], overflow_fix: bool) -> Any:
     """The graph with a quantizer before each operation that int8 pays for, by NNCF's post-training quantization.
 
     Weights stay float, with quantizers of their own, until the graph is written: so an operation is reverted by leaving
@@ -80,7 +81,10 @@ def quantize(library: Any, graph: Any, samples: Sequence[Sample]) -> Any:
         library.Dataset([dict(sample) for sample in samples]),
         model_type=library.ModelType.TRANSFORMER,
         subset_size=len(samples),
-        advanced_parameters=library.AdvancedQuantizationParameters(backend_params={"compress_weights": False}),
+        advanced_parameters=library.AdvancedQuantizationParameters(
+            backend_params={"compress_weights": False},
+            overflow_fix=library.OverflowFix.ENABLE if overflow_fix else None,
+        ),
     )
 
 

@@ -38,9 +38,9 @@ class Exported:
     def answering(self, threads: int | None) -> predict.OnnxRuntime:
         return predict.OnnxRuntime(self._graph.SerializeToString(), threads)
 
-    def calibrated(self, samples: Sequence[Sample]) -> "Quantized":
+    def calibrated(self, samples: Sequence[Sample], overflow_fix: bool = False) -> "Quantized":
         with by_nncf() as nncf:
-            return Quantized(quantize(nncf, self._graph, samples))
+            return Quantized(quantize(nncf, self._graph, samples, overflow_fix))
 
     def weights_only(self) -> "Quantized":
         with by_nncf() as nncf:

@@ -40,9 +40,9 @@ class Exported:
     def answering(self, threads: int | None) -> predict.OpenVino:
         return predict.OpenVino(self._graph, threads)
 
-    def calibrated(self, samples: Sequence[Sample]) -> "Quantized":
+    def calibrated(self, samples: Sequence[Sample], overflow_fix: bool = False) -> "Quantized":
         with by_nncf() as nncf:
-            return Quantized(quantize(nncf, self._graph, samples))
+            return Quantized(quantize(nncf, self._graph, samples, overflow_fix))
 
     def rounded(self, quantizers: Quantizers) -> "Quantized":
         graph = self._graph.clone()

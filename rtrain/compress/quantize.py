@@ -29,9 +29,9 @@ from rtrain.run import Run, artifact_of
 from rtrain.runs import smaller
 from rtrain.tasks import base
 
-SERVED = ("tokenizer.json", "config.json")
-"""Files of the float artefact that its int8 one is served by. The others are for Transformers, which has no weights to
-read here: a vocabulary as vocab.txt is in tokenizer.json too."""
+SERVED = ("tokenizer.json", "tokenizer_config.json", "config.json")
+"""Files of the float artefact that its int8 one is served by, or read by other programs that answer with its graph. A
+vocabulary as vocab.txt is in tokenizer.json too."""
 KEPT = 0.995
 """Least share of the float score that int8 should keep. Below, it is said how to train the model to be rounded."""
 REFERENCE_ROWS = 4000
@@ -143,6 +143,9 @@ def refuse(settings: Quantize, trims: bool, learned: bool = False, words: bool =
         reason = "the model was trained to be rounded (distill.quantization_aware), and the levels of its activations "
         reason += "would be left out"
         raise ConfigError([Problem("quantize.kind", "weights", reason, "write quantize.kind=static")])
+    if learned and settings.overflow_fix:
+        reason = "the model was trained to be rounded to the whole range of int8 (distill.quantization_aware)"
+        raise ConfigError([Problem("quantize.overflow_fix", True, reason, "write quantize.overflow_fix=false")])
     if trims and not entry.cuts_vocabulary:
         reason = f"a finished graph of {engine} is not trimmed"
         fix = "trim before rtrain train or rtrain distill, or take the engine openvino"
@@ -162,6 +165,7 @@ def _told(settings: Quantize, found: dict[str, Any]) -> dict[str, Any]:
         **table,
         **flips,
         **aware,
+        **({"overflow_fix": True} if settings.overflow_fix else {}),
         **({"reverted": reverted} if reverted else {}),
     }
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rtrain import artifact, documents
 from rtrain.config import Distill
 from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.network import pooling, tokenizer_files
 from rtrain.network.auto import auto_class
-from rtrain.runs.worker import TOKENIZER_FILES
 from rtrain.tasks import base
 from rtrain.training.layerwise import chosen_layers
 
@@ -96,13 +96,13 @@ def start(teacher: Path, chosen: Distill, root: Path) -> Path:
     draft = root / f".{final.name}.{uuid.uuid4().hex[:8]}"
     draft.mkdir(parents=True)
     try:
-        weights = keep_layers(load_file(teacher / "model.safetensors"), kept)
+        weights = keep_layers(pooling.as_trained(load_file(teacher / "model.safetensors")), kept)
         if chosen.width is not None:
             block = _named(document, WIDTHS)[1] // _named(document, HEADS)[1]
             weights = narrowed(weights, _shapes(made.task, after), block)
         save_file(weights, draft / "model.safetensors", {"format": "pt"})
         (draft / "config.json").write_text(json.dumps(after, indent=1))
-        for name in TOKENIZER_FILES:
+        for name in tokenizer_files.FILES:
             if (teacher / name).is_file():
                 shutil.copyfile(teacher / name, draft / name)
         try:

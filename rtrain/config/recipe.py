@@ -331,6 +331,9 @@ class Quantize(Section):
     operations that change them most are computed in float, as few as needed. null: none is."""
     calibration_rows: Positive = 256
     """Training rows from which the scales of activations are measured."""
+    overflow_fix: bool = False
+    """Use half of the range of int8 for weights. On x86 processors without VNNI or AMX, sums of two products saturate
+    with the whole range, and answers are further from the float model's."""
 
 
 class Gate(Section):

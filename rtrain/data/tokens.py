@@ -60,7 +60,7 @@ def _digest(recipe: Recipe, source: records.Source, model: Path) -> str:
     if recipe.augment.active:
         models = [_model_digest(name) for name in (recipe.augment.paraphrase, recipe.augment.pivot) if name]
         settings["augment"] = {**recipe.augment.model_dump(mode="json"), "paraphrase": models, "pivot": None}
-    made_of = source.digest(), digests.file_digest(str(model / "tokenizer.json")), json.dumps(settings, sort_keys=True)
+    made_of = source.digest(), digests.tokenizer_digest(model), json.dumps(settings, sort_keys=True)
     return hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
 
 

@@ -6,7 +6,6 @@ their ids. A side without a store of its own reads the texts that the other one'
 shows in the score.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from rtrain.comparison.chance import Difference
 from rtrain.comparison.measure import Flipped, Slice, slices
 from rtrain.config import Data
 from rtrain.data import records
+from rtrain.data.formats import digests
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError, quoted
 from rtrain.gate import unseen
@@ -129,15 +129,16 @@ class Reading(NamedTuple):
     """What decides which tokens a text becomes; sides of which it is equal read alike."""
 
     tokenizer: str
-    """SHA-256 of tokenizer.json."""
+    """Digest of tokenizer.json."""
     max_tokens: int
     stride: int | None
     max_windows: int | None
 
     @classmethod
     def of(cls, folder: Path, made: Artifact) -> "Reading":
-        tokenizer = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
-        return cls(tokenizer, made.max_tokens, made.facts.get("stride"), made.facts.get("max_windows"))
+        return cls(
+            digests.tokenizer_digest(folder), made.max_tokens, made.facts.get("stride"), made.facts.get("max_windows")
+        )
 
 
 class Rows(NamedTuple):

@@ -1,5 +1,6 @@
 """Whether this processor multiplies int8 matrices by instructions of its own."""
 
+import platform
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,16 @@ def of_flags(flags: Collection[str]) -> Int8:
 
 def of_processor(cpuinfo: Path = CPUINFO) -> Int8:
     return of_flags(flags_of(cpuinfo))
+
+
+def processor(cpuinfo: Path = CPUINFO) -> str:
+    """The name of this machine's processor, as its system tells it."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    except OSError:  # not on Linux
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def slower_here(measured: Sequence[str] | None, here: Int8) -> str | None:

@@ -121,6 +121,7 @@ def build(
     chosen = chosen or Model()
     mean = _pooling(chosen, task, folder) == "mean"
     settings = _dropouts(folder, chosen)
+    settings["problem_type"] = task.problem_type  # in place of what the folder's own head was
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: number for number, label in enumerate(labels)}}
     model, read = pooling.load(
         auto_class(task.auto_model), folder, new_head=True, **(names if labels else {}), **settings
@@ -261,6 +262,10 @@ def resolved(config: Config, folder: Path) -> Config:
     """The configuration with `model.pooling` decided, once for a run: `auto` is what the encoder was trained for."""
     chosen, task = config.recipe.model, base.get(config.recipe.task)
     # By its name too: a copy of it that was had from the hub before may lack the files that say how it pools.
+    if chosen.pooling == "auto" and not task.by_token and (parts := sentence.unsupported(folder)):
+        reason = f"the vectors of this sentence encoder need {' and '.join(parts)}, which rtrain does not compute"
+        fix = "write model.pooling=mean or own to train the encoder without"
+        raise ConfigError([Problem("model.pooling", "auto", reason, fix)])
     packaged = chosen.name == hub.PACKAGED and chosen.pooling == "auto" and not task.by_token
     return with_overrides(config, {"model.pooling": "mean" if packaged else _pooling(chosen, task, folder)})
 

@@ -24,6 +24,10 @@ GUARD = (1, 1, 1)
 `AutoModelFor...` ends with an error of mismatched sizes, whereas `AutoModel` and sentence-transformers load the
 encoder, and leave the head out."""
 
+STANDARDIZED = ".standardized"
+"""End of the names of a regression head's weights as trained. Under their own names stand weights that answer in the
+unit of the training scores, which is what other programs read."""
+
 MAKING = threading.Lock()
 """Held while transformers makes a network. It replaces its own functions and torch's meanwhile, for the whole process;
 of two threads each would put back what the other has left, and no weights would be tied, or drawn, from then on."""
@@ -75,18 +79,47 @@ def save(
     *,
     guarded: bool,
     weights: "Mapping[str, torch.Tensor] | None" = None,
+    scale: tuple[float, float] | None = None,
 ) -> None:
     """Write config.json and model.safetensors; `guarded`: others would answer otherwise, so the head's matrices have a
     shape that they refuse.
 
     `weights`: whole ones by name, where the network's own are shares of them or more than is to be saved.
+    `scale`: mean and standard deviation of the training scores, of a network that answers in standard deviations. Its
+    last layer is written to answer in their unit, and as trained beside (`STANDARDIZED`).
     """
     encoder = f"{network.base_model_prefix}."
     weights = dict(network.state_dict() if weights is None else weights)
+    if scale is not None and not guarded:
+        last = next(name for name, weight in weights.items() if not name.startswith(encoder) and _is_output(weight))
+        weights |= _in_unit(weights, last.removesuffix(".weight"), *scale)
     if guarded:
         head = {name: weight for name, weight in weights.items() if weight.ndim == 2 and not name.startswith(encoder)}
         weights |= {name: weight.reshape(*GUARD, *weight.shape) for name, weight in head.items()}
     network.save_pretrained(folder, state_dict=weights)
+
+
+def _is_output(weight: "torch.Tensor") -> bool:
+    """Whether it is the matrix of a layer that answers with one number."""
+    return weight.ndim == 2 and len(weight) == 1
+
+
+def _in_unit(weights: "Mapping[str, torch.Tensor]", layer: str, mean: float, std: float) -> "dict[str, torch.Tensor]":
+    weight, bias = weights[f"{layer}.weight"], weights[f"{layer}.bias"]
+    return {
+        f"{layer}.weight": (weight.double() * std).to(weight.dtype),
+        f"{layer}.bias": (bias.double() * std + mean).to(bias.dtype),
+        f"{layer}.weight{STANDARDIZED}": weight,
+        f"{layer}.bias{STANDARDIZED}": bias,
+    }
+
+
+def as_trained(weights: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """The weights of a folder without what `save` has changed for other programs in a regression head."""
+    kept = {name: weight for name, weight in weights.items() if not name.endswith(STANDARDIZED)}
+    return kept | {
+        name.removesuffix(STANDARDIZED): weight for name, weight in weights.items() if name.endswith(STANDARDIZED)
+    }
 
 
 def load(
@@ -114,6 +147,10 @@ def load(
             output_loading_info=True,
             **settings,
         )
+    for name in read["unexpected_keys"]:
+        if name.endswith(STANDARDIZED):
+            with safe_open(folder / "model.safetensors", framework="pt") as file, torch.no_grad():
+                network.get_parameter(name.removesuffix(STANDARDIZED)).copy_(file.get_tensor(name))
     others = []
     for name, stored, wanted in sorted(read["mismatched_keys"]):
         if tuple(stored) == (*GUARD, *wanted):

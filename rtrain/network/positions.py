@@ -1,12 +1,9 @@
 """How many tokens the positions of a model reach, and a table of positions that is made longer."""
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from rtrain import documents
 from rtrain.errors import Problem
 
 AFTER_PADDING = (
@@ -93,12 +90,3 @@ def shortened(network: Any, tokens: int) -> Iterator[None]:
         table.weight = whole
         for name, value in buffers.items():
             embeddings.register_buffer(name, value, persistent=False)
-
-
-def tell_tokenizer(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Let the tokenizer of a model folder, as transformers loads it, cut texts no sooner than the model with these
-    settings has to."""
-    path, most = folder / "tokenizer_config.json", reached(settings)
-    about = documents.read(path) if path.is_file() else {}
-    if most and about.get("model_max_length", most) < most:
-        path.write_text(json.dumps({**about, "model_max_length": most}, indent=2, ensure_ascii=False), encoding="utf-8")

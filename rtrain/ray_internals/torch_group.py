@@ -13,12 +13,16 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import psutil
 import ray
 from ray.train._internal.utils import get_address_and_port
 from ray.train.backend import Backend, BackendConfig
 
 logger = logging.getLogger(__name__)
 
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Gloo's setting of the interface on which it listens. By default that is the one of the host's name, which Debian
+gives the address 127.0.1.1: no other machine can reach it."""
 LEAVE_S = 30.0
 """Seconds that workers have to leave their process group; then they end with it."""
 TRAINER = "ray.train.v2.torch.torch_trainer"
@@ -89,8 +93,27 @@ def _join(rank: int, there: dict[str, str], backend: str, workers: int, timeout_
     from ray.train.torch import config
 
     os.environ.update(there)
+    address = ray.util.get_node_ip_address()
+    if interface := interface_of(address):
+        os.environ.setdefault(INTERFACE, interface)
     config._set_torch_distributed_env_vars()
-    config._setup_torch_process_group(backend, rank, workers, "env://", timeout_s)
+    try:
+        config._setup_torch_process_group(backend, rank, workers, "env://", timeout_s)
+    except RuntimeError as error:
+        # Not the traceback's last line alone, which names at most one address.
+        chosen = os.environ.get(INTERFACE, "the interface of the host's name")
+        raise RuntimeError(
+            f"{error}\nworker {rank} of {workers} at {address} ({chosen}) could not join the group at "
+            f"{there['MASTER_ADDR']}:{there['MASTER_PORT']}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address of this machine; None where none has it."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in addresses):
+            return name
+    return None
 
 
 def _leave(joined: bool) -> None:

@@ -1,7 +1,6 @@
 """What each Ray Train worker runs: build the model, follow the order, train, and (rank 0) make the artefact."""
 
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -30,10 +29,10 @@ from rtrain.network import (
     model,
     packed,
     pooling,
-    positions,
     precision as formats,
     rounding,
     sentence,
+    tokenizer_files,
     trimming,
 )
 from rtrain.report import cost
@@ -48,8 +47,6 @@ from rtrain.training import balance, evaluate, inner, loop, losses, pass_size
 if TYPE_CHECKING:
     import torch
     import transformers
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
 
 class _TrainReporter:
@@ -106,6 +103,8 @@ class _Worker:
         self._device = _device(recipe.train.gpus_per_worker)
         self._in_parts = strategies.in_parts(recipe.train, self._world)
         self.network = self._network(store, task)
+        if self._rank == 0 and not start.rung and self._run.last("tokenizer") is None:
+            self._compare_tokenizers()
         precision = decisions.precision(self.watch, self._device, self._run, recipe.train.precision)
         formats.widen(self.network, precision)
         within = self._inner(task, precision)
@@ -142,6 +141,13 @@ class _Worker:
             measures=decisions.measures(self.watch, self._run, self.exchange.tells_noise),
             profile=self._run.profile(self._rank) if start.profile else None,
         )
+
+    def _compare_tokenizers(self) -> None:
+        with self.watch.busy():
+            differing = tokenizer_files.differing_texts(self._source)
+        if differing:
+            texts = len(tokenizer_files.STRANGE_TEXTS)
+            self.reporter.event("tokenizer", model=str(self._source), differing=differing, texts=texts)
 
     def _network(self, store: Store, task: base.Task) -> "transformers.PreTrainedModel":
         recipe, shortcuts = self._start.config.recipe, self._start.shortcuts
@@ -337,17 +343,10 @@ def export(
     """
     draft = job.run.folder / f".artifact.{uuid.uuid4().hex[:8]}"
     mean, reach = job.recipe.model.pooling == "mean", local.reach(network.config)
-    pooling.save(network, draft, guarded=mean or reach is not None, weights=beside.without(weights))
+    max_tokens = reading_of(job.task, job.recipe.data).max_tokens
+    write_model(network, source, draft, job.recipe, job.head, weights=beside.without(weights))
     if (begun := quantizers(job.recipe, job.run)) is not None:
         rounding.learned(begun, weights).write(draft / rounding.FILE)
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, draft / name)
-    if job.recipe.model.positions is not None:
-        positions.tell_tokenizer(draft, network.config.to_dict())
-    max_tokens = reading_of(job.task, job.recipe.data).max_tokens
-    if reach is None and (pooled := sentence_pooling(job.recipe, source)):  # others' encoders would read all
-        sentence.write(draft, pooled, network.config.hidden_size, max_tokens)
     known, abstains = {}, {}
     if validated is not None:
         unknown_id = reference.unknown_id(load_tokenizer(source, max_tokens))
@@ -385,10 +384,34 @@ def export(
     return artifact.publish(draft, job.run.artifact)
 
 
+def write_model(
+    network: "transformers.PreTrainedModel",
+    source: Path,
+    folder: Path,
+    recipe: Recipe,
+    head: Head,
+    *,
+    weights: "Mapping[str, torch.Tensor] | None" = None,
+) -> None:
+    """Write what other programs load of an artifact: weights, config.json, tokenizer, sentence-transformers' layout.
+
+    What would answer otherwise there than here is written so that they refuse it. `weights`: as `pooling.save` has it.
+    """
+    task, reach = base.get(recipe.task), local.reach(network.config)
+    guarded = recipe.model.pooling == "mean" or reach is not None or not task.has_standard_head
+    scale = (head.facts["mean"], head.facts["std"]) if task.problem_type == "regression" else None
+    pooling.save(network, folder, guarded=guarded, weights=weights, scale=scale)
+    reading = reading_of(task, recipe.data)
+    tokenizer_files.write(source, folder, reading.max_tokens, reading.stride)
+    if reach is None and (pooled := sentence_pooling(recipe, source)):  # others' encoders would read all
+        sentence.write(folder, pooled, network.config.hidden_size, reading.max_tokens, source)
+
+
 def sentence_pooling(recipe: Recipe, source: Path) -> str | None:
     """How others should pool the encoder of a run's artefact: as the run trained it, or, where the run made no vector
-    of a text, as the model of `source` was pooled before. None where it is no sentence encoder."""
+    of a text, as the model of `source` was pooled before. None where it is no sentence encoder, or where more than
+    pooling made its vectors."""
     if recipe.model.pooling == "mean":
         return "mean"
-    before = sentence.pooling_of(source)
+    before = None if sentence.unsupported(source) else sentence.pooling_of(source)
     return before if base.get(recipe.task).by_token or before == "cls" else None

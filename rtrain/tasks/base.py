@@ -67,6 +67,10 @@ Variation = Literal["text", "words", "nothing"]
 `nothing`: not a character."""
 
 
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"] | None
+"""What Transformers calls them."""
+
+
 class Task(Protocol):
     """What the loop, the compressors and the endpoint need to know of a task, and all that they know.
 
@@ -79,6 +83,10 @@ class Task(Protocol):
     """Kind of the answers: chooses scores (`rtrain.metrics.by_output`), charts, explanations and reply tensors."""
     auto_model: str
     """Name of the transformers class that loads the float artefact."""
+    problem_type: "ProblemType"
+    """How other programs read the outputs of a head that answers once per text: `problem_type` of config.json."""
+    has_standard_head: bool
+    """Other programs that load the model turn its outputs into the task's answers."""
     by_token: bool
     """The model answers each token, not each window."""
     fields: tuple[str, str]

@@ -13,7 +13,7 @@ from rtrain.batch import OUTSIDE, Encoded, Floats, Head, Outputs, Ragged, Tokens
 from rtrain.errors import UserError
 from rtrain.metrics.calibration import softmax
 from rtrain.metrics.classification import choose_threshold
-from rtrain.tasks.base import Column, Described, Input, Targets
+from rtrain.tasks.base import Column, Described, Input, ProblemType, Targets
 from rtrain.tasks.pooled import PooledTask, pooled
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 class Classification(PooledTask):
     name = "classification"
     output = "classes"
+    problem_type: ProblemType = "single_label_classification"
     finds_outside = True
     smooths = True
 

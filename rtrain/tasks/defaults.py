@@ -31,6 +31,8 @@ class Defaults:
     rule_of_marks = 1
     packs = False
     varies: base.Variation = "nothing"
+    problem_type: base.ProblemType = None
+    has_standard_head = True
     finds_outside = False
     smooths = False
 

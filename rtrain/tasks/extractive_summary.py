@@ -43,6 +43,7 @@ EXAMPLES = (
 class ExtractiveSummary(Defaults):
     name = "extractive_summary"
     output = "summary"
+    has_standard_head = False  # a softmax over one output is 1 for each token
     auto_model = "AutoModelForTokenClassification"
     by_token = True
     reads_pair = False

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 class MultiHead(PooledTask):
     name = "multi_head"
     output = "heads"
+    has_standard_head = False  # one softmax over the labels of all heads is none of their answers
     smooths = True
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:

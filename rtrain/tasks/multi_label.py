@@ -11,7 +11,7 @@ import numpy as np
 
 from rtrain.batch import Encoded, Head, Outputs, Ragged, Tokens
 from rtrain.errors import UserError
-from rtrain.tasks.base import Column, Described, Input, Targets
+from rtrain.tasks.base import Column, Described, Input, ProblemType, Targets
 from rtrain.tasks.classification import ranked
 from rtrain.tasks.labels import flaw_of, listed
 from rtrain.tasks.pooled import PooledTask, pooled
@@ -27,6 +27,7 @@ THRESHOLD = 0.5
 class MultiLabel(PooledTask):
     name = "multi_label"
     output = "labels"
+    problem_type: ProblemType = "multi_label_classification"
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         return flaw_of(labels_of, label)

@@ -8,7 +8,7 @@ import numpy as np
 
 from rtrain.batch import Encoded, Head, Outputs, Ragged, Tokens
 from rtrain.errors import UserError, quoted
-from rtrain.tasks.base import Column, Described, Input, Targets
+from rtrain.tasks.base import Column, Described, Input, ProblemType, Targets
 from rtrain.tasks.pooled import PooledTask, pooled
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ ROUNDING = 1e-5
 class Regression(PooledTask):
     name = "regression"
     output = "number"
+    problem_type: ProblemType = "regression"
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         try:

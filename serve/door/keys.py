@@ -19,7 +19,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -172,18 +172,24 @@ def revoke(path: Path, name: str) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[Path]:
-    """While it is entered, no other `add` or `revoke` of this machine writes there. The folder is locked, since the
-    file is another one after each of them. Gives the path without links, which stay as they are."""
+    """While it is entered, no other `add` or `revoke` writes there. The folder is locked, since the file is another one
+    after each of them; a file in it where NFS locks nothing that is open for reading alone. Gives the path without
+    links, which stay as they are."""
     real = Path(os.path.realpath(path))
-    try:
-        folder = os.open(real.parent, os.O_RDONLY)
-    except OSError as error:
-        raise UserError(f"the folder of {path} cannot be opened: {error.strerror}") from None
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+    with ExitStack() as opened:
+        try:
+            folder = os.open(real.parent, os.O_RDONLY)
+            opened.callback(os.close, folder)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            except OSError:
+                lock = os.open(real.with_name(f".{real.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+                opened.callback(os.close, lock)
+                with suppress(OSError):  # storage without locks
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise UserError(f"the folder of {path} cannot be opened: {error.strerror}") from None
         yield real
-    finally:
-        os.close(folder)
 
 
 def _write(path: Path, keys: Sequence[Key]) -> None:

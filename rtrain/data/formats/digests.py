@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from rtrain import documents
+
 NAME = ".digests.json"
 AT_ONCE = 16
 """Files that are hashed at a time: hashing runs outside Python's global lock, and reading remote files is mostly
@@ -50,6 +52,13 @@ def file_digest(uri: str) -> str:
         while chunk := file.read(1 << 20):
             total.update(chunk)
         return total.hexdigest()
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """SHA-256 of what decides a folder's tokens: its tokenizer.json without the lengths to which others cut and pad,
+    which an artifact has of its run."""
+    document = documents.read(folder / "tokenizer.json") | {"truncation": None, "padding": None}
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def of(uris: Sequence[str], known: Known) -> list[Digest]:

@@ -219,7 +219,7 @@ def origin(recipe: Recipe, source: records.Source, model: Path) -> dict[str, dic
     """
     # The recipe's name for the model, not its folder, which differs between machines.
     tokenizer = f"tokenizer.json of {recipe.model.name}"
-    files = {"tokenizer": {tokenizer: digests.file_digest(str(model / "tokenizer.json"))}}
+    files = {"tokenizer": {tokenizer: digests.tokenizer_digest(model)}}
     for piece, sha256 in zip(source.pieces, source.sha256s, strict=True):
         files.setdefault(piece.role, {})[piece.uri.removeprefix("file://")] = sha256
     return files

@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -14,6 +13,7 @@ from rtrain.config import Config
 from rtrain.doctor.profile import measure, page, trace
 from rtrain.doctor.profile.rows import Length, Row
 from rtrain.errors import UserError
+from rtrain.network.int8 import processor
 from rtrain.runs import preparing
 
 KIND, VERSION = "rtrain profile", 1
@@ -94,13 +94,3 @@ def read(path: Path) -> dict[str, Any]:
     if lacking := [name for name in NEEDED if not document.get(name)]:
         raise UserError(f"--beside: {file} lacks {', '.join(lacking)}; profile again")
     return document
-
-
-def processor() -> str:
-    """The name of this machine's processor, as its system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not on Linux
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

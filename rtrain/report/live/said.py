@@ -61,6 +61,15 @@ def head(event: Event) -> str:
     return f"the model's head is begun anew: it answered {named}, which are not the labels of the rows"
 
 
+def tokenizer(event: Event) -> str:
+    """That the folder's tokenizer files contradict each other."""
+    return (
+        f"{event['model']}: tokenizer_config.json and tokenizer.json disagree on the tokens of "
+        f"{len(event['differing'])} of {event['texts']} test texts, e.g. {quoted(event['differing'][0])}; "
+        "rtrain and its artifact read tokenizer.json"
+    )
+
+
 def labels(event: Event) -> str:
     """What the training rows are labelled with."""
     if event["of"] == "numbers":
@@ -170,12 +179,13 @@ def of(event: Event) -> str | None:
     return TEXTS[kind](event)
 
 
-ROWS = ("bad_rows", "unlabelled", "label_column", "head", "labels", "overlap", "vocabulary")
+ROWS = ("bad_rows", "unlabelled", "label_column", "head", "labels", "overlap", "vocabulary", "tokenizer")
 """Kinds that are about the rows, not about what was learned from them."""
 TEXTS: Mapping[str, Callable[[Event], str | None]] = {
     "bad_rows": bad_rows,
     "label_column": label_column,
     "head": head,
+    "tokenizer": tokenizer,
     "labels": labels,
     "overlap": overlap,
     "unlabelled": unlabelled,
