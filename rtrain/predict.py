@@ -74,7 +74,9 @@ class Predictor:
         self.artifact = artifact
         self.task = base.get(artifact.task)
         self.head = Head(artifact.labels, artifact.facts)
-        self.tokenizer = load_tokenizer(folder, artifact.max_tokens, artifact.facts.get("stride", 0))
+        self.tokenizer = load_tokenizer(
+            folder, artifact.max_tokens, artifact.facts.get("stride", 0), reads_special=self.task.reads_special
+        )
         entry = engines.get(artifact.engine)
         options = {"device": device} if entry.on_gpu else {}
         self._engine: Engine = engine or engines.named(entry.loader)(folder, artifact, threads, **options)

@@ -396,3 +396,12 @@ def test_labels_that_only_look_like_numbers_keep_their_spelling(tmp_path: Path) 
     labels = ["1.5", "007", "01.0", "1.0.0", "v1.0", "tRue", "1e3", "1.", "-0"]
     content = "text,label\n" + "".join(f"a,{label}\n" for label in labels)
     assert [record.label for record in read_bytes(tmp_path / "a.csv", content.encode())] == labels
+
+
+def test_jsonl_columns_that_are_named_are_looked_for_in_all_rows(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": "a"})] * 150 + ["no json", "[]", json.dumps({"text": "b", "label": "x"})]
+    found = read_bytes(tmp_path / "a.jsonl", "\n".join(lines).encode())
+    assert found[-1] == Record(153, "b", None, "x", None)
+    assert all(record.reason for record in found[:-1])
+    [problem] = problems(Data(path=str(tmp_path / "a.jsonl"), label="topic"))
+    assert problem.field == "data.label"

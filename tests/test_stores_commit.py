@@ -206,6 +206,19 @@ def test_a_label_that_only_other_splits_have_is_set_aside(tmp_path: Path, encode
     assert min(made.targets(split).values.min() for split in ("train", "valid", "test")) == 0
 
 
+def test_rare_labels_that_the_split_keeps_from_training_are_no_bad_rows_of_the_user(
+    tmp_path: Path, encoder: Path
+) -> None:
+    rows = labelled_rows(160) + [(f"a single row {number}", f"single{number:02}") for number in range(60)]
+    made = store_of(tmp_path, rows, encoder)
+    kept = {row["line"] for row in quarantine(made)}
+    assert len(kept) > 0.02 * len(rows)
+    assert len(kept) + sum(made.manifest.rows.values()) == len(rows)
+    [reason] = bad_rows.commonest(made.folder)
+    assert reason["rows"] == len(kept)
+    assert all(name in reason["reason"] for name in (f"{len(kept)} labels", "'single"))
+
+
 def test_a_test_file_with_a_label_of_its_own_is_refused(tmp_path: Path, encoder: Path) -> None:
     path = write_rows(tmp_path / "train.csv", labelled_rows(60))
     test = write_rows(tmp_path / "test.csv", [("a", "login"), ("b", "Login"), ("c", "Login")])

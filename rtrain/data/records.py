@@ -151,7 +151,7 @@ def inspect(data: Data, root: Path | None = None, begun: bool = False) -> Source
 def _with_columns(field: str, piece: Piece, data: Data) -> tuple[Piece, tuple[str, ...]]:
     """A file with the delimiter that its header line shows, and the names of its columns."""
     if piece.format != "csv":
-        return piece, _columns(field, piece)
+        return piece, _columns(field, piece, [column for _, column in _columns_named(data, piece.role)])
     piece = piece._replace(delimiter=data.delimiter or ",", escape=data.escape or "")
     columns = _columns(field, piece)
     sign = next((one for one in DELIMITERS if one in columns[0]), None)
@@ -166,12 +166,13 @@ def columns_of(piece: Piece) -> tuple[str, ...]:
     return _columns("data.path", piece)
 
 
-def _columns(field: str, piece: Piece) -> tuple[str, ...]:
-    """Names of the file's columns. Raises `ConfigError` if there are none, or two of one name."""
+def _columns(field: str, piece: Piece, named: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names of the file's columns. Raises `ConfigError` if there are none, or two of one name. Columns that the
+    settings name (`named`) are looked for in all rows of JSON lines."""
     try:
         with addresses.asked(field, piece.uri):
             files.refuse_several(field, piece.uri)
-            found = list(readers.COLUMNS.get(piece.format) or _header(field, piece))
+            found = list(readers.COLUMNS.get(piece.format) or _header(field, piece, named))
     except DAMAGED as error:
         fix = "write the file again, or set data.format to what it is"
         raise ConfigError(
@@ -193,7 +194,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _header(field: str, piece: Piece) -> list[str]:
+def _header(field: str, piece: Piece, named: Sequence[str] = ()) -> list[str]:
     """The names in the file's first line or schema, as they stand there."""
     with opened(piece.uri) as file:
         if piece.format in ("csv", "tsv", "jsonl"):
@@ -214,7 +215,10 @@ def _header(field: str, piece: Piece) -> list[str]:
                 fix = 'write one JSON object a line, e.g. {"text": "...", "label": "..."}'
                 raise ConfigError([Problem(field, piece.uri, f"line {line} is not a JSON object", fix)])
             rows = [document, *(row for _, row in islice(following, HEAD_ROWS - 1) if isinstance(row, dict))]
-            return list(dict.fromkeys(name for row in rows for name in row))
+            names = dict.fromkeys(name for row in rows for name in row)
+            while any(name not in names for name in named) and (later := next(following, None)):
+                names |= dict.fromkeys(name for name in named if isinstance(later[1], dict) and name in later[1])
+            return list(names)
         return list(readers.arrow_schema(file, piece.format).names)
 
 

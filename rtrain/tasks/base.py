@@ -94,6 +94,8 @@ class Task(Protocol):
     """Supports `data.outside`: rows that belong to none of the labels, and are never trained on, are told apart."""
     smooths: bool
     """Supports `train.label_smoothing`: each target is one label out of several."""
+    reads_special: bool
+    """The names of special tokens in a text, e.g. of masks, are those tokens. Elsewhere they are text."""
     packs: bool
     """Rows are blocks of text that fill the model's window (`rtrain.data.packing`), not the file's rows."""
 

@@ -98,8 +98,9 @@ def _shards(
 
 def tokenizer_of(recipe: Recipe, model: Path) -> Any:
     """The tokenizer of a model folder, set to cut texts as the recipe's task reads them."""
-    reading = reading_of(base.get(recipe.task), recipe.data)
-    return load_tokenizer(model, reading.max_tokens, reading.stride)
+    task = base.get(recipe.task)
+    reading = reading_of(task, recipe.data)
+    return load_tokenizer(model, reading.max_tokens, reading.stride, reads_special=task.reads_special)
 
 
 _NOTHING = Encoded([], [], False, [])
@@ -168,10 +169,8 @@ def _encode(
     rows = [_placed(judged(record, task), role, job) for record in read]
     rows = _augmented(rows, role, job, task, tokenizer, rewritten)
     batch = [row.record for row in rows]
-    good = [record for record in batch if record.reason is None]
-    pairs = None if data.text_pair is None else [record.pair or "" for record in good]
-    most = reading_of(task, data).max_windows
-    tokens = iter(task.encode(tokenizer, [record.text for record in good], pairs, most))
+    given, copies = ([row.record for row in rows if row.copy == made and row.split != BAD] for made in (False, True))
+    tokens = itertools.chain(_tokens(given, job, task, tokenizer), _tokens(copies, job, task, tokenizer, is_copy=True))
     encoded = [next(tokens) if record.reason is None else _NOTHING for record in batch]
     marks = [
         task.marks(record.text, record.pair, record.label, row) if record.reason is None else []
@@ -202,6 +201,19 @@ def _encode(
             **further,
         }
     )
+
+
+def _tokens(
+    rows: list[records.Record], job: Job, task: base.Task, tokenizer: Any, *, is_copy: bool = False
+) -> list[Encoded]:
+    """The tokens of sound rows. The masks of copies (`augment.mask`) are names of a special token in their texts."""
+    data = job.recipe.data
+    pairs = None if data.text_pair is None else [row.pair or "" for row in rows]
+    before = tokenizer.encode_special_tokens
+    tokenizer.encode_special_tokens = before and not (is_copy and job.recipe.augment.mask)
+    found = task.encode(tokenizer, [row.text for row in rows], pairs, reading_of(task, data).max_windows)
+    tokenizer.encode_special_tokens = before
+    return found
 
 
 def _kept(texts: Sequence[str | None], kept: Sequence[bool]) -> pa.Array:
