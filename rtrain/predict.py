@@ -109,7 +109,7 @@ class Predictor:
                 part.encode("utf-8")
             except UnicodeEncodeError:
                 return "is not valid Unicode (a lone surrogate); send UTF-8 text"
-        return None if text.strip() else "is empty; send a text"
+        return "is empty; send a text" if self.task.is_blank(text, pair) else None
 
     def encode(self, inputs: Sequence[Input]) -> list[Encoded]:
         """Tokens of each input, by the same `task.encode` as in training."""

@@ -13,6 +13,7 @@ from rtrain.config import Data
 from rtrain.data import records
 from rtrain.data.records import Record, checked
 from rtrain.errors import ConfigError, Problem
+from rtrain.tasks import base
 
 ROWS = [("where is my parcel", "parcel"), ("I forgot my password", "login")]
 RECORDS = [
@@ -405,3 +406,13 @@ def test_jsonl_columns_that_are_named_are_looked_for_in_all_rows(tmp_path: Path)
     assert all(record.reason for record in found[:-1])
     [problem] = problems(Data(path=str(tmp_path / "a.jsonl"), label="topic"))
     assert problem.field == "data.label"
+
+
+def test_one_of_two_texts_may_be_empty_where_the_task_reads_both(tmp_path: Path) -> None:
+    content = b"subject,body,label\n,my parcel is late,a\nURGENT,,b\n,,c\n"
+    found = read_bytes(tmp_path / "a.csv", content, text="subject", text_pair="body")
+    assert [record.reason is None for record in found] == [True, True, False]
+    for name, usable in (("classification", True), ("span_qa", False), ("token_tags", False), ("masked_lm", False)):
+        task = base.get(name)
+        assert (base.flaw_of(task, found[0].text, found[0].pair, "a") is None) is usable
+        assert task.is_blank("", "") is True

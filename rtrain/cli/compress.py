@@ -140,7 +140,9 @@ def evaluate(
     settings = score.settings(artifacts.read(folder), overrides)
     into = None if out is None else out.expanduser().absolute()
     report = score.run(folder, settings) if into is None else scored.run(folder, settings, into, overwrite)
-    rate = f"{report['bad_rows']} bad rows, {report['rows_per_second']} rows/s"
+    bad = "".join(f"; {example}" for example in report["bad_row_examples"])
+    cut = f", {report['cut_rows']:,} cut rows" if report["cut_rows"] else ""
+    rate = f"{report['bad_rows']} bad rows{bad}{cut}, {report['rows_per_second']} rows/s"
     unknown = report["unknown_labels"]
     where = f"{unknown['rows']} row{'' if unknown['rows'] == 1 else 's'}"
     named = f"; labels that the artefact lacks, in {where}, such as {' and '.join(unknown['examples'])}"

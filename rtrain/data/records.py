@@ -384,7 +384,7 @@ def _reason(data: Data, text: str, pair: str | None, label: str) -> str | None:
             return f"column {column!r} {halved(error)}"
         if size > data.max_row_bytes:
             return f"column {column!r} has {size:,} bytes; split it, or raise data.max_row_bytes={data.max_row_bytes:,}"
-    if not text.strip():
+    if not text.strip() and not (pair or "").strip():
         return f"column {data.text!r} is empty; write a text or remove the row"
     if data.labels and not label.strip():
         return f"column {named!r} is empty; write a label or remove the row"

@@ -35,6 +35,10 @@ class Defaults:
     finds_outside = False
     smooths = False
 
+    def is_blank(self, text: str, pair: str | None) -> bool:
+        reads_pair = self.reads_pair and not self.needs_pair
+        return not text.strip() and not (reads_pair and (pair or "").strip())
+
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         return None
 

@@ -147,7 +147,7 @@ def _augmented(
     noise = variants.noise_of(settings, tokenizer)
 
     def allowed(copy: records.Record) -> bool:
-        return job.splits.split(copy, role) == "train" and task.flaw(copy.text, copy.pair, copy.label) is None
+        return job.splits.split(copy, role) == "train" and base.flaw_of(task, copy.text, copy.pair, copy.label) is None
 
     found = list(rows)
     for row in rows:
@@ -226,7 +226,7 @@ def _kept(texts: Sequence[str | None], kept: Sequence[bool]) -> pa.Array:
 
 def judged(record: records.Record, task: base.Task) -> records.Record:
     """The record, with the reason if the task cannot use it."""
-    if record.reason is not None or (flaw := task.flaw(record.text, record.pair, record.label)) is None:
+    if record.reason is not None or (flaw := base.flaw_of(task, record.text, record.pair, record.label)) is None:
         return record
     return record._replace(reason=flaw)
 
