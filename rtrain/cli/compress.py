@@ -132,6 +132,7 @@ def evaluate(
     training rows, but for what --set data.label=... and so on say."""
     from rtrain import artifact as artifacts, config, score
     from rtrain.answers import scored
+    from rtrain.data import quarantine
     from rtrain.metrics import scores
     from rtrain.report.live.progress import used
 
@@ -146,4 +147,5 @@ def evaluate(
     unknown = report["unknown_labels"]
     where = f"{unknown['rows']} row{'' if unknown['rows'] == 1 else 's'}"
     named = f"; labels that the artefact lacks, in {where}, such as {' and '.join(unknown['examples'])}"
+    named += f"; it has {quarantine.few(artifacts.read(folder).labels)}"
     show(report, as_json, f"{scores.text(report)}\n\n{rate}{named if unknown['rows'] else ''}", used(folder))

@@ -48,9 +48,13 @@ def refuse_if_too_bad(recipe: Recipe, bad: Bad, total: int, where: Where, column
 
 
 def unseen(
-    rows: npt.NDArray[np.int64], from_own_file: npt.NDArray[np.bool_], labels: pa.ChunkedArray, where: Where
+    rows: npt.NDArray[np.int64],
+    from_own_file: npt.NDArray[np.bool_],
+    labels: pa.ChunkedArray,
+    where: Where,
+    trained: Sequence[str],
 ) -> Bad:
-    """The rows with a label that training lacks, as bad rows.
+    """The rows with a label that training lacks, as bad rows. `trained` are the labels that it has.
 
     `from_own_file` says of every row of the store whether it comes from a validation or test file. There such a label
     is the user's mistake, and raises `UserError`. Elsewhere our own split has put all rows of a rare label aside.
@@ -60,10 +64,15 @@ def unseen(
         listed = "\n  ".join(f"{where(row)}: label {quoted(labels[int(row)].as_py())}" for row in wrong[:5])
         raise UserError(
             f"data.label: {len(wrong)} rows have a label that no training row has:\n  {listed}\n"
-            "Add training rows of it, or correct these labels."
+            f"Training rows have {few(trained)}. Add training rows of it, or correct these labels."
         )
     why = (f"label {quoted(labels[int(row)].as_py())} {UNSEEN}" for row in rows)
     return Bad(rows, pa.array(why, pa.string(), size=len(rows)))
+
+
+def few(labels: Sequence[str]) -> str:
+    """The first labels, for a person."""
+    return ", ".join(map(quoted, labels[:MOST_LABELS])) + (", ..." if labels[MOST_LABELS:] else "")
 
 
 def locator(source: records.Source, shards: list[str], shard: npt.NDArray[np.uint32], lines: Any) -> Where:

@@ -81,6 +81,8 @@ def labels(event: Event) -> str:
     # As Python writes them, without signs that are not shown: in other form they would look the same.
     same = "; ".join(" and ".join(map(ascii, group)) for group in event.get("alike", ()))
     doubt = f"; labels that look alike, and are learned as different ones: {same}" if same else ""
+    if missing := ", ".join(map(repr, event.get("missing", ()))):
+        doubt += f"; labels that may stand for a missing value, and are learned: {missing}"
     return f"{head}{event['number']} labels{several}: {named}{doubt}"
 
 
