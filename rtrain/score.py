@@ -120,9 +120,7 @@ def measured(folder: Path, data: Data) -> Measured:
     predictor = Predictor.load(folder)
     task = predictor.task
     rows = rows_of(source, data, task)
-    good = [record for record in rows if record.reason is None]
-    if not good:
-        raise ConfigError([Problem("data.path", data.path, "no row can be used", "give rows with text and label")])
+    good = sound_rows(rows, data)
     start = time.perf_counter()
     asked = ask(predictor, good)
     tokens, targets = asked.tokens, asked.targets
@@ -153,6 +151,17 @@ def measured(folder: Path, data: Data) -> Measured:
 def rows_of(source: records.Source, data: Data, task: Task) -> list[Record]:
     """All rows of a file. One that the task cannot use has the reason."""
     return [_with_flaw(record, task) for piece in source.pieces for record in records.read(piece, data)]
+
+
+def sound_rows(rows: Sequence[Record], data: Data) -> list[Record]:
+    """The rows that can be used. Raises `ConfigError` where there are none, with what is wrong with the first."""
+    found = [row for row in rows if row.reason is None]
+    if not found:
+        first = f" (line {rows[0].line}: {rows[0].reason})" if rows else ""
+        raise ConfigError(
+            [Problem("data.path", data.path, f"no row can be used{first}", "give rows with text and label")]
+        )
+    return found
 
 
 class Asked(NamedTuple):
