@@ -155,13 +155,13 @@ def rows_of(source: records.Source, data: Data, task: Task) -> list[Record]:
 
 def sound_rows(rows: Sequence[Record], data: Data) -> list[Record]:
     """The rows that can be used. Raises `ConfigError` where there are none, with what is wrong with the first."""
-    found = [row for row in rows if row.reason is None]
-    if not found:
+    sound = [row for row in rows if row.reason is None]
+    if not sound:
         first = f" (line {rows[0].line}: {rows[0].reason})" if rows else ""
         raise ConfigError(
             [Problem("data.path", data.path, f"no row can be used{first}", "give rows with text and label")]
         )
-    return found
+    return sound
 
 
 class Asked(NamedTuple):

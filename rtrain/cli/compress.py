@@ -147,5 +147,5 @@ def evaluate(
     unknown = report["unknown_labels"]
     where = f"{unknown['rows']} row{'' if unknown['rows'] == 1 else 's'}"
     named = f"; labels that the artefact lacks, in {where}, such as {' and '.join(unknown['examples'])}"
-    named += f"; it has {quarantine.few(artifacts.read(folder).labels)}"
+    named += f"; it has {quarantine.list_labels(artifacts.read(folder).labels)}"
     show(report, as_json, f"{scores.text(report)}\n\n{rate}{named if unknown['rows'] else ''}", used(folder))

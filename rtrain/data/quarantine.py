@@ -52,9 +52,9 @@ def unseen(
     from_own_file: npt.NDArray[np.bool_],
     labels: pa.ChunkedArray,
     where: Where,
-    trained: Sequence[str],
+    training_labels: Sequence[str],
 ) -> Bad:
-    """The rows with a label that training lacks, as bad rows. `trained` are the labels that it has.
+    """The rows with a label that training lacks, as bad rows. `training_labels` are the labels that it has.
 
     `from_own_file` says of every row of the store whether it comes from a validation or test file. There such a label
     is the user's mistake, and raises `UserError`. Elsewhere our own split has put all rows of a rare label aside.
@@ -64,13 +64,13 @@ def unseen(
         listed = "\n  ".join(f"{where(row)}: label {quoted(labels[int(row)].as_py())}" for row in wrong[:5])
         raise UserError(
             f"data.label: {len(wrong)} rows have a label that no training row has:\n  {listed}\n"
-            f"Training rows have {few(trained)}. Add training rows of it, or correct these labels."
+            f"Training rows have {list_labels(training_labels)}. Add training rows of it, or correct these labels."
         )
     why = (f"label {quoted(labels[int(row)].as_py())} {UNSEEN}" for row in rows)
     return Bad(rows, pa.array(why, pa.string(), size=len(rows)))
 
 
-def few(labels: Sequence[str]) -> str:
+def list_labels(labels: Sequence[str]) -> str:
     """The first labels, for a person."""
     return ", ".join(map(quoted, labels[:MOST_LABELS])) + (", ..." if labels[MOST_LABELS:] else "")
 
@@ -112,8 +112,8 @@ def commonest(folder: Path) -> list[dict[str, Any]]:
     groups = {reason: [reason] for reason in counted if not reason.endswith(UNSEEN)}
     if unseen := [reason for reason in counted if reason.endswith(UNSEEN)]:
         names = ", ".join(reason.removeprefix("label ").removesuffix(f" {UNSEEN}") for reason in unseen[:MOST_LABELS])
-        some = f"{len(unseen):,} labels ({names}{', ...' if unseen[MOST_LABELS:] else ''}) occur in no training row"
-        groups[unseen[0] if len(unseen) == 1 else f"{some}; add rows of them"] = unseen
+        summary = f"{len(unseen):,} labels ({names}{', ...' if unseen[MOST_LABELS:] else ''}) occur in no training row"
+        groups[unseen[0] if len(unseen) == 1 else f"{summary}; add rows of them"] = unseen
     found = []
     for reason, reasons in groups.items():
         first = table.slice(table["reason"].index(reasons[0]).as_py(), 1).to_pylist()[0]

@@ -33,28 +33,28 @@ def describe_texts(store: Store, tokenizer: "tokenizers.Tokenizer") -> dict[str,
     ids, unknown = tokens.ids, unknown_id(tokenizer)
     added = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     text = ~np.isin(ids, list(added - {unknown}))
-    found: dict[str, Any] = {"rows": sum(store.manifest.rows.values()), "cut": store.manifest.truncated}
-    found["unknown"] = None if unknown is None else float((ids == unknown).sum() / max(1, text.sum()))
+    facts: dict[str, Any] = {"rows": sum(store.manifest.rows.values()), "cut": store.manifest.truncated}
+    facts["unknown"] = None if unknown is None else float((ids == unknown).sum() / max(1, text.sum()))
     continues = _continues(tokenizer)
     if continues is None:
-        return {**found, "pieces": None}
+        return {**facts, "pieces": None}
     row = np.repeat(np.arange(len(tokens)), tokens.lengths_of_rows)
     pieces = np.bincount(row[text], minlength=len(tokens))
     words = np.bincount(row[text & ~continues[ids]], minlength=len(tokens))
-    return {**found, "pieces": float((pieces > PIECES * np.maximum(1, words)).mean())}
+    return {**facts, "pieces": float((pieces > PIECES * np.maximum(1, words)).mean())}
 
 
 def _continues(tokenizer: "tokenizers.Tokenizer") -> npt.NDArray[np.bool_] | None:
     """Whether each piece of the vocabulary goes on with a word; None where the pieces do not say so."""
     vocabulary = tokenizer.get_vocab()
-    found = np.zeros(max(vocabulary.values()) + 1, dtype=np.bool_)
+    facts = np.zeros(max(vocabulary.values()) + 1, dtype=np.bool_)
     if any(piece.startswith("##") for piece in vocabulary):
-        found[[number for piece, number in vocabulary.items() if piece.startswith("##")]] = True
+        facts[[number for piece, number in vocabulary.items() if piece.startswith("##")]] = True
     elif any(piece.startswith(BEGINS) for piece in vocabulary):
-        found[[number for piece, number in vocabulary.items() if piece[:1].isalpha() and piece[0] not in BEGINS]] = True
+        facts[[number for piece, number in vocabulary.items() if piece[:1].isalpha() and piece[0] not in BEGINS]] = True
     else:
         return None
-    return found
+    return facts
 
 
 def find_conflicts(store: Store, output: str) -> dict[str, Any] | None:

@@ -70,11 +70,11 @@ def encode(
     pairs: Sequence[str] | None = None,
     max_windows: int = 1,
     *,
-    typed: bool = True,
+    by_type_ids: bool = True,
 ) -> list[Encoded]:
     """Texts, or pairs of texts, to tokens. The longer text of a pair is read in windows, beside the other whole.
 
-    `typed`: a second text is marked only by tokenizers that give it a type of its own; else by every tokenizer.
+    `by_type_ids`: a second text is marked only by tokenizers that give it a type of its own; else by every tokenizer.
     """
     rows = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
     encoded = []
@@ -84,7 +84,7 @@ def encode(
         encoded.append(
             Encoded(
                 ids=[token for window in kept for token in window.ids],
-                windows=[Window(len(window.ids), _second(window, typed)) for window in kept],
+                windows=[Window(len(window.ids), _second(window, by_type_ids)) for window in kept],
                 truncated=len(every) > max_windows,
                 spans=[span for window in kept for span in window.offsets],
             )
@@ -92,9 +92,9 @@ def encode(
     return encoded
 
 
-def _second(window: "tokenizers.Encoding", typed: bool) -> int:
+def _second(window: "tokenizers.Encoding", by_type_ids: bool) -> int:
     """The place of the second text's first token."""
     types = window.type_ids
-    if not typed and 1 not in types:
+    if not by_type_ids and 1 not in types:
         types = [number or 0 for number in window.sequence_ids]
     return types.index(1) if 1 in types else len(types)

@@ -100,7 +100,7 @@ class SpanQA(Defaults):
         questions = []
         for text, row in zip(texts, tokenizer.encode_batch(list(texts), add_special_tokens=False), strict=True):
             questions.append(text if len(row.ids) <= most else text[: row.offsets[most - 1][1]])
-        found = encode(tokenizer, questions, pairs, max_windows, typed=False)
+        found = encode(tokenizer, questions, pairs, max_windows, by_type_ids=False)
         if any(window.second >= window.tokens for row in found for window in row.windows):
             raise UserError("model.name: its tokenizer does not mark the second text; question answering needs one")
         return found

@@ -28,13 +28,13 @@ def csv_rows(
     if format == "tsv":
         options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
     ended = False
-    written: list[str] = []
+    raw_lines: list[str] = []
     taken: list[str] = []
 
     def lines() -> Iterator[str]:
         nonlocal ended
         for text in _text(file, before):
-            written.append(text)
+            raw_lines.append(text)
             # A row goes on in the next line only inside quotes.
             taken.append(text if format == "tsv" else _as_plain_csv(text, bool(taken), delimiter, escape))
             yield taken[-1]
@@ -43,7 +43,7 @@ def csv_rows(
     reader = csv.reader(lines(), **options)
     while True:
         line = before + reader.line_num + 1
-        written.clear()
+        raw_lines.clear()
         taken.clear()
         try:
             values = next(reader)
@@ -65,26 +65,26 @@ def csv_rows(
         elif line < last and _is_torn(taken, delimiter):
             reason = f"text follows the quote that closes in line {last} what line {line} opens; double quotes of text"
             yield from ((number, reason) for number in range(line, last + 1))
-        elif written != taken and not escape and _is_torn(taken, delimiter):
-            yield line, next(csv.reader(written, **options))  # a text that begins with a quoted word
+        elif raw_lines != taken and not escape and _is_torn(taken, delimiter):
+            yield line, next(csv.reader(raw_lines, **options))  # a text that begins with a quoted word
         else:
             yield line, values
 
 
-def _as_plain_csv(line: str, quoted: bool, delimiter: str, escape: str) -> str:
-    """A line without the blanks before a quoted field, and with doubled quotes in place of escaped ones. `quoted`: the
-    line begins inside quotes."""
+def _as_plain_csv(line: str, in_quotes: bool, delimiter: str, escape: str) -> str:
+    """A line without the blanks before a quoted field, and with doubled quotes in place of escaped ones. `in_quotes`:
+    the line begins inside quotes."""
     if escape and escape in line:
-        line = _unescaped(line, quoted)
-    blanks, first, field = _quoting(delimiter)
+        line = _unescaped(line, in_quotes)
+    blanks, first, field = _quote_expressions(delimiter)
     if not blanks.search(line):
         return line
-    start = first.match(line).end() if quoted else 0  # type: ignore[union-attr]  # matches any text
+    start = first.match(line).end() if in_quotes else 0  # type: ignore[union-attr]  # matches any text
     return line[:start] + field.sub(r"\1", line[start:])
 
 
 @lru_cache(8)
-def _quoting(delimiter: str) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+def _quote_expressions(delimiter: str) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     """Expressions for blanks before a quote that may open a field, for the rest of a quoted field, and for a field."""
     sign, blanks = re.escape(delimiter), "[ ]" if delimiter == "\t" else "[ \t]"
     rest = rf'[^"]*+(?:""[^"]*+)*+"?+[^{sign}]*+{sign}?+'
@@ -95,14 +95,14 @@ def _quoting(delimiter: str) -> tuple[re.Pattern[str], re.Pattern[str], re.Patte
     )
 
 
-def _unescaped(line: str, quoted: bool) -> str:
+def _unescaped(line: str, in_quotes: bool) -> str:
     """A line with doubled quotes in place of those that a backslash escapes inside quotes."""
 
     def replace(match: re.Match[str]) -> str:
-        nonlocal quoted
+        nonlocal in_quotes
         if match[0] == '"':
-            quoted = not quoted
-        elif quoted:
+            in_quotes = not in_quotes
+        elif in_quotes:
             return '""' if match[0][1] == '"' else match[0][1]
         return match[0]
 

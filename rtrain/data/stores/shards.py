@@ -169,8 +169,12 @@ def _encode(
     rows = [_placed(judged(record, task), role, job) for record in read]
     rows = _augmented(rows, role, job, task, tokenizer, rewritten)
     batch = [row.record for row in rows]
-    given, copies = ([row.record for row in rows if row.copy == made and row.split != BAD] for made in (False, True))
-    tokens = itertools.chain(_tokens(given, job, task, tokenizer), _tokens(copies, job, task, tokenizer, is_copy=True))
+    originals, copies = (
+        [row.record for row in rows if row.copy == made and row.split != BAD] for made in (False, True)
+    )
+    tokens = itertools.chain(
+        _tokens(originals, job, task, tokenizer), _tokens(copies, job, task, tokenizer, is_copy=True)
+    )
     encoded = [next(tokens) if record.reason is None else _NOTHING for record in batch]
     marks = [
         task.marks(record.text, record.pair, record.label, row) if record.reason is None else []
@@ -211,9 +215,9 @@ def _tokens(
     pairs = None if data.text_pair is None else [row.pair or "" for row in rows]
     before = tokenizer.encode_special_tokens
     tokenizer.encode_special_tokens = before and not (is_copy and job.recipe.augment.mask)
-    found = task.encode(tokenizer, [row.text for row in rows], pairs, reading_of(task, data).max_windows)
+    encoded = task.encode(tokenizer, [row.text for row in rows], pairs, reading_of(task, data).max_windows)
     tokenizer.encode_special_tokens = before
-    return found
+    return encoded
 
 
 def _kept(texts: Sequence[str | None], kept: Sequence[bool]) -> pa.Array:

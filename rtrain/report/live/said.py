@@ -128,18 +128,18 @@ def overlap(event: Event) -> str:
 
 def texts(event: Event) -> str | None:
     """What the model cannot read of the texts: their ends, unknown tokens, words in many pieces."""
-    found = []
+    parts = []
     if event["cut"]:
         share = event["cut"] / event["rows"]
-        found.append(f"{event['cut']:,} of {event['rows']:,} rows ({share:.1%}) are cut at {event['limit']}")
+        parts.append(f"{event['cut']:,} of {event['rows']:,} rows ({share:.1%}) are cut at {event['limit']}")
     if (event["unknown"] or 0) >= LEAST_UNKNOWN:
-        found.append(f"{event['unknown']:.1%} of the tokens are unknown to the model's vocabulary")
+        parts.append(f"{event['unknown']:.1%} of the tokens are unknown to the model's vocabulary")
     if (event["pieces"] or 0) >= LEAST_PIECES:
-        found.append(
+        parts.append(
             f"in {event['pieces']:.0%} of the training rows the vocabulary cuts most words to pieces: --model with a "
             "model for their language or field may do better"
         )
-    return "; ".join(found) or None
+    return "; ".join(parts) or None
 
 
 def conflicts(event: Event) -> str:
