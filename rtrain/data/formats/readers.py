@@ -35,9 +35,11 @@ def csv_rows(
         nonlocal ended
         for text in _text(file, before):
             raw_lines.append(text)
-            # A row goes on in the next line only inside quotes.
-            taken.append(text if format == "tsv" else _as_plain_csv(text, bool(taken), delimiter, escape))
-            yield taken[-1]
+            if format == "csv" and (escape or ' "' in text or '\t"' in text):
+                # A row goes on in the next line only inside quotes.
+                text = _as_plain_csv(text, bool(taken), delimiter, escape)
+            taken.append(text)
+            yield text
         ended = True
 
     reader = csv.reader(lines(), **options)
@@ -56,7 +58,7 @@ def csv_rows(
         # Where a quote that is text has taken following rows with it, each of their lines is told as bad: a single bad
         # row could hide half the file.
         last = before + reader.line_num
-        is_escaped = format == "csv" and not escape and any('\\"' in text for text in taken)
+        is_escaped = format == "csv" and not escape and '\\"' in "".join(taken)
         if is_escaped and (ended or _is_torn(taken, delimiter)):
             yield from ((number, BACKSLASH) for number in range(line, last + 1))
         elif ended:
@@ -77,7 +79,7 @@ def _as_plain_csv(line: str, in_quotes: bool, delimiter: str, escape: str) -> st
     if escape and escape in line:
         line = _unescaped(line, in_quotes)
     blanks, first, field = _quote_expressions(delimiter)
-    if not blanks.search(line):
+    if line[0] not in " \t" and not blanks.search(line):
         return line
     start = first.match(line).end() if in_quotes else 0  # type: ignore[union-attr]  # matches any text
     return line[:start] + field.sub(r"\1", line[start:])
@@ -89,7 +91,7 @@ def _quote_expressions(delimiter: str) -> tuple[re.Pattern[str], re.Pattern[str]
     sign, blanks = re.escape(delimiter), "[ ]" if delimiter == "\t" else "[ \t]"
     rest = rf'[^"]*+(?:""[^"]*+)*+"?+[^{sign}]*+{sign}?+'
     return (
-        re.compile(rf'(?:^|{sign}){blanks}++"'),
+        re.compile(rf'{sign}{blanks}++"'),
         re.compile(rest),
         re.compile(rf'(?:{blanks}++(?="))?+("{rest}|[^{sign}]*+{sign}?+)'),
     )
