@@ -416,3 +416,7 @@ def test_one_of_two_texts_may_be_empty_where_the_task_reads_both(tmp_path: Path)
         task = base.get(name)
         assert (base.flaw_of(task, found[0].text, found[0].pair, "a") is None) is usable
         assert task.is_blank("", "") is True
+
+
+def test_csv_names_of_columns_lose_the_blanks_around_them(tmp_path: Path) -> None:
+    assert read_bytes(tmp_path / "a.csv", b"text, label\na, b\n") == [Record(2, "a", None, "b", None)]

@@ -207,7 +207,7 @@ def _header(field: str, piece: Piece, named: Sequence[str] = ()) -> list[str]:
             if isinstance(header, str):
                 reason, _, fix = header.partition("; ")
                 raise ConfigError([Problem(field, piece.uri, f"line {line}: {reason}", fix)])
-            return header
+            return [name.strip() for name in header]
         if piece.format == "jsonl":
             following = readers.json_rows(file)
             line, document = next(following, (1, None))
@@ -298,7 +298,8 @@ def raw(
     """
     if piece.format in ("csv", "tsv"):
         rows = _csv_rows(file, piece, part.before)
-        header = next(rows, (1, []))[1] if part.start == 0 else _header("data.path", piece)
+        first = next(rows, (1, []))[1] if part.start == 0 else _header("data.path", piece)
+        header = [name.strip() for name in first]
         for line, values in rows:
             if isinstance(values, str):
                 yield line, values
