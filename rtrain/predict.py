@@ -81,7 +81,9 @@ class Predictor:
         self.artifact = artifact
         self.task = base.get(artifact.task)
         self.head = Head(artifact.labels, artifact.facts)
-        self.tokenizer = load_tokenizer(folder, artifact.max_tokens, artifact.facts.get("stride", 0))
+        self.tokenizer = load_tokenizer(
+            folder, artifact.max_tokens, artifact.facts.get("stride", 0), reads_special=self.task.reads_special
+        )
         entry = engines.get(artifact.engine)
         options = {"device": device, "precision": precision} if entry.on_gpu else {}
         self.golden_tolerance = HALF_TOLERANCE if entry.on_gpu and precision == "fp16" else entry.golden_tolerance
@@ -119,7 +121,7 @@ class Predictor:
                 part.encode("utf-8")
             except UnicodeEncodeError:
                 return "is not valid Unicode (a lone surrogate); send UTF-8 text"
-        return None if text.strip() else "is empty; send a text"
+        return "is empty; send a text" if self.task.is_blank(text, pair) else None
 
     def encode(self, inputs: Sequence[Input]) -> list[Encoded]:
         """Tokens of each input, by the same `task.encode` as in training."""

@@ -22,7 +22,7 @@ from rtrain.errors import ConfigError, Problem, quoted
 from rtrain.metrics.by_output import metric_for
 from rtrain.metrics.scores import measure
 from rtrain.predict import BATCH_ROWS, MOST_TOKENS, Predictor
-from rtrain.tasks.base import Input, Task
+from rtrain.tasks.base import Input, Task, flaw_of
 from rtrain.training.evaluate import SEED
 
 ABSENT = -100.0
@@ -30,7 +30,7 @@ ABSENT = -100.0
 MASKED_TOKENS = 1 << 11
 """Most tokens of an engine call on masked text: one of XLM-R's 250,000 pieces takes a megabyte for each of them."""
 EXAMPLES = 3
-"""Most labels that are named of those that an artefact lacks."""
+"""Most labels that are named of those that an artefact lacks, and most bad rows."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ class Measured:
     """The scores of an artefact on the rows of a file, and what they are made of."""
 
     report: dict[str, Any]
-    """As `rtrain.metrics.scores` has it of a run's splits; `bad_rows`, which could not be read; `unknown_labels`: how
+    """As `rtrain.metrics.scores` has it of a run's splits; `bad_rows`, which could not be read, and `bad_row_examples`
+    of them; `cut_rows`, which are longer than what the artefact reads; `unknown_labels`: how
     many `rows` have a label that the artefact lacks, and `examples` of such labels; `rows_per_second`."""
     rows: list[Record]
     """All rows of the file. A row that could not be used has its reason, and no answer."""
@@ -119,9 +120,7 @@ def measured(folder: Path, data: Data) -> Measured:
     predictor = Predictor.load(folder)
     task = predictor.task
     rows = rows_of(source, data, task)
-    good = [record for record in rows if record.reason is None]
-    if not good:
-        raise ConfigError([Problem("data.path", data.path, "no row can be used", "give rows with text and label")])
+    good = sound_rows(rows, data)
     start = time.perf_counter()
     asked = ask(predictor, good)
     tokens, targets = asked.tokens, asked.targets
@@ -135,9 +134,12 @@ def measured(folder: Path, data: Data) -> Measured:
     if has_answers:
         answers = task.decode(answered.outputs, asked.inputs, asked.encoded, predictor.head, {})
         found["scores"] |= task.judge(answers, [row.label for row in good])
+    flaws = (f"line {row.line}: {row.reason}" for row in rows if row.reason is not None)
     report = {
         **found,
         "bad_rows": len(rows) - len(good),
+        "bad_row_examples": list(itertools.islice(flaws, EXAMPLES)),
+        "cut_rows": sum(row.truncated for row in asked.encoded),
         "unknown_labels": {"rows": int(asked.unknown.sum()), "examples": examples(good, asked)},
         "rows_per_second": round(len(good) / seconds, 1),
     }
@@ -149,6 +151,17 @@ def measured(folder: Path, data: Data) -> Measured:
 def rows_of(source: records.Source, data: Data, task: Task) -> list[Record]:
     """All rows of a file. One that the task cannot use has the reason."""
     return [_with_flaw(record, task) for piece in source.pieces for record in records.read(piece, data)]
+
+
+def sound_rows(rows: Sequence[Record], data: Data) -> list[Record]:
+    """The rows that can be used. Raises `ConfigError` where there are none, with what is wrong with the first."""
+    sound = [row for row in rows if row.reason is None]
+    if not sound:
+        first = f" (line {rows[0].line}: {rows[0].reason})" if rows else ""
+        raise ConfigError(
+            [Problem("data.path", data.path, f"no row can be used{first}", "give rows with text and label")]
+        )
+    return sound
 
 
 class Asked(NamedTuple):
@@ -206,4 +219,4 @@ def _with_flaw(record: Record, task: Task) -> Record:
     """The record; with the task's reason where the task cannot use it."""
     if record.reason is not None:
         return record
-    return record._replace(reason=task.flaw(record.text, record.pair, record.label))
+    return record._replace(reason=flaw_of(task, record.text, record.pair, record.label))

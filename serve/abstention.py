@@ -1,5 +1,6 @@
 """`parameters.abstain`: the label "none" where the model is less sure than what was chosen on its validation rows."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rtrain.batch import Head
@@ -21,16 +22,23 @@ def least(task: Task, head: Head) -> float:
     return float(found)
 
 
+def refuse_label(labels: Sequence[str]) -> None:
+    """Raise `RequestError` where tensors of labels could not tell an abstention from a label of the model."""
+    if NONE in labels:
+        reason = f"this model has a label {NONE!r}, which says here that it abstains; send the text to /predict"
+        raise RequestError(422, reason, "parameters.abstain")
+
+
 def abstain(answers: list[list[dict[str, Any]]], task: Task, head: Head, top_k: int | None) -> list[Any]:
     """The answers of `Task.decode`, with "none" in front of those that do not count: its score is what the best label
-    lacks."""
+    lacks. It is marked `abstained`, since a model may have a label of that name."""
     lowest, outside = least(task, head), head.facts.get("outside")
     found = []
     for answer in answers:
         best = answer[0]
         if best["label"] == outside:  # by the same threshold, under the name that the training rows have for it
-            answer = [{**best, "label": NONE}, *answer[1:]]
+            answer = [{**best, "label": NONE, "abstained": True}, *answer[1:]]
         elif best["score"] < lowest:
-            answer = [{"label": NONE, "score": 1 - best["score"]}, *answer][:top_k]
+            answer = [{"label": NONE, "score": 1 - best["score"], "abstained": True}, *answer][:top_k]
         found.append(answer)
     return found

@@ -21,7 +21,7 @@ from serve.change.scaling import Meter
 from serve.door import guard, keys
 from serve.envelope import Record
 from serve.explanations import Explanations, Row
-from serve.schema import RequestError
+from serve.schema import DEFAULT_LABELS, RequestError
 from serve.watching import sums, tracing
 from serve.watching.access_log import AccessLog
 from serve.watching.telemetry import Telemetry, Watch
@@ -127,6 +127,8 @@ class Service:
         if (longest := max(characters)) > most:
             where = place(characters.index(longest))
             raise RequestError(413, f"a text of {longest} characters; send at most {most}", where)
+        if len(self.predictor.head.labels) > DEFAULT_LABELS and not parameters.get("top_k"):
+            parameters = {**parameters, "top_k": DEFAULT_LABELS}
         if self.predictor.task.output == "tokens":
             self._refuse_repeats(texts, parameters)
         try:
@@ -183,6 +185,7 @@ class Service:
         parameters = asked.asks(wanted, len(artifact.labels))
         if parameters["abstain"]:
             abstention.least(task, self.predictor.head)  # refused before the engine has worked for it
+            abstention.refuse_label(artifact.labels)
         place = "inputs.0.data.{}".format
         answers, cut = await self.answers(texts, deadline, place, parameters, record, client)
         tensors = protocol.tensors(answers, task.output, wanted)

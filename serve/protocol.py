@@ -8,7 +8,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from rtrain.tasks.base import Input
-from serve.schema import Closed, RequestError
+from serve.schema import DEFAULT_LABELS, Closed, RequestError
 
 
 class Open(BaseModel):
@@ -97,7 +97,7 @@ class RequestedOutput(Open):
 
 class InferParameters(Open):
     top_k: Annotated[int, Field(ge=1)] | None = None
-    """Most labels of a text in `labels` and `scores`, best first; all of them by default."""
+    """Most labels of a text in `labels` and `scores`, best first; by default all, and 100 of more."""
     abstain: bool = False
     """As /predict has it."""
 
@@ -125,7 +125,7 @@ class InferRequest(Open):
         form what that has where nobody says how many."""
         given = self.parameters or InferParameters()
         if not RANKED.keys().isdisjoint(wanted):
-            most: int | None = min(given.top_k or labels, labels)
+            most: int | None = min(given.top_k or DEFAULT_LABELS, labels)
         else:
             most = given.top_k if "answer" in wanted else 1
         return {"top_k": most, "abstain": given.abstain}

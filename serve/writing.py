@@ -10,6 +10,8 @@ from typing import Any
 LABELLED = ("classes", "labels")
 """The outputs of tasks (`Task.output`) whose answers are labels with scores."""
 MOST_LABELS = 1 << 16
+_ABSTAINED = ',"abstained":true}'
+"""End of a label that says that the model abstains."""
 
 
 def text(document: object) -> str:
@@ -18,10 +20,15 @@ def text(document: object) -> str:
 
 
 def labelled(answers: Sequence[Sequence[dict[str, Any]]]) -> str:
-    """What `text` makes of a list of `[{"label", "score"}, ...]`, and as it raises."""
+    """What `text` makes of a list of `[{"label", "score"}, ...]`, some of them `abstained`, and as it raises."""
     if not math.isfinite(sum(one["score"] for answer in answers for one in answer)):
         raise ValueError("a score is no number")
-    rows = [",".join([f"{_begun(one['label'])}{one['score']!r}}}" for one in answer]) for answer in answers]
+    rows = [
+        ",".join(
+            [f"{_begun(one['label'])}{one['score']!r}{_ABSTAINED if 'abstained' in one else '}'}" for one in answer]
+        )
+        for answer in answers
+    ]
     return f"[[{'],['.join(rows)}]]" if rows else "[]"
 
 

@@ -59,14 +59,14 @@ def written(rows: list[list[str]], ending: str) -> bytes:
 WRITTEN = st.builds(written, st.lists(st.lists(FIELDS, min_size=2, max_size=2)), st.sampled_from(["\n", "\r\n"]))
 
 
-def read(path: Path, format: str, part_bytes: int, buffer: int) -> tuple[list[Record], int]:
+def read(path: Path, format: str, part_bytes: int, buffer: int, delimiter: str = ",") -> tuple[list[Record], int]:
     """The rows of all parts, one part after another, and the number of parts; each part's digest is as it was told."""
-    piece, data = Piece(f"file://{path}", format, "train"), Data(text="text", label="label")
+    piece, data = Piece(f"file://{path}", format, "train", delimiter), Data(text="text", label="label")
     found: list[Record] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "PART_BYTES", part_bytes)
         patch.setattr(parts, "BUFFER", buffer)
-        cut = parts.survey(piece.uri, format, hashlib.sha256(path.read_bytes()).hexdigest())
+        cut = parts.survey(piece.uri, format, hashlib.sha256(path.read_bytes()).hexdigest(), delimiter)
         for part, sha256 in cut:
             total = hashlib.sha256()
             found += records.read(piece, data, part, total)
@@ -98,13 +98,15 @@ def test_a_file_in_parts_has_the_rows_of_the_whole_file(
         assert read(path, format, part_bytes, buffer)[0] == whole
 
 
-def test_a_well_formed_file_is_cut_as_finely_as_asked(tmp_path: Path) -> None:
-    rows = [[f'text {number}, "quoted"\nin two lines', f"label {number % 3}"] for number in range(500)]
+@pytest.mark.parametrize("delimiter", [",", ";", ", "])
+def test_a_well_formed_file_is_cut_as_finely_as_asked(tmp_path: Path, delimiter: str) -> None:
+    rows = [[f'text {number}{delimiter}"quoted"\nin two lines', f"label\n{number % 3}"] for number in range(500)]
     path = tmp_path / "rows.csv"
-    path.write_bytes(written([["text", "label"], *rows], "\r\n"))
-    found, count = read(path, "csv", part_bytes=300, buffer=64)
+    lines = [delimiter.join('"{}"'.format(value.replace('"', '""')) for value in row) for row in rows]
+    path.write_bytes("\r\n".join([f"text{delimiter[0]}label", *lines, ""]).encode())
+    found, count = read(path, "csv", part_bytes=300, buffer=64, delimiter=delimiter[0])
     assert [(record.text, record.label) for record in found] == [tuple(row) for row in rows]
-    assert [record.line for record in found] == list(range(2, 1002, 2))
+    assert [record.line for record in found] == list(range(2, 1502, 3))
     assert path.stat().st_size / 600 < count < path.stat().st_size / 300
 
 

@@ -152,7 +152,7 @@ def test_a_model_without_token_types_answers_too(tmp_path: Path) -> None:
         ("", "is empty; send a text"),
         (" \n\t", "is empty; send a text"),
         ({"text": ""}, "is empty; send a text"),
-        ({"text": " ", "text_pair": "x"}, "is empty; send a text"),
+        ({"text": " ", "text_pair": "\t"}, "is empty; send a text"),
         ("bad \ud800", "is not valid Unicode (a lone surrogate); send UTF-8 text"),
         (None, "is no text; send a text"),
         (3, "is no text; send a text"),

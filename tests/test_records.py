@@ -13,6 +13,7 @@ from rtrain.config import Data
 from rtrain.data import records
 from rtrain.data.records import Record, checked
 from rtrain.errors import ConfigError, Problem
+from rtrain.tasks import base
 
 ROWS = [("where is my parcel", "parcel"), ("I forgot my password", "login")]
 RECORDS = [
@@ -131,7 +132,7 @@ def test_json_values_that_are_no_strings(tmp_path: Path) -> None:
     ]
     found = read_bytes(tmp_path / "a.jsonl", "\n".join(map(json.dumps, lines)).encode())
     assert [(record.text, record.label, record.reason is None) for record in found] == [
-        ("4711", "True", True),
+        ("4711", "true", True),
         ("", "x", False),
         ("", "x", False),
         ("", "1.5", False),
@@ -303,3 +304,119 @@ def test_a_test_file_needs_no_column_by_which_nothing_is_split(tmp_path: Path, f
     assert [(record.text, record.group, record.reason) for record in read(data)] == [("b", "1", None), ("a", "", None)]
     [problem] = problems(Data(path=data.test, split_by="doc"))
     assert problem.field == "data.split_by"
+
+
+def test_csv_with_escaped_quotes_is_read_by_a_setting_and_else_set_aside(tmp_path: Path) -> None:
+    """As Spark, MySQL and Postgres write it: read as other files are, the text would be another one."""
+    content = (
+        rb"text,label" + b"\n" + rb'"He said \"hi\" there",a' + b"\n" + rb'"\"hi, you\"",b' + b"\n"
+        rb'"ends with \"",c' + b"\n" + rb'"two' + b"\n" + rb'lines \"q\" C:\dir \\",d' + b"\n" + rb"C:\new\x,e" + b"\n"
+    )
+    found = read_bytes(tmp_path / "a.csv", content, escape="\\")
+    assert [(record.line, record.text, record.label) for record in found] == [
+        (2, 'He said "hi" there', "a"),
+        (3, '"hi, you"', "b"),
+        (4, 'ends with "', "c"),
+        (5, 'two\nlines "q" C:\\dir \\', "d"),
+        (7, "C:\\new\\x", "e"),
+    ]
+    strict = read_bytes(tmp_path / "b.csv", content)
+    assert [record.line for record in strict] == [2, 3, 4, 5, 6, 7]
+    assert all("data.escape" in (record.reason or "") for record in strict[:4])
+    assert strict[5] == Record(7, "C:\\new\\x", None, "e", None)
+
+
+def test_csv_texts_with_backslashes_are_no_escapes(tmp_path: Path) -> None:
+    found = read_bytes(tmp_path / "a.csv", b'text,label\n"C:\\dir\\",a\n"say ""\\""",b\nc\\,d\n')
+    assert [record.text for record in found] == ["C:\\dir\\", 'say "\\"', "c\\"]
+    assert not any(record.reason for record in found)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_the_sign_of_databases_for_a_missing_value_is_no_value(tmp_path: Path, suffix: str) -> None:
+    sign = "," if suffix == "csv" else "\t"
+    content = "\n".join(sign.join(row) for row in [("text", "label", "pair"), ("a", r"\N", "x"), ("b", "c", r"\N")])
+    found = read_bytes(tmp_path / f"a.{suffix}", content.encode(), text_pair="pair")
+    assert (found[0].label, found[0].reason is None) == ("", False)
+    assert found[1] == Record(3, "b", "", "c", None)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'"text", "label"\n"hello, you", "greeting"\n"two\nlines", "a ""b"""\nplain, x\n',
+        b'text,label\n "hello, you",\t"greeting"\n"two\nlines","a ""b"""\nplain,x\n',
+        b'"label","text"\n"greeting", "hello, you"\n"a ""b""", "two\nlines"\nx,plain\n',
+    ],
+)
+def test_csv_blanks_before_a_quoted_field_are_no_part_of_it(tmp_path: Path, content: bytes) -> None:
+    found = read_bytes(tmp_path / "a.csv", content)
+    assert [(record.text, record.label, record.reason) for record in found] == [
+        ("hello, you", "greeting", None),
+        ("two\nlines", 'a "b"', None),
+        ("plain", "x", None),
+    ]
+
+
+def test_csv_texts_that_begin_with_a_quoted_word_behind_a_blank_are_kept(tmp_path: Path) -> None:
+    content = b'label,text\na, "quoted" word\nb,"in, ""quotes"", and"\n'
+    assert [record.text for record in read_bytes(tmp_path / "a.csv", content)] == [
+        ' "quoted" word',
+        'in, "quotes", and',
+    ]
+
+
+@pytest.mark.parametrize("sign", [";", "\t", "|"])
+def test_csv_columns_may_have_another_sign_between_them(tmp_path: Path, sign: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f'text{sign}label\n1,5 "and{sign} 2{sign}x\n"a{sign} b"{sign} "y"\n')
+    source = records.inspect(Data(path=str(path)))
+    assert source.columns == ("text", "label")
+    rows = [record for record in records.read(source.pieces[0], Data())]
+    assert [row.reason is None for row in rows] == [False, True]
+    assert rows[1] == Record(3, f"a{sign} b", None, "y", None)
+
+
+def test_csv_columns_have_the_sign_that_is_set_between_them_where_the_header_shows_it(tmp_path: Path) -> None:
+    found = read_bytes(tmp_path / "a.csv", b"text:label, of it\na, b:c\n", delimiter=":", label="label, of it")
+    assert found == [Record(2, "a, b", None, "c", None)]
+    assert read_bytes(tmp_path / "b.csv", b"text,label\na:b,c\n", delimiter=":") == [Record(2, "a:b", None, "c", None)]
+
+
+def test_a_truth_value_and_a_whole_number_have_one_name_in_every_format(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label\na,True\nb,FALSE\nc,1.00\nd,1\ne,-2.0\n")
+    values = [True, False, 1.0, 1, "-2.0"]
+    lines = (json.dumps({"text": text, "label": value}) for text, value in zip("abcde", values, strict=True))
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    pyarrow.parquet.write_table(pa.table({"text": ["a", "b"], "label": [True, False]}), tmp_path / "c.parquet")
+    names = ["true", "false", "1", "1", "-2"]
+    assert [record.label for record in read(Data(path=str(tmp_path)))] == [*names, *names, "true", "false"]
+
+
+def test_labels_that_only_look_like_numbers_keep_their_spelling(tmp_path: Path) -> None:
+    labels = ["1.5", "007", "01.0", "1.0.0", "v1.0", "tRue", "1e3", "1.", "-0"]
+    content = "text,label\n" + "".join(f"a,{label}\n" for label in labels)
+    assert [record.label for record in read_bytes(tmp_path / "a.csv", content.encode())] == labels
+
+
+def test_jsonl_columns_that_are_named_are_looked_for_in_all_rows(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": "a"})] * 150 + ["no json", "[]", json.dumps({"text": "b", "label": "x"})]
+    found = read_bytes(tmp_path / "a.jsonl", "\n".join(lines).encode())
+    assert found[-1] == Record(153, "b", None, "x", None)
+    assert all(record.reason for record in found[:-1])
+    [problem] = problems(Data(path=str(tmp_path / "a.jsonl"), label="topic"))
+    assert problem.field == "data.label"
+
+
+def test_one_of_two_texts_may_be_empty_where_the_task_reads_both(tmp_path: Path) -> None:
+    content = b"subject,body,label\n,my parcel is late,a\nURGENT,,b\n,,c\n"
+    found = read_bytes(tmp_path / "a.csv", content, text="subject", text_pair="body")
+    assert [record.reason is None for record in found] == [True, True, False]
+    for name, usable in (("classification", True), ("span_qa", False), ("token_tags", False), ("masked_lm", False)):
+        task = base.get(name)
+        assert (base.flaw_of(task, found[0].text, found[0].pair, "a") is None) is usable
+        assert task.is_blank("", "") is True
+
+
+def test_csv_names_of_columns_lose_the_blanks_around_them(tmp_path: Path) -> None:
+    assert read_bytes(tmp_path / "a.csv", b"text, label\na, b\n") == [Record(2, "a", None, "b", None)]

@@ -119,3 +119,10 @@ def test_labels_that_look_the_same_are_told() -> None:
     assert found == [["Caf\u00e9", "Cafe\u0301"], ["Tee", "tee", "Tee\u200b"], ["Bar x", "Bar  x"]]
     event = {"of": "labels", "number": 2, "most": [["Tee", 2], ["tee", 1]], "rarest": [], "alike": [["Tee", "tee"]]}
     assert said.labels(event).endswith("; labels that look alike, and are learned as different ones: 'Tee' and 'tee'")
+
+
+def test_labels_that_may_be_missing_values_are_told(tmp_path: Path) -> None:
+    store = by_hand(tmp_path, ["NA"] * 3 + ["none"] * 5 + ["refund"] * 5)
+    [event] = label_counts.told(store, "classes")
+    assert event["missing"] == ["none", "NA"]
+    assert "'NA'" in said.labels(event)

@@ -47,6 +47,20 @@ def test_texts_are_answered_in_order_with_all_labels_best_first(app: FastAPI, pr
         assert sum(score["score"] for score in found) == pytest.approx(1)
 
 
+def test_of_many_labels_a_hundred_are_answered_by_default(tmp_path: Path) -> None:
+    labels = tuple(f"{number:03}" for number in range(130))
+    app = build_app(Predictor.load(make_artifact(tmp_path / "artifact", labels), threads=1), Serve())
+    [everything] = predict(app, TEXT, top_k=130)
+    assert len(everything) == 130
+    assert predict(app, TEXT) == [everything[:100]]
+    document = {
+        "inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": [TEXT]}],
+        "outputs": [{"name": "labels"}],
+    }
+    reply = call(app, "POST", "/v2/models/tiny/infer", json=document).json()
+    assert reply["outputs"][0]["data"] == [one["label"] for one in everything[:100]]
+
+
 def test_top_k_limits_the_labels(app: FastAPI) -> None:
     everything = predict(app, TEXT)
     assert predict(app, TEXT, top_k=1) == [everything[0][:1]]

@@ -126,10 +126,22 @@ def test_a_classifier_abstains_below_its_threshold(tmp_path: Path) -> None:
     best = plain[0]["score"]
     for chosen, abstains in ((best - 1e-6, False), (best + 1e-6, True)):
         predictor.head = Head(LABELS, {"abstain": chosen})
-        none = [{"label": "none", "score": pytest.approx(1 - best)}] if abstains else []
+        none = [{"label": "none", "score": pytest.approx(1 - best), "abstained": True}] if abstains else []
         assert asked(predictor, abstain=True).json() == [none + plain]
         assert asked(predictor, abstain=True, top_k=1).json() == [(none + plain)[:1]]
         assert asked(predictor).json() == [plain]
+
+
+def test_an_abstention_is_told_from_a_label_of_its_name(tmp_path: Path) -> None:
+    predictor = served(tmp_path, head=Head(("NA", "nan", "none"), {"abstain": 1.0}))
+    [answer] = asked(predictor, abstain=True).json()
+    assert [entry["label"] for entry in answer].count("none") == 2
+    assert [entry.get("abstained") for entry in answer] == [True, None, None, None]
+    tensor = {"name": "text", "datatype": "BYTES", "shape": [1], "data": [TEXT]}
+    document = {"inputs": [tensor], "outputs": [{"name": "label"}], "parameters": {"abstain": True}}
+    reply = call(build_app(predictor, Serve()), "POST", f"/v2/models/{predictor.artifact.name}/infer", json=document)
+    assert reply.status_code == 422
+    assert "parameters.abstain" in reply.text
 
 
 def test_a_classifier_abstains_over_v2_too_and_its_rows_are_of_one_length(tmp_path: Path) -> None:
@@ -157,7 +169,7 @@ def test_rows_outside_of_all_classes_are_none_too(tmp_path: Path) -> None:
     predictor = served(tmp_path, head=Head(LABELS, {"outside": "other", "threshold": 0.9999}))
     plain = asked(predictor).json()[0]
     assert plain[0]["label"] == "other"
-    assert asked(predictor, abstain=True).json()[0] == [{**plain[0], "label": "none"}, *plain[1:]]
+    assert asked(predictor, abstain=True).json()[0] == [{**plain[0], "label": "none", "abstained": True}, *plain[1:]]
 
 
 def test_of_several_labels_none_is_the_one_where_none_applies(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What a token store holds once it is whole: every good row once; bad rows set aside with file and line, or refused."""
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,19 @@ def test_a_label_that_only_other_splits_have_is_set_aside(tmp_path: Path, encode
     assert min(made.targets(split).values.min() for split in ("train", "valid", "test")) == 0
 
 
+def test_rare_labels_that_the_split_keeps_from_training_are_no_bad_rows_of_the_user(
+    tmp_path: Path, encoder: Path
+) -> None:
+    rows = labelled_rows(160) + [(f"a single row {number}", f"single{number:02}") for number in range(60)]
+    made = store_of(tmp_path, rows, encoder)
+    kept = {row["line"] for row in quarantine(made)}
+    assert len(kept) > 0.02 * len(rows)
+    assert len(kept) + sum(made.manifest.rows.values()) == len(rows)
+    [reason] = bad_rows.commonest(made.folder)
+    assert reason["rows"] == len(kept)
+    assert all(name in reason["reason"] for name in (f"{len(kept)} labels", "'single"))
+
+
 def test_a_test_file_with_a_label_of_its_own_is_refused(tmp_path: Path, encoder: Path) -> None:
     path = write_rows(tmp_path / "train.csv", labelled_rows(60))
     test = write_rows(tmp_path / "test.csv", [("a", "login"), ("b", "Login"), ("c", "Login")])
@@ -213,7 +227,8 @@ def test_a_test_file_with_a_label_of_its_own_is_refused(tmp_path: Path, encoder:
         make_store(recipe_of(path, test=str(test)), encoder, tmp_path)
     assert str(caught.value) == (
         f"data.label: 2 rows have a label that no training row has:\n  {test}:3: label 'Login'\n"
-        f"  {test}:4: label 'Login'\nAdd training rows of it, or correct these labels."
+        f"  {test}:4: label 'Login'\nTraining rows have 'login', 'parcel', 'refund'. "
+        "Add training rows of it, or correct these labels."
     )
 
 
@@ -233,3 +248,17 @@ def test_texts_that_were_cut_are_counted(tmp_path: Path, encoder: Path) -> None:
     long = sum(len(tokenizer.encode(text).ids) > 32 for text, _ in rows)
     assert 0 < long < 100
     assert made.manifest.truncated == long
+
+
+def test_more_targets_than_memory_holds_are_refused_before_they_are_made(
+    tmp_path: Path, encoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = (
+        {"text": text, "label": [label, f"tag {number}"]} for number, (text, label) in enumerate(labelled_rows(60))
+    )
+    path.write_text("\n".join(map(json.dumps, lines)))
+    recipe = recipe_of(path).model_copy(update={"task": "multi_label"})
+    monkeypatch.setattr("rtrain.data.refusals.TARGET_BYTES", 4 * 60 * 40)
+    with pytest.raises(UserError, match="labels of 60 rows"):
+        make_store(recipe, encoder, tmp_path)

@@ -235,7 +235,7 @@ def test_what_the_manifest_says_of_a_file_is_what_lies_there(recipe: Recipe, tmp
     made = make_store(recipe, Path(recipe.model.name), tmp_path)
     read = {str(path.relative_to(made.folder)) for path in made.folder.rglob("*.arrow")}
     assert set(made.manifest.files) == read == {*INDEXES, *ROWS, *SEEN, "shards/000000-000000.arrow"}
-    assert made.manifest.schema_version == store.SCHEMA_VERSION == 3
+    assert made.manifest.schema_version == store.SCHEMA_VERSION == 4
     for name, entry in made.manifest.files.items():
         assert entry == manifest.entry(made.folder / name)
 

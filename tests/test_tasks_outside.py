@@ -61,6 +61,8 @@ def test_other_tasks_refuse_it() -> None:
     recipe = config.load("essay", {"data.outside": "none"}).recipe
     assert [problem.field for problem in tokens.problems(recipe)] == ["data.outside"]
     assert tokens.problems(config.load("intent", {"data.outside": "none"}).recipe) == []
+    [problem] = tokens.problems(config.load("intent", {"data.outside": "TRUE"}).recipe)
+    assert (problem.field, problem.fix) == ("data.outside", "write true")
 
 
 def test_targets_tell_outside_from_unknown() -> None:

@@ -54,6 +54,14 @@ def test_labels_are_those_of_all_training_rows() -> None:
         LABELS.head({"[]": 9})
 
 
+def test_labels_that_are_whole_numbers_are_in_numeric_order() -> None:
+    assert LABELS.head({"[10, 2]": 1, '["0", 1.0]': 1, "[true]": 1}).labels == ("0", "1", "10", "2", "true")
+    assert LABELS.head({"[10, 2]": 1, '["0", 1.0]': 1}).labels == ("0", "1", "2", "10")
+    assert base.get("classification").head({"10": 1, "9": 1, "-1": 1}, None).labels == ("-1", "9", "10")  # type: ignore[arg-type]
+    labels = HEADS.head({'{"stars": 10, "mood": "b"}': 1, '{"stars": 9, "mood": "a"}': 1}).labels
+    assert labels == ("stars=9", "stars=10", "mood=a", "mood=b")
+
+
 def test_each_label_is_a_yes_or_a_no() -> None:
     found = LABELS.targets(['["c", "a"]', "[]", "b", '["a", "new"]'], NO_MARKS, TOPICS)
     assert found.values.matrix(3).tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0], [1, 0, 0]]

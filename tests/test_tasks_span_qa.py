@@ -3,11 +3,13 @@
 import gzip
 import json
 import math
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import regex
 import torch
 from tokenizers.normalizers import BertNormalizer
 
@@ -51,6 +53,11 @@ def label(*answers: str, context: str = CONTEXT) -> str:
     [
         (CONTEXT, label("monday"), None),
         (CONTEXT, "[]", None),
+        (CONTEXT, '{"text": ["monday", "a fee"], "answer_start": [22, 52]}', None),
+        (CONTEXT, '{"text": [], "answer_start": []}', None),
+        (CONTEXT, '[{"text": "monday", "answer_start": 22}]', None),
+        (CONTEXT, '{"text": ["monday"], "answer_start": []}', "the answers are not a list"),
+        (CONTEXT, '{"text": "monday", "answer_start": 22}', "the answers are not a list"),
         (None, "[]", "no context; name its column"),
         ("  ", "[]", "the context is empty"),
         (CONTEXT, "monday", "the answers are not a list"),
@@ -300,6 +307,47 @@ def test_questions_over_http(tmp_path: Path) -> None:
     )
     [answer] = silent([asked])
     assert (answer["answer"], answer["start"], answer["end"]) == ("", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("context", "span"),
+    [
+        ("행 은 서울 에", (1, 8)),
+        ("हिंदी में नि", (1, 8)),
+        ("cafe\u0301 \U0001f469\u200d\U0001f4bb!", (3, 7)),
+    ],
+)
+def test_an_answer_is_made_of_whole_characters(context: str, span: tuple[int, int]) -> None:
+    context = unicodedata.normalize("NFD", context)
+    spans = [(0, 0), (0, 0), (span[0], span[0] + 1), (span[1] - 1, span[1]), (0, 0)]
+    row = Encoded([0] * 5, [Window(5, 2)], False, spans)
+    output = np.zeros((5, 2), np.float32)
+    output[2, 0] = output[3, 1] = 9
+    [found] = TASK.decode([output], [{"question": "where", "context": context}], [row], HEAD, {})
+    characters = [match.span() for match in regex.finditer(r"\X", context)]
+    assert found["answer"] == context[found["start"] : found["end"]]
+    inside = [one for one in characters if one[1] > span[0] and one[0] < span[1]]
+    assert (found["start"], found["end"]) == (inside[0][0], inside[-1][1])
+
+
+def test_a_tokenizer_without_token_types_marks_the_context_too(encoder: Path, tmp_path: Path) -> None:
+    """As RoBERTa's and XLM-RoBERTa's: two signs stand between the texts, and both have one type."""
+    import tokenizers
+
+    made = tokenizers.Tokenizer.from_file(str(encoder / "tokenizer.json"))
+    signs = [(name, made.token_to_id(name)) for name in ("[SEP]", "[CLS]")]
+    made.post_processor = tokenizers.processors.RobertaProcessing(*signs)
+    made.save(str(tmp_path / "tokenizer.json"))
+    long = " ".join(CORPUS[:6])
+    row = encode(tmp_path, "when was it due?", long, window=32, stride=8)
+    assert len(row.windows) > 1
+    begin = 0
+    for window in row.windows:
+        first = row.spans[begin + window.second]
+        assert row.ids[begin + window.second - 1] == made.token_to_id("[SEP]")
+        assert first[1] > first[0]
+        begin += window.tokens
+    assert row.spans[row.windows[0].second][0] == 0
 
 
 def test_an_answer_does_not_begin_with_the_blank_before_its_first_word() -> None:

@@ -224,3 +224,17 @@ def test_the_second_text_starts_where_the_token_types_change(encoder: Path) -> N
         == [both.type_ids.index(1)]
         == [len(tokenizer.encode("where is my parcel").ids)]
     )
+
+
+def test_names_of_special_tokens_in_a_text_are_text(encoder: Path) -> None:
+    rows = [Record(2, "where [SEP] is [PAD]", "[MASK] [CLS]", "x", None), Record(3, "[UNK]", "", "x", None)]
+    table = encode(rows, encoder, text_pair="other")
+    named = tokenizers.Tokenizer.from_file(str(encoder / "tokenizer.json")).token_to_id
+    special = {named(name) for name in ("[PAD]", "[CLS]", "[SEP]", "[MASK]")}
+    first, second = table["ids"].to_pylist()
+    assert [place for place, number in enumerate(first) if number in special] == [
+        0,
+        table["windows"].to_pylist()[0][1] - 1,
+        len(first) - 1,
+    ]
+    assert len(second) > 4  # the brackets are pieces of their own

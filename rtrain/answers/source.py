@@ -57,7 +57,7 @@ class Chunk:
     unit: str = "line"
     """What a record's `line` counts, with the file's name before it where there are several."""
     empty: int = 0
-    """Rows whose text is blank."""
+    """Rows whose texts are blank."""
 
 
 class Survey(NamedTuple):
@@ -207,7 +207,7 @@ def chunk_of(rows: Iterable[Raw], columns: Sequence[Mapping[str, Any]] | pa.Tabl
     found, empty = [], 0
     for line, row in rows:
         record = records.checked(line, row, data)
-        empty += not isinstance(row, str) and not record.text.strip()
+        empty += not isinstance(row, str) and not (record.text.strip() or (record.pair or "").strip())
         found.append(record)
     return Chunk(found, columns, unit, empty)
 

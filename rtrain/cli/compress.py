@@ -132,6 +132,7 @@ def evaluate(
     training rows, but for what --set data.label=... and so on say."""
     from rtrain import artifact as artifacts, config, score
     from rtrain.answers import scored
+    from rtrain.data import quarantine
     from rtrain.metrics import scores
     from rtrain.report.live.progress import used
 
@@ -140,8 +141,11 @@ def evaluate(
     settings = score.settings(artifacts.read(folder), overrides)
     into = None if out is None else out.expanduser().absolute()
     report = score.run(folder, settings) if into is None else scored.run(folder, settings, into, overwrite)
-    rate = f"{report['bad_rows']} bad rows, {report['rows_per_second']} rows/s"
+    bad = "".join(f"; {example}" for example in report["bad_row_examples"])
+    cut = f", {report['cut_rows']:,} cut rows" if report["cut_rows"] else ""
+    rate = f"{report['bad_rows']} bad rows{bad}{cut}, {report['rows_per_second']} rows/s"
     unknown = report["unknown_labels"]
     where = f"{unknown['rows']} row{'' if unknown['rows'] == 1 else 's'}"
     named = f"; labels that the artefact lacks, in {where}, such as {' and '.join(unknown['examples'])}"
+    named += f"; it has {quarantine.list_labels(artifacts.read(folder).labels)}"
     show(report, as_json, f"{scores.text(report)}\n\n{rate}{named if unknown['rows'] else ''}", used(folder))

@@ -17,6 +17,10 @@ from rtrain.errors import UserError, quoted
 NAME, FIRST = "quarantine.parquet", "quarantine.csv"
 MOST_FIRST = 100
 MOST_REASONS = 3
+UNSEEN = "occurs in no training row; add rows of it"
+"""End of the reason of a row with a label that training lacks."""
+MOST_LABELS = 5
+"""Most such labels that are named together."""
 Where = Callable[[int], str]
 """Maps the number of a row of the store in the making to its place, as file:line."""
 
@@ -44,9 +48,13 @@ def refuse_if_too_bad(recipe: Recipe, bad: Bad, total: int, where: Where, column
 
 
 def unseen(
-    rows: npt.NDArray[np.int64], from_own_file: npt.NDArray[np.bool_], labels: pa.ChunkedArray, where: Where
+    rows: npt.NDArray[np.int64],
+    from_own_file: npt.NDArray[np.bool_],
+    labels: pa.ChunkedArray,
+    where: Where,
+    training_labels: Sequence[str],
 ) -> Bad:
-    """The rows with a label that training lacks, as bad rows.
+    """The rows with a label that training lacks, as bad rows. `training_labels` are the labels that it has.
 
     `from_own_file` says of every row of the store whether it comes from a validation or test file. There such a label
     is the user's mistake, and raises `UserError`. Elsewhere our own split has put all rows of a rare label aside.
@@ -56,10 +64,15 @@ def unseen(
         listed = "\n  ".join(f"{where(row)}: label {quoted(labels[int(row)].as_py())}" for row in wrong[:5])
         raise UserError(
             f"data.label: {len(wrong)} rows have a label that no training row has:\n  {listed}\n"
-            "Add training rows of it, or correct these labels."
+            f"Training rows have {list_labels(training_labels)}. Add training rows of it, or correct these labels."
         )
-    why = (f"label {quoted(labels[int(row)].as_py())} occurs in no training row; add rows of it" for row in rows)
+    why = (f"label {quoted(labels[int(row)].as_py())} {UNSEEN}" for row in rows)
     return Bad(rows, pa.array(why, pa.string(), size=len(rows)))
+
+
+def list_labels(labels: Sequence[str]) -> str:
+    """The first labels, for a person."""
+    return ", ".join(map(quoted, labels[:MOST_LABELS])) + (", ..." if labels[MOST_LABELS:] else "")
 
 
 def locator(source: records.Source, shards: list[str], shard: npt.NDArray[np.uint32], lines: Any) -> Where:
@@ -88,13 +101,22 @@ def write(folder: Path, bad: Bad, where: Where) -> None:
 
 
 def commonest(folder: Path) -> list[dict[str, Any]]:
-    """The most frequent reasons of a store's bad rows: `reason`, `rows`, and the `place` of the first, as file:line."""
+    """The most frequent reasons of a store's bad rows: `reason`, `rows`, and the `place` of the first, as file:line.
+
+    Labels that occur in no training row are one reason, which names the first of them.
+    """
     if not (folder / NAME).is_file():
         return []
     table = pyarrow.parquet.read_table(folder / NAME)
-    counted = table["reason"].value_counts().sort(order="descending", by="counts").slice(0, MOST_REASONS)
+    counted = {one["values"]: one["counts"] for one in table["reason"].value_counts().to_pylist()}
+    groups = {reason: [reason] for reason in counted if not reason.endswith(UNSEEN)}
+    if unseen := [reason for reason in counted if reason.endswith(UNSEEN)]:
+        names = ", ".join(reason.removeprefix("label ").removesuffix(f" {UNSEEN}") for reason in unseen[:MOST_LABELS])
+        summary = f"{len(unseen):,} labels ({names}{', ...' if unseen[MOST_LABELS:] else ''}) occur in no training row"
+        groups[unseen[0] if len(unseen) == 1 else f"{summary}; add rows of them"] = unseen
     found = []
-    for reason, rows in zip(counted.field("values").to_pylist(), counted.field("counts").to_pylist(), strict=True):
-        first = table.slice(table["reason"].index(reason).as_py(), 1).to_pylist()[0]
+    for reason, reasons in groups.items():
+        first = table.slice(table["reason"].index(reasons[0]).as_py(), 1).to_pylist()[0]
+        rows = sum(counted[one] for one in reasons)
         found.append({"reason": reason, "rows": rows, "place": f"{first['source']}:{first['line']}"})
-    return found
+    return sorted(found, key=lambda one: -one["rows"])[:MOST_REASONS]

@@ -53,6 +53,8 @@ HEAD_ROWS = 100
 """Rows of JSON lines whose keys are the file's columns, since a row need not have all of them."""
 NAMED = 8
 """Most keys of a JSON line that are named where the text's is not among them."""
+DELIMITERS = ",;\t|"
+"""Signs that are looked for between the columns of a csv file, the first before the others."""
 SEPARATED = {
     "csv": "quote a text that holds the separator",
     "tsv": "replace the tabs of a text by blanks, or write csv",
@@ -129,10 +131,9 @@ def inspect(data: Data, root: Path | None = None, begun: bool = False) -> Source
         # Hundreds of files of one making lack the same columns, which is told once.
         alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
         try:
-            found = files.find(field, uri, data.format, role, root, begun)
-            pieces += found
-            for piece in found:
-                seen = _columns(field, piece)
+            for found in files.find(field, uri, data.format, role, root, begun):
+                piece, seen = _with_columns(field, found, data)
+                pieces.append(piece)
                 columns = columns or seen
                 name = uri if files.is_hub_name(uri, data.format) else Path(path_of(piece.uri)).name
                 alike.setdefault((piece.role, seen), []).append(name)
@@ -147,17 +148,31 @@ def inspect(data: Data, root: Path | None = None, begun: bool = False) -> Source
     return Source(tuple(pieces), columns)
 
 
+def _with_columns(field: str, piece: Piece, data: Data) -> tuple[Piece, tuple[str, ...]]:
+    """A file with the delimiter that its header line shows, and the names of its columns."""
+    if piece.format != "csv":
+        return piece, _columns(field, piece, [column for _, column in _columns_named(data, piece.role)])
+    piece = piece._replace(delimiter=data.delimiter or ",", escape=data.escape or "")
+    columns = _columns(field, piece)
+    sign = next((one for one in DELIMITERS if one in columns[0]), None)
+    if len(columns) > 1 or columns[0] == data.text or sign is None:
+        return piece, columns
+    piece = piece._replace(delimiter=sign)
+    return piece, _columns(field, piece)
+
+
 def columns_of(piece: Piece) -> tuple[str, ...]:
     """Names of a file's columns, as its first line or its schema has them."""
     return _columns("data.path", piece)
 
 
-def _columns(field: str, piece: Piece) -> tuple[str, ...]:
-    """Names of the file's columns. Raises `ConfigError` if there are none, or two of one name."""
+def _columns(field: str, piece: Piece, named: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names of the file's columns. Raises `ConfigError` if there are none, or two of one name. Columns that the
+    settings name (`named`) are looked for in all rows of JSON lines."""
     try:
         with addresses.asked(field, piece.uri):
             files.refuse_several(field, piece.uri)
-            found = list(readers.COLUMNS.get(piece.format) or _header(field, piece))
+            found = list(readers.COLUMNS.get(piece.format) or _header(field, piece, named))
     except DAMAGED as error:
         fix = "write the file again, or set data.format to what it is"
         raise ConfigError(
@@ -179,7 +194,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _header(field: str, piece: Piece) -> list[str]:
+def _header(field: str, piece: Piece, named: Sequence[str] = ()) -> list[str]:
     """The names in the file's first line or schema, as they stand there."""
     with opened(piece.uri) as file:
         if piece.format in ("csv", "tsv", "jsonl"):
@@ -188,11 +203,11 @@ def _header(field: str, piece: Piece) -> list[str]:
                 raise ConfigError([Problem(field, piece.uri, "the file is UTF-16, not UTF-8", fix)])
             file.seek(0)
         if piece.format in ("csv", "tsv"):
-            line, header = next(readers.csv_rows(file, piece.format), (1, []))
+            line, header = next(_csv_rows(file, piece), (1, []))
             if isinstance(header, str):
                 reason, _, fix = header.partition("; ")
                 raise ConfigError([Problem(field, piece.uri, f"line {line}: {reason}", fix)])
-            return header
+            return [name.strip() for name in header]
         if piece.format == "jsonl":
             following = readers.json_rows(file)
             line, document = next(following, (1, None))
@@ -200,7 +215,10 @@ def _header(field: str, piece: Piece) -> list[str]:
                 fix = 'write one JSON object a line, e.g. {"text": "...", "label": "..."}'
                 raise ConfigError([Problem(field, piece.uri, f"line {line} is not a JSON object", fix)])
             rows = [document, *(row for _, row in islice(following, HEAD_ROWS - 1) if isinstance(row, dict))]
-            return list(dict.fromkeys(name for row in rows for name in row))
+            names = dict.fromkeys(name for row in rows for name in row)
+            while any(name not in names for name in named) and (later := next(following, None)):
+                names |= dict.fromkeys(name for name in named if isinstance(later[1], dict) and name in later[1])
+            return list(names)
         return list(readers.arrow_schema(file, piece.format).names)
 
 
@@ -211,9 +229,8 @@ def _missing(data: Data, columns: tuple[str, ...], name: str, role: str) -> list
             meant = _meant(column, columns)
             setting = shlex.quote(_setting(data, field, column, meant) if meant else f"data.{field}=COLUMN")
             fix = f"did you mean --set {visible(setting)}?" if meant else f"write --set {setting}"
-            if len(columns) == 1 and (sign := next((one for one in ";\t|" if one in columns[0]), None)):
-                shown = "a tab" if sign == "\t" else repr(sign)
-                fix = f"its columns look parted by {shown}: write it with commas, or with tabs as a .tsv"
+            if len(columns) == 1 and (sign := next((one for one in DELIMITERS if one in columns[0]), None)):
+                fix = f"its columns look parted by {sign!r}: write --set data.format=csv"
             there = ", ".join(visible(one) if one.strip() else UNNAMED for one in columns)
             problems.append(Problem(f"data.{field}", column, "no such column", f"{name} has {there}; {fix}"))
     return problems
@@ -280,8 +297,9 @@ def raw(
     A blank line is no row. With `every_line` it is one where the file has a single column, and the row has no text.
     """
     if piece.format in ("csv", "tsv"):
-        rows = readers.csv_rows(file, piece.format, part.before)
-        header = next(rows, (1, []))[1] if part.start == 0 else _header("data.path", piece)
+        rows = _csv_rows(file, piece, part.before)
+        first = next(rows, (1, []))[1] if part.start == 0 else _header("data.path", piece)
+        header = [name.strip() for name in first]
         for line, values in rows:
             if isinstance(values, str):
                 yield line, values
@@ -290,7 +308,9 @@ def raw(
             elif not values and every_line and len(header) == 1:
                 yield line, {header[0]: ""}
             elif values:
-                yield line, f"{len(values)} columns instead of {len(header)}; {SEPARATED[piece.format]}"
+                is_escaped = piece.format == "csv" and any(value.endswith("\\") for value in values)
+                widths = f"{len(values)} columns instead of {len(header)}; {SEPARATED[piece.format]}"
+                yield line, readers.BACKSLASH if is_escaped and not piece.escape else widths
     elif piece.format == "jsonl":
         for line, document in readers.json_rows(file, part.before):
             yield line, document if isinstance(document, dict) else "not a JSON object; write one object a line"
@@ -301,6 +321,10 @@ def raw(
     else:
         named = list(dict.fromkeys(column for _, column in _columns_named(data, piece.role)))
         yield from enumerate(readers.arrow_rows(file, piece.format, named, part), start=part.before + 1)
+
+
+def _csv_rows(file: IO[bytes], piece: Piece, before: int = 0) -> Iterator[tuple[int, list[str] | str]]:
+    return readers.csv_rows(file, piece.format, before, piece.delimiter, piece.escape)
 
 
 def checked(line: int, row: Mapping[str, Any] | str, data: Data) -> Record:
@@ -361,7 +385,7 @@ def _reason(data: Data, text: str, pair: str | None, label: str) -> str | None:
             return f"column {column!r} {halved(error)}"
         if size > data.max_row_bytes:
             return f"column {column!r} has {size:,} bytes; split it, or raise data.max_row_bytes={data.max_row_bytes:,}"
-    if not text.strip():
+    if not text.strip() and not (pair or "").strip():
         return f"column {data.text!r} is empty; write a text or remove the row"
     if data.labels and not label.strip():
         return f"column {named!r} is empty; write a label or remove the row"

@@ -9,6 +9,9 @@ from rtrain.data import records
 from rtrain.data.formats import digests
 from rtrain.errors import UserError
 
+TARGET_BYTES = 4_000_000_000
+"""Most bytes of the targets of a task of several labels, which are held at once and stored in full."""
+
 
 def changed_files(source: records.Source, shards: list[dict[str, Any]], root: Path) -> None:
     """Raise `UserError` if a file was changed between its digest and the reading of its rows.
@@ -61,6 +64,16 @@ def _together(recipe: Recipe) -> str:
         f"Rows with one value of the column {recipe.data.split_by!r}, blank ones too, are all in one split: where it "
         "has few values, name another column by data.split_by, or null to go by the texts"
     )
+
+
+def too_many_targets(rows: int, labels: int) -> None:
+    """Raise `UserError` if a yes or no for each label of each row takes more than `TARGET_BYTES`."""
+    size = 4 * rows * labels
+    if size > TARGET_BYTES:
+        raise UserError(
+            f"data.label: {labels:,} labels of {rows:,} rows are {size / 1e9:,.1f} GB of targets, and at most "
+            f"{TARGET_BYTES / 1e9:g} GB are allowed; leave out rare labels, or give fewer rows"
+        )
 
 
 def without_outside(recipe: Recipe, rows: int, named: int) -> None:

@@ -20,6 +20,7 @@ from rtrain.data.stores.shards import Job
 from rtrain.errors import Problem, UserError
 from rtrain.tasks import base
 from rtrain.tasks.encode import reading_of
+from rtrain.tasks.labels import canonical_name
 
 PAIR_SPECIALS = 4
 """Most tokens that a tokenizer puts round two texts: RoBERTa's four, BERT's three."""
@@ -78,6 +79,9 @@ def problems(recipe: Recipe, begun: bool = False) -> list[Problem]:
     if recipe.data.outside is not None and not task.finds_outside:
         reason = f"{task.name} does not tell rows that belong to none of its labels"
         found.append(Problem("data.outside", recipe.data.outside, reason, "remove it"))
+    if (outside := recipe.data.outside) and outside != canonical_name(outside):
+        fix = f"write {canonical_name(outside)}"
+        found.append(Problem("data.outside", outside, "rows have this label under another name", fix))
     if isinstance(recipe.data.label, tuple) and task.output != "heads" and not begun:
         reason = f"several columns, and {task.name} reads one: each combination would be a label of its own"
         fix = "name one, or add task=multi_head to have an answer for each"

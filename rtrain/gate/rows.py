@@ -104,10 +104,7 @@ def of_file(base: Predictor, candidate: Predictor, data: Data) -> Both:
     """Both sides on the rows of a file. Raises `ConfigError` where no row of it can be used, or judged: of two models
     without one right answer, none would be worse."""
     _same_task(base, candidate)
-    rows = score.rows_of(records.inspect(data), data, base.task)
-    good = [row for row in rows if row.reason is None]
-    if not good:
-        raise ConfigError([Problem("data.path", data.path, "no row can be used", "give rows with text and label")])
+    good = score.sound_rows(score.rows_of(records.inspect(data), data, base.task), data)
     columns = {name: [row.slices[place] for row in good] for place, name in enumerate(data.slices)}
 
     def side(predictor: Predictor) -> Side:

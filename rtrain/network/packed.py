@@ -85,9 +85,15 @@ def inputs_of(network: Any, tokens: Tokens, device: "torch.device") -> tuple[dic
     config = network.config
     layout = layout_of(tokens, getattr(network, HEADS, config.num_attention_heads), device, local.reach(config))
     inside = np.arange(len(tokens.ids)) - np.repeat(np.cumsum(tokens.lengths) - tokens.lengths, tokens.lengths)
+    positions = inside + (first := FIRST_POSITION[config.model_type](config))
+    if first and (padding := tokens.ids == config.pad_token_id).any():
+        # These models do not count padding, wherever it stands: a masked text may have such a piece drawn.
+        counted = np.cumsum(~padding)
+        before = np.repeat((counted - ~padding)[np.cumsum(tokens.lengths) - tokens.lengths], tokens.lengths)
+        positions = config.pad_token_id + np.where(padding, 0, counted - before)
     columns = {
         "input_ids": tokens.ids.astype(np.int64),
-        "position_ids": inside + FIRST_POSITION[config.model_type](config),
+        "position_ids": positions,
         "token_type_ids": (inside >= np.repeat(tokens.second, tokens.lengths)).astype(np.int64),
     }
     inputs = {name: moved(values[layout.order], device)[None] for name, values in columns.items()}

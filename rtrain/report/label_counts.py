@@ -16,6 +16,8 @@ from rtrain.data.stores.store import Store
 BLOCK_ROWS = 1 << 18
 MOST_ALIKE = 3
 """Most groups of labels that look alike that are named."""
+MISSING = frozenset({"none", "na", "n/a", "null", "nan"})
+"""Names, in small letters, that programs write in place of a missing value."""
 MOST_NAMED, MOST, RAREST = 12, 6, 4
 """So many labels are named each with its count; of more, the most frequent and the rarest."""
 
@@ -46,7 +48,9 @@ def _named(names: Sequence[str], counts: Ints) -> dict[str, Any]:
     order = np.argsort(-counts, kind="stable")
     pairs = [[names[place], int(counts[place])] for place in order]
     found = alike([name for name, _ in pairs])
-    told = {"number": len(pairs), **({"alike": found[:MOST_ALIKE]} if found else {})}
+    told: dict[str, Any] = {"number": len(pairs), **({"alike": found[:MOST_ALIKE]} if found else {})}
+    if missing := [name for name, _ in pairs if name.casefold() in MISSING]:
+        told["missing"] = missing[:MOST_ALIKE]
     if len(pairs) <= MOST_NAMED:
         return {**told, "most": pairs, "rarest": []}
     return {**told, "most": pairs[:MOST], "rarest": pairs[-RAREST:]}

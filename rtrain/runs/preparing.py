@@ -15,16 +15,17 @@ from rtrain.config import Config, Recipe
 from rtrain.data import quarantine, records, refusals, separators, tokens, unlabelled
 from rtrain.data.formats import files
 from rtrain.data.order import Order, refuse_other, version
-from rtrain.data.stores import commit
+from rtrain.data.stores import commit, shards
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import device, heads, model, precision
-from rtrain.report import label_counts, versions
+from rtrain.report import label_counts, text_facts, versions
 from rtrain.report.live import trackers
 from rtrain.run import Run
 from rtrain.runs import nodes, opening, smaller, strategy
 from rtrain.strategies import allowed
 from rtrain.tasks import base
+from rtrain.tasks.encode import reading_of
 from rtrain.training import losses
 
 DEVICE = "device"
@@ -33,7 +34,7 @@ DEVICE = "device"
 
 TOLD = (
     *("tokenised", "tokens_reused", "strategy", "vocabulary", "bad_rows"),
-    *("unlabelled", "label_column", "head", "labels", "overlap"),
+    *("unlabelled", "label_column", "head", "labels", "overlap", "texts", "conflicts"),
 )
 """What is logged of a run's rows before it is followed, the first or the second of these first."""
 
@@ -206,6 +207,14 @@ def prepare(
             run.append("labels", **found)
         for found in _overlaps(frozen.recipe, store):
             run.append("overlap", **found)
+        if not task.packs:  # blocks of text fill the model's window
+            reading, tokenizer = reading_of(task, config.recipe.data), shards.tokenizer_of(config.recipe, weights)
+            limit = f"data.max_tokens={reading.max_tokens}"
+            if reading.max_windows > 1:
+                limit = f"data.max_windows={reading.max_windows}"
+            run.append("texts", **text_facts.describe_texts(store, tokenizer), limit=limit)
+        if conflicts := text_facts.find_conflicts(store, task.output):
+            run.append("conflicts", **conflicts)
     return Prepared(run, frozen, store, weights, chosen_device, shared=shared.once_read(joined.asked))
 
 

@@ -20,6 +20,7 @@ from rtrain.data import records, tokens, unlabelled
 from rtrain.data.stores.store import SPLITS, Store
 from rtrain.network import trimming
 from rtrain.run import Run
+from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
 
 FOLDER = ".vocabularies"
@@ -79,7 +80,7 @@ def further(recipe: Recipe, begun: bool = False) -> records.Source | None:
 def counted_by(source: records.Source, recipe: Recipe, weights: Path) -> Counter[int]:
     """How often each id occurs in the texts of rows without labels, read to their ends. Rows without a text are passed
     over."""
-    tokenizer = load_tokenizer(weights, 1)
+    tokenizer = load_tokenizer(weights, 1, reads_special=base.get(recipe.task).reads_special)
     tokenizer.no_truncation()
     data = unlabelled.without_labels(recipe.data, None)
     rows = (row for piece in source.pieces for row in records.read(piece, data) if row.reason is None)

@@ -102,13 +102,19 @@ class Task(Protocol):
     """Supports `data.outside`: rows that belong to none of the labels, and are never trained on, are told apart."""
     smooths: bool
     """Supports `train.label_smoothing`: each target is one label out of several."""
+    reads_special: bool
+    """The names of special tokens in a text, e.g. of masks, are those tokens. Elsewhere they are text."""
     packs: bool
     """Rows are blocks of text that fill the model's window (`rtrain.data.packing`), not the file's rows."""
 
     # ---------------------------------------------------------------------------------------------- rows to targets
 
+    def is_blank(self, text: str, pair: str | None) -> bool:
+        """Whether there is no text to read. One of two texts may be empty where neither is about the other."""
+        ...
+
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
-        """Why a row cannot be used, or None. A label that is a list arrives as JSON."""
+        """Why a row that is not blank cannot be used, or None. A label that is a list arrives as JSON."""
         ...
 
     def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer") -> Head:
@@ -223,6 +229,15 @@ class Task(Protocol):
     def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
         """Scores that compare the answers' texts with the labels, e.g. those of a published script; often none."""
         ...
+
+
+def flaw_of(task: Task, text: str, pair: str | None, label: str) -> str | None:
+    """Why a task cannot use a row, or None."""
+    return (
+        "the text is empty; write a text or remove the row"
+        if task.is_blank(text, pair)
+        else task.flaw(text, pair, label)
+    )
 
 
 def get(name: str) -> Task:

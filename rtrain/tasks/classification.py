@@ -14,6 +14,7 @@ from rtrain.errors import UserError
 from rtrain.metrics.calibration import softmax
 from rtrain.metrics.classification import choose_threshold
 from rtrain.tasks.base import Column, Described, Input, ProblemType, Targets
+from rtrain.tasks.labels import ordered
 from rtrain.tasks.pooled import PooledTask, pooled
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Classification(PooledTask):
                 f"data.label: the training rows have one class only ({found}); a classifier needs at least two. "
                 "Add rows of another label, or name another column with --set data.label=COLUMN."
             )
-        return Head(tuple(sorted(counts)))
+        return Head(tuple(ordered(counts)))
 
     def targets(self, labels: Sequence[str], marks: Ragged | None, head: Head) -> Targets:
         """The place of each label; -1, wrong for every class, where the head has not got it; `OUTSIDE`."""

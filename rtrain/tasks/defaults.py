@@ -29,12 +29,17 @@ class Defaults:
     """Where False, a second text is left out."""
     never_cuts = False
     rule_of_marks = 1
+    reads_special = False
     packs = False
     varies: base.Variation = "nothing"
     problem_type: base.ProblemType = None
     has_standard_head = True
     finds_outside = False
     smooths = False
+
+    def is_blank(self, text: str, pair: str | None) -> bool:
+        reads_pair = self.reads_pair and not self.needs_pair
+        return not text.strip() and not (reads_pair and (pair or "").strip())
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         return None

@@ -35,9 +35,11 @@ def reading_of(task: Task, data: "Data") -> Reading:
     return Reading(data.window_tokens, data.stride, data.max_windows)
 
 
-def load_tokenizer(folder: Path, max_tokens: int, stride: int = 0) -> "tokenizers.Tokenizer":
+def load_tokenizer(
+    folder: Path, max_tokens: int, stride: int = 0, *, reads_special: bool = False
+) -> "tokenizers.Tokenizer":
     """The folder's fast tokenizer, cutting into windows of `max_tokens`, never padding. A private object: its settings
-    are state."""
+    are state. `reads_special`: the names of special tokens in a text are those tokens, and not text."""
     import tokenizers
 
     path = folder / "tokenizer.json"
@@ -58,13 +60,22 @@ def load_tokenizer(folder: Path, max_tokens: int, stride: int = 0) -> "tokenizer
         raise UserError(f"{path} cannot be read as a tokenizer: {error}") from None
     tokenizer.no_padding()
     tokenizer.enable_truncation(max_tokens, stride=stride)
+    tokenizer.encode_special_tokens = not reads_special
     return tokenizer
 
 
 def encode(
-    tokenizer: "tokenizers.Tokenizer", texts: Sequence[str], pairs: Sequence[str] | None = None, max_windows: int = 1
+    tokenizer: "tokenizers.Tokenizer",
+    texts: Sequence[str],
+    pairs: Sequence[str] | None = None,
+    max_windows: int = 1,
+    *,
+    by_type_ids: bool = True,
 ) -> list[Encoded]:
-    """Texts, or pairs of texts, to tokens. The longer text of a pair is read in windows, beside the other whole."""
+    """Texts, or pairs of texts, to tokens. The longer text of a pair is read in windows, beside the other whole.
+
+    `by_type_ids`: a second text is marked only by tokenizers that give it a type of its own; else by every tokenizer.
+    """
     rows = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
     encoded = []
     for row in tokenizer.encode_batch(rows):
@@ -73,7 +84,7 @@ def encode(
         encoded.append(
             Encoded(
                 ids=[token for window in kept for token in window.ids],
-                windows=[Window(len(window.ids), _second(window.type_ids)) for window in kept],
+                windows=[Window(len(window.ids), _second(window, by_type_ids)) for window in kept],
                 truncated=len(every) > max_windows,
                 spans=[span for window in kept for span in window.offsets],
             )
@@ -81,5 +92,9 @@ def encode(
     return encoded
 
 
-def _second(types: list[int]) -> int:
+def _second(window: "tokenizers.Encoding", by_type_ids: bool) -> int:
+    """The place of the second text's first token."""
+    types = window.type_ids
+    if not by_type_ids and 1 not in types:
+        types = [number or 0 for number in window.sequence_ids]
     return types.index(1) if 1 in types else len(types)

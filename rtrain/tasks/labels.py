@@ -6,9 +6,15 @@ brackets a hundred thousand deep. What is wrong with one row is that row's reaso
 
 import json
 import math
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from rtrain.errors import quoted
+
+TRUTH_VALUES = {name: word for word in ("true", "false") for name in (word, word.title(), word.upper())}
+"""The name of a truth value, by each spelling."""
+_WHOLE = re.compile(r"(0|-?[1-9][0-9]*)\.0+")
 
 
 class BadLabel(ValueError):
@@ -26,10 +32,10 @@ def parsed(label: str, example: str) -> Any:
 
 
 def text_of(value: Any, label: str, example: str) -> str:
-    """A value of the list or object `label` as a text; numbers are taken as they are written."""
+    """A value of the list or object `label` as a text, under its `canonical_name`."""
     if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
         raise BadLabel(f"the label {quoted(label)} holds what is no text; write {example}")
-    found = str(value)
+    found = canonical_name(str(value).strip())
     try:
         found.encode("utf-8")
     except UnicodeEncodeError:
@@ -45,6 +51,21 @@ def listed(label: str, example: str) -> list[str]:
     if not all(found):
         raise BadLabel(f"the label {quoted(label)} holds an empty text; leave it out, as in {example}")
     return found
+
+
+def canonical_name(name: str) -> str:
+    """A label's name whatever program has written it: `true` for `True`, and `1` for `1.0`, as in JSON."""
+    whole = _WHOLE.fullmatch(name)
+    return whole[1] if whole else TRUTH_VALUES.get(name, name)
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Labels in the order of a model's outputs: whole numbers by their value, other labels by their text."""
+    names = list(names)
+    try:
+        return sorted(names, key=lambda name: (int(name), name))
+    except ValueError:
+        return sorted(names)
 
 
 def flaw_of(read: Any, label: str) -> str | None:

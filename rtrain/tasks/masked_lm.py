@@ -37,6 +37,7 @@ class MaskedLM(Defaults):
     by_token = True
     reads_pair = False
     packs = True
+    reads_special = True
 
     def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer") -> Head:
         mask = next((token for token in MASKS if tokenizer.token_to_id(token) is not None), None)

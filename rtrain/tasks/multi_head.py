@@ -16,7 +16,7 @@ from rtrain.errors import UserError, quoted
 from rtrain.metrics.calibration import softmax
 from rtrain.tasks.base import Column, Described, Input, Targets
 from rtrain.tasks.classification import divergence, ranked
-from rtrain.tasks.labels import BadLabel, flaw_of, parsed, text_of
+from rtrain.tasks.labels import BadLabel, flaw_of, ordered, parsed, text_of
 from rtrain.tasks.pooled import PooledTask, pooled
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class MultiHead(PooledTask):
                     f"data.label: the training rows have one class only ({only}) in column {name!r}; a classifier "
                     "needs at least two. Add rows of another label, or leave the column out."
                 )
-        names = tuple(f"{name}={label}" for name, labels in found.items() for label in sorted(labels))
+        names = tuple(f"{name}={label}" for name, labels in found.items() for label in ordered(labels))
         return Head(names, {"heads": [[name, len(labels)] for name, labels in found.items()]})
 
     def targets(self, labels: Sequence[str], marks: Ragged | None, head: Head) -> Targets:

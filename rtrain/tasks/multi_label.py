@@ -13,7 +13,7 @@ from rtrain.batch import Encoded, Head, Outputs, Ragged, Tokens
 from rtrain.errors import UserError
 from rtrain.tasks.base import Column, Described, Input, ProblemType, Targets
 from rtrain.tasks.classification import ranked
-from rtrain.tasks.labels import flaw_of, listed
+from rtrain.tasks.labels import flaw_of, listed, ordered
 from rtrain.tasks.pooled import PooledTask, pooled
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class MultiLabel(PooledTask):
                 "data.label: no training row has a label; add rows with labels, or name another column with "
                 "--set data.label=COLUMN"
             )
-        return Head(tuple(sorted(found)))
+        return Head(tuple(ordered(found)))
 
     def targets(self, labels: Sequence[str], marks: Ragged | None, head: Head) -> Targets:
         """A zero or one for each label of the head."""

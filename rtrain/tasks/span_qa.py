@@ -6,12 +6,12 @@ windows, given where it beats the first token's score by more than a threshold, 
 """
 
 import operator
-import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import regex
 
 from rtrain.batch import Encoded, Floats, Head, Outputs, Ragged, Tokens, Window
 from rtrain.errors import UserError, quoted
@@ -32,6 +32,9 @@ QUESTION_SHARE = 4
 MOST_ANSWER_TOKENS = 30
 MOST_STARTS = 20
 """How many of a window's best starts are tried, each with every end behind it."""
+LONGEST_CHARACTER = 64
+"""Code points behind an answer's end that are looked at for the end of its last character."""
+_CHARACTER = regex.compile(r"\X")
 EXAMPLE = '[{"text": "on monday", "start": 12}]'
 """Answers as they are written in a column."""
 EXAMPLES = (
@@ -97,7 +100,7 @@ class SpanQA(Defaults):
         questions = []
         for text, row in zip(texts, tokenizer.encode_batch(list(texts), add_special_tokens=False), strict=True):
             questions.append(text if len(row.ids) <= most else text[: row.offsets[most - 1][1]])
-        found = encode(tokenizer, questions, pairs, max_windows)
+        found = encode(tokenizer, questions, pairs, max_windows, by_type_ids=False)
         if any(window.second >= window.tokens for row in found for window in row.windows):
             raise UserError("model.name: its tokenizer does not mark the second text; question answering needs one")
         return found
@@ -211,9 +214,10 @@ class SpanQA(Defaults):
         for given, output, row in zip(asked, outputs, encoded, strict=True):
             assert not isinstance(given, str)  # needs_pair
             best = _best(output, row.windows)
-            start, end = row.spans[best.first][0], _end(given["context"], row.spans[best.last][1])
+            start, end = row.spans[best.first][0], row.spans[best.last][1]
             while start < end and given["context"][start].isspace():
                 start += 1  # DeBERTa's tokens, and others', begin at the blank before their word
+            start, end = _whole_characters(given["context"], start, end)
             if best.margin <= threshold(head):
                 answers.append({"answer": "", "score": 1.0 - best.score, "start": 0, "end": 0})
             else:
@@ -311,11 +315,15 @@ def _place(window: Window, span: list[tuple[int, int]], whole: set[tuple[int, in
     return inside[0], inside[-1]
 
 
-def _end(text: str, end: int) -> int:
-    """The end of an answer behind the signs that belong to its last character, which a tokenizer may drop."""
-    while end < len(text) and unicodedata.category(text[end]) == "Mn":
-        end += 1
-    return end
+def _whole_characters(text: str, start: int, end: int) -> tuple[int, int]:
+    """The span [start, end) of a text, widened to whole characters as people see them. A tokenizer may cut a syllable
+    of Hangul that is written by its letters, and drop marks."""
+    if start >= end:
+        return start, end
+    blank = max(0, text.rfind(" ", 0, start))  # a character begins at a blank
+    borders = [blank, *(match.end() for match in _CHARACTER.finditer(text, blank, end + LONGEST_CHARACTER))]
+    first = max(border for border in borders if border <= start)
+    return first, next((border for border in borders if border >= end), len(text))
 
 
 def _by_window(logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
@@ -331,9 +339,12 @@ def _by_window(logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
 def _answers(label: str) -> list[tuple[str, int]]:
     """(text, first character) of each. Raises ValueError, TypeError, KeyError or OverflowError where they are none."""
     found = parsed(label, EXAMPLE)
+    if isinstance(found, dict):  # as `datasets` has them: lists of texts and of starts
+        columns = found["text"], found["answer_start"]
+        found = [{"text": text, "start": start} for text, start in zip(*columns, strict=True)]
     if not isinstance(found, list):
         raise TypeError("not a list")
-    return [(str(answer["text"]), int(answer["start"])) for answer in found]
+    return [(str(answer["text"]), int(answer.get("answer_start", answer.get("start")))) for answer in found]
 
 
 TASK = SpanQA()

@@ -52,6 +52,10 @@ class Piece(NamedTuple):
     uri: str
     format: str
     role: str
+    delimiter: str = ","
+    """Sign between the columns of a csv file."""
+    escape: str = ""
+    """Sign that escapes quotes inside quotes in a csv file; empty where they are doubled."""
 
 
 def find(field: str, uri: str, format: str | None, role: str, root: Path | None, begun: bool = False) -> list[Piece]:

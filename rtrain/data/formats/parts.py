@@ -11,6 +11,7 @@ import io
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import fsspec.compression
@@ -47,12 +48,16 @@ class Part(NamedTuple):
 
 WHOLE = Part()
 
-_FIELD = rb'(?:"[^"]*+(?:""[^"]*+)*+"(?:[^",\r\n][^,\r\n]*+)?+|[^",\r\n][^,\r\n]*+)?+'
-# The rest of a line behind a bare carriage return belongs to no row (`readers.csv_rows` refuses the line).
-_REST = rb"(?:," + _FIELD + rb")*+(?:\r[^\n]*+)?+\n"
-_ROWS = re.compile(rb"(?:" + _FIELD + _REST + rb")*+")
-_QUOTED = re.compile(rb'[^"]*+(?:""[^"]*+)*+"(?:[^",\r\n][^,\r\n]*+)?+' + _REST)
-"""Matches the rest of a row, from inside a quoted field."""
+
+@lru_cache(8)
+def _expressions(delimiter: str) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
+    """Expressions for any number of csv rows, and for the rest of a row from inside a quoted field."""
+    sign, blanks = re.escape(delimiter.encode()), b" " if delimiter == "\t" else rb" \t"
+    rest_of_quoted = rb'[^"]*+(?:""[^"]*+)*+"(?:[^"%b\r\n][^%b\r\n]*+)?+' % (sign, sign)
+    field = rb'[%b]*+(?:"%b|[^"%b\r\n][^%b\r\n]*+)?+' % (blanks, rest_of_quoted, sign, sign)
+    # The rest of a line behind a bare carriage return belongs to no row (`readers.csv_rows` refuses the line).
+    rest = rb"(?:%b%b)*+(?:\r[^\n]*+)?+\n" % (sign, field)
+    return re.compile(rb"(?:%b%b)*+" % (field, rest)), re.compile(rest_of_quoted + rest)
 
 
 class Hashed(io.RawIOBase):
@@ -116,8 +121,8 @@ def is_large(uri: str, format: str) -> bool:
     return (described.fs.size(described.path) or 0) > PART_BYTES
 
 
-def survey(uri: str, format: str, sha256: str) -> list[tuple[Part, str]]:
-    """The parts of a file and the SHA-256 of each.
+def survey(uri: str, format: str, sha256: str, delimiter: str = ",") -> list[tuple[Part, str]]:
+    """The parts of a file and the SHA-256 of each. `delimiter` stands between the columns of a csv file.
 
     If the file no longer has the digest `sha256`, it is given as one part with that digest: the task that reads it will
     then find the change and refuse it.
@@ -125,14 +130,16 @@ def survey(uri: str, format: str, sha256: str) -> list[tuple[Part, str]]:
     total = hashlib.sha256()
     with opened(uri, "", WHOLE, total) as file:
         cuts = _row_groups(uri) if format == "parquet" else None
-        found = list(_parts(file, format, cuts))
+        found = list(_parts(file, format, cuts, delimiter))
     return found if total.hexdigest() == sha256 else [(WHOLE, sha256)]
 
 
-def _parts(file: IO[bytes], format: str, cuts: list[tuple[int, int]] | None) -> Iterator[tuple[Part, str]]:
+def _parts(
+    file: IO[bytes], format: str, cuts: list[tuple[int, int]] | None, delimiter: str
+) -> Iterator[tuple[Part, str]]:
     """Parts of at least `PART_BYTES`. `cuts` are the allowed borders as (byte, rows before); None if the lines tell."""
     own, start, before = hashlib.sha256(), 0, 0
-    for chunk, cut in _fixed(file, cuts) if cuts is not None else _between_rows(file, format):
+    for chunk, cut in _fixed(file, cuts) if cuts is not None else _between_rows(file, format, delimiter):
         own.update(chunk)
         if cut is not None and cut[0] - start >= PART_BYTES:
             yield Part(start, cut[0], before), own.hexdigest()
@@ -153,13 +160,13 @@ def _fixed(file: IO[bytes], cuts: list[tuple[int, int]]) -> Iterator[tuple[bytes
         yield chunk, None
 
 
-def _between_rows(file: IO[bytes], format: str) -> Iterator[tuple[bytes, tuple[int, int] | None]]:
+def _between_rows(file: IO[bytes], format: str, delimiter: str) -> Iterator[tuple[bytes, tuple[int, int] | None]]:
     """Consecutive bytes of a file of lines; each with (byte, lines before) if a row begins right behind it."""
     place = lines = last = 0
     quoted = False
     while chunk := file.read(BUFFER) + file.readline():
         first = 3 if place == 0 and chunk.startswith(b"\xef\xbb\xbf") else 0
-        end = len(chunk) if format != "csv" else _last_row(chunk, first, quoted)
+        end = len(chunk) if format != "csv" else _last_row(chunk, first, quoted, delimiter)
         quoted = end < len(chunk)
         if place + len(chunk) - last > FIELD_BYTES:
             yield chunk, None
@@ -173,17 +180,18 @@ def _between_rows(file: IO[bytes], format: str) -> Iterator[tuple[bytes, tuple[i
         lines += chunk.count(b"\n")
 
 
-def _last_row(chunk: bytes, first: int, quoted: bool) -> int:
+def _last_row(chunk: bytes, first: int, quoted: bool, delimiter: str) -> int:
     """The last place between two rows in some whole lines of csv; `first` or less if there is none.
 
     `quoted`: the lines begin inside a quoted field. Between lines, csv is always between two rows or in such a field.
     """
+    rows_expression, quoted_expression = _expressions(delimiter)
     if quoted:
-        rest = _QUOTED.match(chunk, first)
+        rest = quoted_expression.match(chunk, first)
         if rest is None:
             return 0
         first = rest.end()
-    rows = _ROWS.match(chunk, first)
+    rows = rows_expression.match(chunk, first)
     return first if rows is None else rows.end()
 
 

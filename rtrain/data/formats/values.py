@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from rtrain.config import Data
+from rtrain.tasks.labels import canonical_name
 
 DECODED = range(0xDC80, 0xDD00)
 """What `surrogateescape` makes of bytes that are no UTF-8; other halves of characters were written so, as in JSON."""
+
+
+NULL = "\\N"
+"""What databases write to csv and tsv in place of a missing value."""
 
 
 def not_words(data: Data, row: Mapping[str, Any]) -> str | None:
@@ -24,6 +29,8 @@ def not_words(data: Data, row: Mapping[str, Any]) -> str | None:
 def text_of(value: Any) -> str:
     """The value as text. A list of words is joined by single blanks, and blanks inside a word become underscores, so
     that the words can be told apart again."""
+    if value == NULL:
+        return ""
     return " ".join(str(word).replace(" ", "_") for word in value) if isinstance(value, list) else string(value)
 
 
@@ -42,7 +49,8 @@ def name_of(value: Any) -> str:
     """The value as what rows are sorted by: a label, a slice, a group. A column of whole numbers with a gap is one of
     floats in a Parquet file, and not in the next one."""
     whole = isinstance(value, float) and value.is_integer()
-    return string(int(value) if whole else value).strip()
+    name = string(int(value) if whole else value).strip()
+    return "" if name == NULL else canonical_name(name)
 
 
 def is_list(label: str) -> bool:

@@ -105,12 +105,15 @@ def commit(job: Job, source: records.Source, writer: store.Writer, written: list
     if problem := separators.late_problem(recipe, labels):
         raise UserError(problem)
     head = job.head or _head(job, task, labels)
+    if task.output == "labels":
+        refusals.too_many_targets(len(rows.split), len(head.labels))
     before = rows.split.copy()
     targets = _targets(task, head, rows)
     unseen = np.flatnonzero(rows.split != before)
     from_own_file = np.array([source.pieces[number].role != "train" for number in rows.pieces])[rows.shard]
-    bad = bad.plus(quarantine.unseen(unseen, from_own_file, rows.table["label"], where))
-    quarantine.refuse_if_too_bad(recipe, bad, rows.given, where)
+    bad = bad.plus(quarantine.unseen(unseen, from_own_file, rows.table["label"], where, head.labels))
+    if recipe.data.split is not None:  # nothing is wrong with rows of rare labels that a hash has kept from training
+        quarantine.refuse_if_too_bad(recipe, bad, rows.given, where)
     quarantine.write(writer.folder, bad, where)
 
     counts = rows.counts()

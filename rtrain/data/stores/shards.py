@@ -98,8 +98,9 @@ def _shards(
 
 def tokenizer_of(recipe: Recipe, model: Path) -> Any:
     """The tokenizer of a model folder, set to cut texts as the recipe's task reads them."""
-    reading = reading_of(base.get(recipe.task), recipe.data)
-    return load_tokenizer(model, reading.max_tokens, reading.stride)
+    task = base.get(recipe.task)
+    reading = reading_of(task, recipe.data)
+    return load_tokenizer(model, reading.max_tokens, reading.stride, reads_special=task.reads_special)
 
 
 _NOTHING = Encoded([], [], False, [])
@@ -146,7 +147,7 @@ def _augmented(
     noise = variants.noise_of(settings, tokenizer)
 
     def allowed(copy: records.Record) -> bool:
-        return job.splits.split(copy, role) == "train" and task.flaw(copy.text, copy.pair, copy.label) is None
+        return job.splits.split(copy, role) == "train" and base.flaw_of(task, copy.text, copy.pair, copy.label) is None
 
     found = list(rows)
     for row in rows:
@@ -168,10 +169,12 @@ def _encode(
     rows = [_placed(judged(record, task), role, job) for record in read]
     rows = _augmented(rows, role, job, task, tokenizer, rewritten)
     batch = [row.record for row in rows]
-    good = [record for record in batch if record.reason is None]
-    pairs = None if data.text_pair is None else [record.pair or "" for record in good]
-    most = reading_of(task, data).max_windows
-    tokens = iter(task.encode(tokenizer, [record.text for record in good], pairs, most))
+    originals, copies = (
+        [row.record for row in rows if row.copy == made and row.split != BAD] for made in (False, True)
+    )
+    tokens = itertools.chain(
+        _tokens(originals, job, task, tokenizer), _tokens(copies, job, task, tokenizer, is_copy=True)
+    )
     encoded = [next(tokens) if record.reason is None else _NOTHING for record in batch]
     marks = [
         task.marks(record.text, record.pair, record.label, row) if record.reason is None else []
@@ -204,6 +207,19 @@ def _encode(
     )
 
 
+def _tokens(
+    rows: list[records.Record], job: Job, task: base.Task, tokenizer: Any, *, is_copy: bool = False
+) -> list[Encoded]:
+    """The tokens of sound rows. The masks of copies (`augment.mask`) are names of a special token in their texts."""
+    data = job.recipe.data
+    pairs = None if data.text_pair is None else [row.pair or "" for row in rows]
+    before = tokenizer.encode_special_tokens
+    tokenizer.encode_special_tokens = before and not (is_copy and job.recipe.augment.mask)
+    encoded = task.encode(tokenizer, [row.text for row in rows], pairs, reading_of(task, data).max_windows)
+    tokenizer.encode_special_tokens = before
+    return encoded
+
+
 def _kept(texts: Sequence[str | None], kept: Sequence[bool]) -> pa.Array:
     """The first characters of the texts that are kept, as they are written; null for the others."""
     pairs = zip(texts, kept, strict=True)
@@ -214,7 +230,7 @@ def _kept(texts: Sequence[str | None], kept: Sequence[bool]) -> pa.Array:
 
 def judged(record: records.Record, task: base.Task) -> records.Record:
     """The record, with the reason if the task cannot use it."""
-    if record.reason is not None or (flaw := task.flaw(record.text, record.pair, record.label)) is None:
+    if record.reason is not None or (flaw := base.flaw_of(task, record.text, record.pair, record.label)) is None:
         return record
     return record._replace(reason=flaw)
 

@@ -32,7 +32,7 @@ from rtrain.batch import Floats, Head, Int32s, Ints, Ragged, Tokens, ranges
 from rtrain.errors import UserError
 from rtrain.manifest import Entry, entry, flaw
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 SPLITS = ("train", "valid", "test")
 MOST_VALUES = (1 << 31) - 1
 """Most values of a column of lists with offsets of 32 bits."""

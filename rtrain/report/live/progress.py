@@ -44,7 +44,18 @@ class Search(Protocol):
 
 SCORES = ("evaluated", "best", "unseen", "sliced")
 """Kinds of events of which a search says by itself what came of them."""
-ROWS = ("tokenised", "tokens_reused", "bad_rows", "unlabelled", "label_column", "head", "labels", "overlap")
+ROWS = (
+    "tokenised",
+    "tokens_reused",
+    "bad_rows",
+    "unlabelled",
+    "label_column",
+    "head",
+    "labels",
+    "overlap",
+    "texts",
+    "conflicts",
+)
 ALIKE = (*ROWS, "device", "transport", "pass_size", "speeds")
 """Kinds of events that are the same in every trial of a search, each time that it goes on: trial 0 tells, once."""
 WAITING_S = 25.0

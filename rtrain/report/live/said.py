@@ -13,6 +13,8 @@ MOST_SMALL = 5
 """Small slices that are named in a line."""
 MOST_ANSWERS = 8
 """Labels of a model that is trained further that are named in a line."""
+LEAST_UNKNOWN, LEAST_PIECES = 0.005, 0.1
+"""Shares of unknown tokens, and of rows whose words are cut to pieces, from which on a line says so."""
 SPLITS = {"valid": "validation", "test": "test"}
 
 
@@ -88,6 +90,8 @@ def labels(event: Event) -> str:
     # As Python writes them, without signs that are not shown: in other form they would look the same.
     same = "; ".join(" and ".join(map(ascii, group)) for group in event.get("alike", ()))
     doubt = f"; labels that look alike, and are learned as different ones: {same}" if same else ""
+    if missing := ", ".join(map(repr, event.get("missing", ()))):
+        doubt += f"; labels that may stand for a missing value, and are learned: {missing}"
     return f"{head}{event['number']} labels{several}: {named}{doubt}"
 
 
@@ -128,6 +132,30 @@ def overlap(event: Event) -> str:
     return (
         f"WARNING: {event['seen']:,} of {event['rows']:,} {of} are training rows too, but for case, blanks and "
         f"punctuation: {event['places']}. The score without them will stand beside the score"
+    )
+
+
+def texts(event: Event) -> str | None:
+    """What the model cannot read of the texts: their ends, unknown tokens, words in many pieces."""
+    parts = []
+    if event["cut"]:
+        share = event["cut"] / event["rows"]
+        parts.append(f"{event['cut']:,} of {event['rows']:,} rows ({share:.1%}) are cut at {event['limit']}")
+    if (event["unknown"] or 0) >= LEAST_UNKNOWN:
+        parts.append(f"{event['unknown']:.1%} of the tokens are unknown to the model's vocabulary")
+    if (event["pieces"] or 0) >= LEAST_PIECES:
+        parts.append(
+            f"in {event['pieces']:.0%} of the training rows the vocabulary cuts most words to pieces: --model with a "
+            "model for their language or field may do better"
+        )
+    return "; ".join(parts) or None
+
+
+def conflicts(event: Event) -> str:
+    """How many training rows have the text of another one and another label."""
+    return (
+        f"WARNING: {event['rows']:,} training rows have the text of another row and another label ({event['texts']:,} "
+        f"texts): {event['places']}"
     )
 
 
@@ -179,7 +207,10 @@ def of(event: Event) -> str | None:
     return TEXTS[kind](event)
 
 
-ROWS = ("bad_rows", "unlabelled", "label_column", "head", "labels", "overlap", "vocabulary", "tokenizer")
+ROWS = (
+    *("bad_rows", "unlabelled", "label_column", "head", "labels", "overlap", "vocabulary", "tokenizer", "texts"),
+    "conflicts",
+)
 """Kinds that are about the rows, not about what was learned from them."""
 TEXTS: Mapping[str, Callable[[Event], str | None]] = {
     "bad_rows": bad_rows,
@@ -188,6 +219,8 @@ TEXTS: Mapping[str, Callable[[Event], str | None]] = {
     "tokenizer": tokenizer,
     "labels": labels,
     "overlap": overlap,
+    "texts": texts,
+    "conflicts": conflicts,
     "unlabelled": unlabelled,
     "vocabulary": vocabulary,
     "strategy": strategy,
