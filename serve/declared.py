@@ -22,6 +22,8 @@ RAY_SERVE = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
 """Ray Serve's settings of its controller and of all that it starts."""
+APPLICATION = "rtrain"
+"""The application's name on Ray Serve. Ray's own proxy tells it without a key (`/-/routes`), so it names no model."""
 HEAD = """\
 # serve deploy FILE, on a Ray of the cluster's. Written by `rtrain serve ARTIFACT --print-config`.
 # Another version: change its folder in user_config alone, and deploy again. Replicas load it beside what they answer
@@ -60,7 +62,7 @@ def document(artifacts: Mapping[str, Path], settings: Serve) -> dict[str, Any]:
         "http_options": {"host": settings.host, "port": settings.port, **tls},
         "applications": [
             {
-                "name": "-".join(folders),
+                "name": APPLICATION,
                 "route_prefix": "/",
                 "import_path": "serve.service:application",
                 "args": {"models": dict(folders), **changed, **ungated},

@@ -276,6 +276,7 @@ ERROR_TYPES = {
     408: "too_slow",
     413: "too_large",
     415: "unsupported",
+    421: "misdirected",
     422: "invalid",
     429: "rate_limited",
     431: "too_large",

@@ -49,7 +49,7 @@ def test_ray_s_schema_takes_it_and_only_what_differs_is_written(artifact: Path) 
     assert found.http_options.port == 9001
     assert (found.http_options.ssl_certfile, found.http_options.ssl_keyfile) == ("/c.pem", "/k.pem")
     [application] = found.applications
-    assert application.name == "tiny-other"
+    assert application.name == declared.APPLICATION
     tls = {"tls_cert": "/c.pem", "tls_key": "/k.pem"}
     assert application.args == {"models": named, **tls, "threads": 3, "deadline_s": 5.0, "ungated": True}
     [deployment] = application.deployments
@@ -134,7 +134,7 @@ def wait(condition):
         assert time.monotonic() < give_up, ray.serve.status()
         time.sleep(0.1)
 def processes():
-    return {one["process"] for one in ray.serve.get_app_handle("tiny").broadcast("status").results()}
+    return {one["process"] for one in ray.serve.get_app_handle(declared.APPLICATION).broadcast("status").results()}
 def end(*found):
     print(json.dumps(found))
     ray.serve.shutdown()
@@ -145,7 +145,7 @@ first, second, refused = map(Path, sys.argv[1:])
 document = declared.document({"tiny": first}, Serve(port=port, replicas=2))
 models = document["applications"][0]["deployments"][0]["user_config"]["models"]
 def served():
-    return [one["tiny"][0] for one in ray.serve.get_app_handle("tiny").broadcast("serves").results()]
+    return [one["tiny"][0] for one in ray.serve.get_app_handle(declared.APPLICATION).broadcast("serves").results()]
 start(document)
 wait(lambda: len(served()) == 2)
 old, before = ask(), processes()

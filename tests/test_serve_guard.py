@@ -94,6 +94,41 @@ def test_a_declared_length_is_refused_before_the_body_is_read_and_otherwise_not_
     assert drive(Serve(max_body_bytes=1000), head(headers=[(b"content-length", declared)]), steps)[0] == status
 
 
+LOCAL = (b"localhost", b"LOCALHOST.:80", b"127.0.0.1", b"127.1.2.3:8000", b"[::1]:8000", b"[::1]")
+FOREIGN = (
+    b"evil.example",
+    b"127.0.0.1.evil.example:8000",
+    b"192.0.2.1",
+    b"localhost.evil.example",
+    b"",
+    b"[::1",
+    b"\xff",
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed", "refused"),
+    [
+        (Serve(), LOCAL, FOREIGN),
+        (Serve(host="::1"), LOCAL, FOREIGN),
+        (Serve(allowed_hosts=("models.example",)), (*LOCAL, b"models.example:443", b"Models.Example"), FOREIGN),
+        (Serve(host="0.0.0.0", insecure=True), (*LOCAL, *FOREIGN[:2]), ()),
+        (Serve(host="0.0.0.0", insecure=True, allowed_hosts=("models.example",)), (b"models.example",), FOREIGN),
+        (Serve(keys="keys.json"), (*LOCAL, *FOREIGN), ()),
+    ],
+)
+def test_without_keys_an_endpoint_of_this_machine_answers_no_name_that_a_page_of_the_web_has_given_it(
+    settings: Serve, allowed: tuple[bytes, ...], refused: tuple[bytes, ...]
+) -> None:
+    for host in allowed:
+        assert drive(settings, head(headers=[(b"host", host)]))[0] == 200, host
+    for host in refused:
+        for path in ("/predict", "/v2", "/"):
+            assert drive(settings, head(path, [(b"host", host)]))[0] == 421, host
+        assert drive(settings, head(headers=[(b"host", b"localhost"), (b"host", host)]))[0] == 421, host
+    assert drive(settings, head())[0] == 200, "no browser leaves the header out"
+
+
 def test_a_slow_body_is_cut_off_by_its_rate_and_a_fast_one_after_a_pause_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -24,6 +24,7 @@ from rtrain.predict import Predictor
 from serve.answering import Lasting
 from serve.app import build_app
 from serve.change import overview
+from serve.declared import APPLICATION
 from serve.deployment import start
 from serve.desk import build_desk
 from serve.door import guard, keys
@@ -82,7 +83,7 @@ def run(folders: dict[str, str], check: Check, settings: Serve | None = None) ->
     async def main() -> None:
         models = models_of(settings or Serve(), tuple(folders))
         await models.become(folders)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(models), base_url="http://here") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(models), base_url="http://localhost") as client:
             await check(models, client)
         for versions in models.versions.values():
             versions.close()
@@ -326,7 +327,7 @@ def test_two_models_are_served_and_each_is_changed_by_itself(tmp_path: Path) -> 
         assert versions() == {"mood": mood, "subject": old}
         with pytest.raises(UserError, match="is in use by rtrain, which serves several models; "):
             free_address("127.0.0.1", endpoint.port)
-        assert ray.serve.status().applications.keys() == {"mood-subject"}
+        assert ray.serve.status().applications.keys() == {APPLICATION}
         with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{port}") as asking:
             assert [asking.is_model_ready(name) for name in ("mood", "subject")] == [True, True]
             with pytest.raises(InferenceServerException, match="no model of that name; here are mood, subject"):

@@ -132,6 +132,11 @@ class Tune(Section):
 class Serve(Section):
     host: str = "127.0.0.1"
     """Address to listen on; the default answers this machine alone."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which clients may ask an endpoint without keys, e.g. [models.example.org], in their header Host. Where
+    `host` is this machine alone, localhost and its loopback addresses are always allowed, and any other name is
+    answered 421: a page of the web can give its own name this machine's address, and would read the answers (DNS
+    rebinding). A proxy in front that hands its own name on needs it here."""
     insecure: bool = False
     """Allow an address that others can reach although nobody is asked for a key (`serve.keys`)."""
     keys: str | None = None

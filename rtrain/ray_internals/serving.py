@@ -154,7 +154,7 @@ class ReplicaServer(NamedTuple):
     """The HTTP server that a replica of Ray Serve is about to start, for a proxy that connects to it."""
 
     application: Callable[..., Awaitable[None]]
-    """Ray's own way to the deployment, ASGI; it answers the proxy's questions, whose paths begin with `/-/`."""
+    """Ray's own way to the deployment, ASGI; it answers the proxy's question at `/-/healthz`."""
     track: Callable[[int], None]
     """Told 1 for a request that begins, -1 for one that ends: Ray waits for them before it ends the replica."""
     options: Any

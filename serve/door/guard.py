@@ -1,11 +1,13 @@
 """What stands before the application: keys, and limits on all that a client sends. Plain ASGI, for any server.
 
-Of a request: size of its head -> declared length -> key, scope, rate (`keys`) -> the body, read whole under its limits
-when the application first asks for it. Whatever is refused is answered here, in the error form that every route shares.
-How deep a document is nested and how many values it has is told by `shape` before it is parsed (`schema.parse`).
+Of a request: size of its head -> its host -> declared length -> key, scope, rate (`keys`) -> the body, read whole under
+its limits when the application first asks for it. Whatever is refused is answered here, in the error form that every
+route shares. How deep a document is nested and how many values it has is told by `shape` before it is parsed
+(`schema.parse`).
 """
 
 import asyncio
+import functools
 import json
 from pathlib import Path
 
@@ -13,11 +15,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rtrain.config import Serve
-from serve.door import keys, security
+from serve.door import access, keys, security
 from serve.schema import RequestError
 
 MOST_HEADERS = 100
-READ = (b"authorization", b"content-encoding", b"content-length", b"transfer-encoding")
+READ = (b"authorization", b"content-encoding", b"content-length", b"host", b"transfer-encoding")
 """The headers that are looked at here."""
 REFUSED = "refused"
 """In a request's state: the `RequestError` with which the server has it refused before anything of it is looked at."""
@@ -64,6 +66,7 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: Serve, door: keys.Door | None, model: str | None = None):
         """`model`: the name of the one that answers behind it; None where what answers is no model."""
         self._app, self._settings, self._door, self._model = app, settings, door, model
+        self._allows_host = functools.lru_cache(lambda value: access.allows_host(settings, value.decode("latin-1")))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":  # no route is one
@@ -96,6 +99,8 @@ class Guard:
         if size > settings.max_header_bytes or len(headers) > MOST_HEADERS:
             most = f"{settings.max_header_bytes} bytes and {MOST_HEADERS} headers"
             raise _last(RequestError(431, f"the address and the headers are too large; send at most {most}"))
+        if not all(map(self._allows_host, sent.get(b"host", ()))):
+            raise _last(RequestError(421, "the header Host names another host; allow it in serve.allowed_hosts"))
         # Chunked bodies declare no length, and a declared one may be false: `_Body` counts.
         if any(_is_more(value, settings.max_body_bytes) for value in sent.get(b"content-length", ())):
             raise _too_large(settings)
