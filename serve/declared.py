@@ -33,7 +33,7 @@ HEAD = """\
 # closed to others by `rtrain serve` alone. Start Ray on the head with what `rtrain serve` has its controller know:
 {}
 """
-ELSEWHERE = {"port", "replicas", "max_replicas", "ingress", "insecure", "ungated"}
+ELSEWHERE = {"port", "replicas", "max_replicas", "ingress", "ungated"}
 """Settings that Ray has under names of its own, or that say how a command behaves. Address and certificate Ray has too;
 replicas listen with them for gRPC, and tell by them who can reach the endpoint."""
 
@@ -45,11 +45,11 @@ def text(artifacts: Mapping[str, Path], settings: Serve) -> str:
 
 def document(artifacts: Mapping[str, Path], settings: Serve) -> dict[str, Any]:
     """`artifacts`: folders by the models' names. Paths are absolute: each node needs them as they are."""
-    plain = Serve()
+    plain = Serve().model_dump(mode="json")
     changed = {
         name: value
         for name, value in settings.model_dump(mode="json").items()
-        if name not in ELSEWHERE and value != getattr(plain, name)
+        if name not in ELSEWHERE and value != plain[name]
     }
     tls = {"ssl_certfile": settings.tls_cert, "ssl_keyfile": settings.tls_key} if settings.tls_cert else {}
     number: dict[str, Any] = {"num_replicas": settings.copies}

@@ -17,6 +17,7 @@ from rtrain.errors import UserError
 from serve import declared, named, service
 from serve.change import nodes
 from serve.door import keys
+from tests.certificates import make_certificate
 from tests.test_cli import Cli, run
 from tests.tiny import make_artifact, refused
 
@@ -67,7 +68,15 @@ def test_what_a_replica_itself_opens_to_whom_is_as_it_was_asked_for(artifact: Pa
     """gRPC listens at the address, with the certificate, and /docs is for loopback alone."""
     path = tmp_path / "keys.json"
     keys.add(path, "shop")
-    settings = Serve(host="0.0.0.0", keys=str(path), tls_cert="/c.pem", tls_key="/k.pem", grpc_port=9000)
+    certificate, key = make_certificate(tmp_path)
+    settings = Serve(host="0.0.0.0", keys=str(path), tls_cert=certificate, tls_key=key, grpc_port=9000)
+    args = declared.document({"tiny": artifact}, settings)["applications"][0]["args"]
+    given: Any = service.application(args)._bound_deployment.init_args
+    assert given[0] == settings
+
+
+def test_the_file_says_that_nobody_is_asked_for_a_key_where_that_is_wanted(artifact: Path) -> None:
+    settings = Serve(host="0.0.0.0", insecure=True, allowed_hosts=("models.example",))
     args = declared.document({"tiny": artifact}, settings)["applications"][0]["args"]
     given: Any = service.application(args)._bound_deployment.init_args
     assert given[0] == settings

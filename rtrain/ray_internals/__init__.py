@@ -51,5 +51,6 @@ from rtrain.ray_internals.serving import (
     look_every as look_every,
     replace_replica_server as replace_replica_server,
     serve_controller as serve_controller,
+    serve_host as serve_host,
     with_version as with_version,
 )

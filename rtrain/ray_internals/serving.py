@@ -23,6 +23,20 @@ def serve_controller() -> tuple[str, str]:
     return SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 
+def serve_host() -> str | None:
+    """The address on which the proxies of Ray Serve listen; None where this process knows of none."""
+    import ray
+
+    if not ray.is_initialized():
+        return None
+    name, namespace = serve_controller()
+    try:
+        controller: Any = ray.get_actor(name, namespace=namespace)
+    except ValueError:
+        return None
+    return str(ray.get(controller.get_http_config.remote()).host)
+
+
 def import_serve() -> None:
     """Import what a controller, a proxy and a replica of Ray Serve are made of, without pandas. Ray Serve imports that
     for answers that are tables, which takes half as long as all the rest; it does without where pandas is not
