@@ -23,6 +23,7 @@ from serve import about, abstention, base, pages, protocol, schema, writing
 from serve.answering import Lasting, Service
 from serve.base import documented, reply
 from serve.door import guard
+from serve.door.keys import MOUNT
 from serve.envelope import client_of
 
 PREDICT = "/predict"
@@ -114,6 +115,8 @@ def build_app(
 
     app.include_router(base.routes(service, settings, exposition))
     app.include_router(pages.MODEL)
+    if lasting.door is not None:
+        app.include_router(pages.MODEL, prefix=MOUNT + "{name}", include_in_schema=False)  # of no model (`keys`)
     return app
 
 

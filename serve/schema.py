@@ -9,6 +9,7 @@ The answers of /predict are built by `decode` of the model's task (`rtrain.tasks
 `serve.explanations`, the messages of /v2 by `serve.protocol`, errors by `serve.base`, and all else where its route is.
 """
 
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
@@ -20,6 +21,8 @@ from serve.door.shape import shape
 MAX_FIELD_CHARACTERS = 100
 MAX_DEPTH = 32
 """How deep a document's lists and objects may be nested; a request of ours has 6 at most."""
+_PROTOCOL_PATH = re.compile(r"(/models/[^/]+)?/v2(/|$)")
+"""Paths of the Open Inference Protocol: of an address, and of one model."""
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 
@@ -38,7 +41,7 @@ class RequestError(Exception):
 
     def document(self, path: str) -> dict[str, Any]:
         """The JSON that answers a request of this path."""
-        if path == "/v2" or path.startswith("/v2/"):
+        if _PROTOCOL_PATH.match(path):
             return {"error": self.line}
         return {"error": {"type": ERROR_TYPES[self.status], "message": self.message, "field": self.field}}
 

@@ -20,6 +20,7 @@ from rtrain.predict import Predictor
 from serve.app import build_app
 from serve.door import guard, keys, security
 from serve.door.guard import Guard
+from serve.schema import RequestError
 from tests import serving
 from tests.serving import INFER, TEXT, call, error
 
@@ -419,3 +420,23 @@ def test_what_haproxy_has_waited_for_the_body_s_beginning_counts_in_the_deadline
     """Else a body that comes late is answered 504, as if the model were slow."""
     settings, scope = Serve(deadline_s=10.0, min_body_rate=1), head(state={"waited_s": 9.95})
     assert drive(settings, scope, [b"a", 60.0])[0] == 408
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_in_overload_a_client_is_told_the_model_only_where_no_key_is_asked_for(
+    predictor: Predictor, tmp_path: Path, asks: bool
+) -> None:
+    path = tmp_path / "keys.json"
+    keys.add(path, "shop")
+    app = build_app(predictor, Serve(keys=str(path) if asks else None))
+    sent = list[Message]()
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(app(head(state={guard.REFUSED: RequestError(503, "busy")}), receive, send))
+    names = [name for name, _ in sent[0]["headers"] if name.startswith(b"x-model")]
+    assert (sent[0]["status"], names == []) == (503, asks)

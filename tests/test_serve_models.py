@@ -256,6 +256,27 @@ def test_a_key_may_be_limited_to_models(folders: dict[str, str], tmp_path: Path)
     run(folders, check, Serve(keys=str(path)))
 
 
+@pytest.mark.parametrize("names", [NAMES, NAMES[:1]])
+def test_without_a_key_a_name_that_is_there_is_answered_like_one_that_is_not(
+    folders: dict[str, str], names: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.json"
+    keys.add(path, "shop")
+    tails = ("", "/", "/page.css", "/page.js", "/models.js", "/v2/health/live", "/v2/health/ready", "/info", "/metrics")
+    tails += ("/predict", "/docs", "/openapi.json", "/nowhere", "/page.js/", "/models/mood/page.js")
+
+    async def check(models: Models, client: httpx.AsyncClient) -> None:
+        for tail in tails:
+            for method in ("GET", "HEAD", "POST", "OPTIONS", "PUT"):
+                for root in ("/models/", "/v2/models/"):
+                    there, other = [await client.request(method, f"{root}{name}{tail}") for name in ("mood", "other")]
+                    assert (there.status_code, there.content) == (other.status_code, other.content), (method, tail)
+                    headers = [{**answer.headers, "x-request-id": ""} for answer in (there, other)]
+                    assert headers[0] == headers[1], (method, tail)
+
+    run({name: folders[name] for name in names}, check, Serve(keys=str(path)))
+
+
 def test_over_grpc_each_is_asked_by_its_name(folders: dict[str, str], best: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     plain = keys.add(path, "shop", models=("topic",))

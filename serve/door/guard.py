@@ -84,11 +84,11 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         settings, headers = self._settings, scope["headers"]
-        state = scope.get("state", {})
+        # A dict of this request alone: the server's own is one for all.
+        state = {**scope.get("state", {}), "known": self._door is None, "key": None, "models": None}
+        scope["state"] = state
         if (refused := state.get(REFUSED)) is not None:
             raise refused
-        # A dict of this request alone: the server's own is one for all.
-        scope["state"] = state = {**state, "known": self._door is None, "key": None, "models": None}
         size = len(scope["path"]) + len(scope.get("query_string", b""))
         # One walk: this is done for every request.
         sent: dict[bytes, list[bytes]] = {}
@@ -105,7 +105,7 @@ class Guard:
         if any(_is_more(value, settings.max_body_bytes) for value in sent.get(b"content-length", ())):
             raise _too_large(settings)
         key = None
-        if self._door and (wanted := keys.scope_of(route(scope))):
+        if self._door and (wanted := keys.scope_of(_address(scope), scope["method"])):
             try:
                 key = self._door.admit(wanted, sent.get(b"authorization", ()), self._model)
             except RequestError as error:  # a body without an end would be read and thrown away without an end
@@ -175,3 +175,10 @@ def route(scope: Scope) -> str:
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
+def _address(scope: Scope) -> str:
+    """The path with the model's name where the path has one, also where the model's application answers."""
+    root: str = scope.get("root_path", "")
+    mount = root.find(keys.MOUNT)
+    return route(scope) if mount < 0 else f"{root[mount:]}{route(scope)}"

@@ -40,6 +40,11 @@ Scope = Literal["predict", "metrics"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 OPEN = frozenset({"/", "/page.css", "/page.js", "/models.js", "/v2/health/live", "/v2/health/ready"})
 """Paths that need no key: what watches an endpoint has none, and the page holds no word of the model."""
+MOUNT = "/models/"
+"""Under it each model has all its routes, behind its name."""
+_MODEL_PAGE = re.compile(rf"{MOUNT}[^/]+/(page\.css|page\.js)?")
+"""A model's page, which needs no key either, whatever the name is. All else under a name needs one: whoever has none
+could guess the names by it."""
 LOOK_S = 1.0
 """Least seconds between two looks at the file."""
 LATER_S = 0.01
@@ -246,12 +251,12 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 # ------------------------------------------------------------------------------------------------------ the decisions
 
 
-def scope_of(path: str) -> Scope | None:
+def scope_of(path: str, method: str = "GET") -> Scope | None:
     """What a key must have for a path; None where none is needed. A path that is not there asks for one too: whoever
     has none learns nothing of the routes."""
-    if path in OPEN:
+    if path in OPEN or (method in ("GET", "HEAD") and _MODEL_PAGE.fullmatch(path)):
         return None
-    return "metrics" if path == "/metrics" else "predict"
+    return "metrics" if path.endswith("/metrics") and (path == "/metrics" or path.startswith(MOUNT)) else "predict"
 
 
 def find(keys: Mapping[str, Key], authorization: Sequence[bytes]) -> Key | None:
