@@ -35,7 +35,7 @@ def build_app(
 ) -> FastAPI:
     """The application of a loaded model (`Predictor.load`: one that does not give its golden answers gets no app).
 
-    `exposition` replaces this process's metrics on `/metrics`: where there are several replicas, by their sum.
+    `exposition` replaces this process's metrics on `/metrics`: where there are several replicas, by those of all.
     `lasting`: that of the process, where this is not the only version that it answers with.
     """
     lasting = lasting or Lasting(settings, guard.door(settings))

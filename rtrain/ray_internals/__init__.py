@@ -46,6 +46,7 @@ from rtrain.ray_internals.serving import (
     ReplicaServer as ReplicaServer,
     before_actors as before_actors,
     begin_serve as begin_serve,
+    broadcast_results as broadcast_results,
     end_proxies as end_proxies,
     import_serve as import_serve,
     look_every as look_every,

@@ -37,6 +37,14 @@ def serve_host() -> str | None:
     return str(ray.get(controller.get_http_config.remote()).host)
 
 
+async def broadcast_results(response: Any, timeout_s: float | None = None) -> list[Any]:
+    """What each replica answers to a broadcast; an exception for each that fails, or has not answered in time. Ray's
+    own `results_async` drops all answers where one is late."""
+    results = await asyncio.wait_for(response._fetch_replica_results_async(), timeout_s)
+    answers = (asyncio.wait_for(result.get_async(), timeout_s) for result in results)
+    return list(await asyncio.gather(*answers, return_exceptions=True))
+
+
 def import_serve() -> None:
     """Import what a controller, a proxy and a replica of Ray Serve are made of, without pandas. Ray Serve imports that
     for answers that are tables, which takes half as long as all the rest; it does without where pandas is not
