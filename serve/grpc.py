@@ -119,7 +119,7 @@ class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  #
         began = time.monotonic()
         given = [value for name, value in context.invocation_metadata() if name == "authorization"]
         try:
-            return self._door.admit("predict", [value.encode("latin-1", "replace") for value in given], model)
+            return await self._door.admit("predict", [value.encode("latin-1", "replace") for value in given], model)
         except RequestError as error:
             with contextlib.suppress(RequestError, RuntimeError), self._desk.answering(model or "", None) as service:
                 _tell(service, f"{CALLS}{call}", _record(""), "", error.status, began, tracing.NoSpans())

@@ -1,7 +1,6 @@
 """A replica of the endpoint: engine, batcher and application of all models and versions that it holds, one process."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
@@ -33,8 +32,8 @@ from serve.watching.sums import join_expositions
 
 logger = logging.getLogger(__name__)
 
-COUNT_S = 5.0
-"""Seconds between two counts of the replicas, which share out the rates of keys."""
+RATE_S = 0.5
+"""Seconds in which a replica tells what it has let in of a key's rate, for which a request waits."""
 ANSWER_S = 2.0
 """Seconds in which a replica answers what it knows at once; one that hangs is not waited for."""
 ALL_S, AGAIN_S = 120.0, 0.1
@@ -63,7 +62,8 @@ class Replica:
         self._refused: dict[tuple[str, str], str] = {}
         """Why a model's artefact was refused, here or by another replica."""
         self._changes: set[asyncio.Task[None]] = set()
-        self._counting: asyncio.Task[None] | None = None
+        if self._door is not None and several:
+            self._door.rates.others = self._taken_elsewhere
         direct.install(self._models, most_requests(settings, len(names)))
 
     def __serve_build_asgi_app__(self) -> Models:
@@ -87,8 +87,6 @@ class Replica:
         began = time.monotonic()
         if not self._models.loaded:
             await self._models.become(wish["models"], wish.get(VERSIONS, {}))
-            if self._door is not None:
-                self._counting = asyncio.create_task(self._count_replicas())
         else:
             self._wish = wish
             # Another replica may have asked for what is wished before this one is told of it.
@@ -175,12 +173,16 @@ class Replica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         return self._models.load()
 
-    async def _count_replicas(self) -> None:
-        """Each sees its own part of a key's requests. How many there are is up to whoever deploys them, and changes."""
-        while self._door is not None:
-            await asyncio.sleep(COUNT_S)
-            with contextlib.suppress(ray.exceptions.RayError, ray.serve.exceptions.RayServeException):
-                self._door.shared_by(len(await of_all("serves")))
+    async def taken(self, key: str, rate: str) -> tuple[str, int]:
+        """This replica's name, and what it has taken of a key's rate."""
+        return self._name, 0 if self._door is None else self._door.rates.taken(key, rate)
+
+    async def _taken_elsewhere(self, key: str, rate: str) -> list[int]:
+        try:
+            taken = dict(await of_all("taken", key, rate, timeout_s=RATE_S))
+        except (ray.exceptions.RayError, ray.serve.exceptions.RayServeException, TimeoutError):
+            return []  # a client is let in rather than refused for what Ray does not know
+        return [count for name, count in taken.items() if name != self._name]
 
     async def _join_expositions(self) -> str:
         return join_expositions(dict(await of_all("exposition", timeout_s=ANSWER_S)))

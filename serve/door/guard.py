@@ -33,7 +33,7 @@ def door(settings: Serve) -> keys.Door | None:
     """What asks for keys; None where there is no file of them. Raises `UserError` for a file that is no good."""
     if settings.keys is None:
         return None
-    return keys.Door(keys.Keys(Path(settings.keys)), keys.Rates(settings.copies))
+    return keys.Door(keys.Keys(Path(settings.keys)), keys.Rates())
 
 
 def security_headers(settings: Serve) -> Pairs:
@@ -76,13 +76,13 @@ class Guard:
             await self._app(scope, receive, send)
             return
         try:
-            self._check(scope)
+            await self._check(scope)
             waited_s = scope.get("state", {}).get("waited_s", 0.0)
             await self._app(scope, _Body(receive, self._settings, waited_s), send)
         except RequestError as error:
             await answer(error, route(scope))(scope, receive, send)
 
-    def _check(self, scope: Scope) -> None:
+    async def _check(self, scope: Scope) -> None:
         settings, headers = self._settings, scope["headers"]
         # A dict of this request alone: the server's own is one for all.
         state = {**scope.get("state", {}), "known": self._door is None, "key": None, "models": None}
@@ -107,7 +107,7 @@ class Guard:
         key = None
         if self._door and (wanted := keys.scope_of(_address(scope), scope["method"])):
             try:
-                key = self._door.admit(wanted, sent.get(b"authorization", ()), self._model)
+                key = await self._door.admit(wanted, sent.get(b"authorization", ()), self._model)
             except RequestError as error:  # a body without an end would be read and thrown away without an end
                 raise _last(error) if b"transfer-encoding" in sent else error from None
         state |= {"known": self._door is None or key is not None, "key": key and key.name, "models": key and key.models}
