@@ -351,6 +351,15 @@ class Door:
     async def admit(self, scope: Scope, authorization: Sequence[bytes], model: str | None = None) -> Key:
         """The key by which a request gets in, to that model where it is for one. Raises `RequestError`: 401 without a
         right key, 403 where it lacks the scope or the model, 429 where it asks too often."""
+        key = self.identify(scope, authorization)
+        if model is not None and scope == "predict" and key.models is not None and model not in key.models:
+            raise RequestError(403, f"key {key.name} may ask {' and '.join(key.models)}, and not {model}")
+        if wait_s := await self.rates.wait_s(key):
+            raise RequestError(429, f"key {key.name} may ask {key.rate}; try again in {wait_s} s", retry_after=wait_s)
+        return key
+
+    def identify(self, scope: Scope, authorization: Sequence[bytes]) -> Key:
+        """The key of a request that opens the scope. The request is not counted. Raises `RequestError`: 401 or 403."""
         key = find(self._keys.current(), authorization)
         if key is None:
             reason = "this key opens nothing here" if authorization else "no key"
@@ -359,8 +368,4 @@ class Door:
             raise refused
         if scope not in key.scopes:
             raise RequestError(403, f"key {key.name} has no scope {scope}")
-        if model is not None and scope == "predict" and key.models is not None and model not in key.models:
-            raise RequestError(403, f"key {key.name} may ask {' and '.join(key.models)}, and not {model}")
-        if wait_s := await self.rates.wait_s(key):
-            raise RequestError(429, f"key {key.name} may ask {key.rate}; try again in {wait_s} s", retry_after=wait_s)
         return key
