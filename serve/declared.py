@@ -59,7 +59,12 @@ def document(artifacts: Mapping[str, Path], settings: Serve) -> dict[str, Any]:
     ungated = {"ungated": True} if settings.ungated else {}
     return {
         "proxy_location": "HeadOnly",
-        "http_options": {"host": settings.host, "port": settings.port, **tls},
+        "http_options": {
+            "host": settings.host,
+            "port": settings.port,
+            "keep_alive_timeout_s": settings.keep_alive_s,
+            **tls,
+        },
         "applications": [
             {
                 "name": APPLICATION,

@@ -94,6 +94,7 @@ async def serving(
             ("grpc.max_receive_message_length", settings.max_body_bytes + OVERHEAD_BYTES),
             ("grpc.so_reuseport", int(shared)),
             ("grpc.max_concurrent_streams", MAX_STREAMS),
+            ("grpc.max_connection_idle_ms", 1000 * settings.keep_alive_s),
         ],
         interceptors=[Admission(desk, settings, door)],
         # As many as reach the HTTP application; more are answered RESOURCE_EXHAUSTED.

@@ -75,6 +75,11 @@ def test_what_a_replica_itself_opens_to_whom_is_as_it_was_asked_for(artifact: Pa
     assert given[0] == settings
 
 
+def test_idle_connections_are_ray_s_to_close(artifact: Path) -> None:
+    found = ServeDeploySchema.model_validate(declared.document({"tiny": artifact}, Serve(keep_alive_s=620)))
+    assert found.http_options.keep_alive_timeout_s == 620
+
+
 def test_the_file_says_that_nobody_is_asked_for_a_key_where_that_is_wanted(artifact: Path) -> None:
     settings = Serve(host="0.0.0.0", insecure=True, allowed_hosts=("models.example",))
     args = declared.document({"tiny": artifact}, settings)["applications"][0]["args"]

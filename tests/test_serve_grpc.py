@@ -296,6 +296,22 @@ def test_one_connection_does_not_take_all_calls(predictor: Predictor) -> None:
     asyncio.run(main())
 
 
+def test_a_connection_without_calls_ends_after_a_while(predictor: Predictor) -> None:
+    service = Service(predictor, Serve(keep_alive_s=1))
+
+    async def main() -> None:
+        async with (
+            serving(service, service.settings, 0) as port,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            await interface.GRPCInferenceServiceStub(channel).ServerLive(messages.ServerLiveRequest())
+            while channel.get_state() != grpc.ChannelConnectivity.IDLE:
+                await asyncio.sleep(0.01)
+            assert (await interface.GRPCInferenceServiceStub(channel).ServerLive(messages.ServerLiveRequest())).live
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_questions_and_whoever_is_refused_are_counted_and_logged_as_over_http(
     predictor: Predictor, tmp_path: Path
 ) -> None:
