@@ -29,8 +29,6 @@ from serve.front.address import Address, free_address, listening, refuse_grpc_po
 from serve.models import Models, over_grpc
 from serve.watching import tracing
 
-KEEP_ALIVE_S = 60
-"""Seconds that a connection without a request stays open."""
 BACKLOG = 1024
 STARTED_S = 0.01
 """Between two looks whether the server listens."""
@@ -90,7 +88,7 @@ def _configured(models: Models, settings: Serve, many: int) -> uvicorn.Config:
     return uvicorn.Config(
         direct.Direct(models, usual, most),
         http=connection.Protocol,
-        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_keep_alive=settings.keep_alive_s,
         timeout_graceful_shutdown=int(settings.deadline_s) + 1,
         ws="none",
         lifespan="on",  # by itself uvicorn takes an error in it, as of a port of gRPC's in use, for none at all

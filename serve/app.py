@@ -23,6 +23,7 @@ from serve import about, abstention, base, pages, protocol, schema, writing
 from serve.answering import Lasting, Service
 from serve.base import documented, reply
 from serve.door import guard
+from serve.door.keys import MOUNT
 from serve.envelope import client_of
 
 PREDICT = "/predict"
@@ -34,7 +35,7 @@ def build_app(
 ) -> FastAPI:
     """The application of a loaded model (`Predictor.load`: one that does not give its golden answers gets no app).
 
-    `exposition` replaces this process's metrics on `/metrics`: where there are several replicas, by their sum.
+    `exposition` replaces this process's metrics on `/metrics`: where there are several replicas, by those of all.
     `lasting`: that of the process, where this is not the only version that it answers with.
     """
     lasting = lasting or Lasting(settings, guard.door(settings))
@@ -114,6 +115,8 @@ def build_app(
 
     app.include_router(base.routes(service, settings, exposition))
     app.include_router(pages.MODEL)
+    if lasting.door is not None:
+        app.include_router(pages.MODEL, prefix=MOUNT + "{name}", include_in_schema=False)  # of no model (`keys`)
     return app
 
 

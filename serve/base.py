@@ -131,7 +131,7 @@ class _Heads:
 
 def routes(desk: Desk, settings: Serve, exposition: Exposition | None) -> APIRouter:
     """Those that are about no model in particular. `exposition` replaces this process's metrics: where there are
-    several replicas, by their sum."""
+    several replicas, by those of all."""
     router = APIRouter()
 
     @router.get("/v2", **documented(protocol.ServerMetadata))

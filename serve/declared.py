@@ -22,6 +22,8 @@ RAY_SERVE = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
 """Ray Serve's settings of its controller and of all that it starts."""
+APPLICATION = "rtrain"
+"""The application's name on Ray Serve. Ray's own proxy tells it without a key (`/-/routes`), so it names no model."""
 HEAD = """\
 # serve deploy FILE, on a Ray of the cluster's. Written by `rtrain serve ARTIFACT --print-config`.
 # Another version: change its folder in user_config alone, and deploy again. Replicas load it beside what they answer
@@ -31,7 +33,7 @@ HEAD = """\
 # closed to others by `rtrain serve` alone. Start Ray on the head with what `rtrain serve` has its controller know:
 {}
 """
-ELSEWHERE = {"port", "replicas", "max_replicas", "ingress", "insecure", "ungated"}
+ELSEWHERE = {"port", "replicas", "max_replicas", "ingress", "ungated"}
 """Settings that Ray has under names of its own, or that say how a command behaves. Address and certificate Ray has too;
 replicas listen with them for gRPC, and tell by them who can reach the endpoint."""
 
@@ -43,11 +45,11 @@ def text(artifacts: Mapping[str, Path], settings: Serve) -> str:
 
 def document(artifacts: Mapping[str, Path], settings: Serve) -> dict[str, Any]:
     """`artifacts`: folders by the models' names. Paths are absolute: each node needs them as they are."""
-    plain = Serve()
+    plain = Serve().model_dump(mode="json")
     changed = {
         name: value
         for name, value in settings.model_dump(mode="json").items()
-        if name not in ELSEWHERE and value != getattr(plain, name)
+        if name not in ELSEWHERE and value != plain[name]
     }
     tls = {"ssl_certfile": settings.tls_cert, "ssl_keyfile": settings.tls_key} if settings.tls_cert else {}
     number: dict[str, Any] = {"num_replicas": settings.copies}
@@ -57,10 +59,15 @@ def document(artifacts: Mapping[str, Path], settings: Serve) -> dict[str, Any]:
     ungated = {"ungated": True} if settings.ungated else {}
     return {
         "proxy_location": "HeadOnly",
-        "http_options": {"host": settings.host, "port": settings.port, **tls},
+        "http_options": {
+            "host": settings.host,
+            "port": settings.port,
+            "keep_alive_timeout_s": settings.keep_alive_s,
+            **tls,
+        },
         "applications": [
             {
-                "name": "-".join(folders),
+                "name": APPLICATION,
                 "route_prefix": "/",
                 "import_path": "serve.service:application",
                 "args": {"models": dict(folders), **changed, **ungated},

@@ -37,7 +37,7 @@ from serve import declared, named
 from serve.change import judge, nodes, rollout, scaling
 from serve.change.application import Application
 from serve.change.rollout import Rollout
-from serve.declared import most_replicas, most_requests
+from serve.declared import APPLICATION, most_replicas, most_requests
 from serve.door import access
 from serve.front import ingress
 from serve.front.address import Address, free_address, refuse_grpc_port
@@ -179,7 +179,7 @@ def start(
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     try:
         deployment = _configured(settings, len(artifacts), environment, quiet, tell)
-        application = Application(deployment, name or "-".join(artifacts), settings, artifacts, quiet)
+        application = Application(deployment, name or APPLICATION, settings, artifacts, quiet)
     except BaseException:
         if front is not None:
             front.remove()
@@ -287,9 +287,10 @@ def _waiting(settings: Serve, models: int, application: str, seconds: float) -> 
 
 def _options(settings: Serve, port: int, front: ingress.Ingress | None) -> HTTPOptions:
     """HAProxy takes the address and the certificate; else Ray's own proxy does."""
+    common = {"port": port, "keep_alive_timeout_s": settings.keep_alive_s}
     if front is not None:
-        return HTTPOptions(host=front.host, port=port)
-    return HTTPOptions(host=settings.host, port=port, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key)
+        return HTTPOptions(host=front.host, **common)
+    return HTTPOptions(host=settings.host, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, **common)
 
 
 def _await_ready(address: Address) -> None:

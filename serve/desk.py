@@ -9,7 +9,8 @@ import rtrain
 from rtrain.config import Serve
 from serve import base, pages, protocol
 from serve.door import guard, keys
-from serve.models import MOUNT, PROTOCOL, Models
+from serve.door.keys import MOUNT
+from serve.models import PROTOCOL, Models
 from serve.schema import RequestError
 from serve.watching import tracing
 from serve.watching.access_log import AccessLog
@@ -30,6 +31,8 @@ def build_desk(
     app.dress(settings, door, None, counters.count, tracing.spans(settings, None), AccessLog(settings.access_log))
     app.include_router(base.routes(models, settings, exposition))
     app.include_router(pages.SEVERAL)
+    if door is not None:
+        app.include_router(pages.MODEL, prefix=MOUNT + "{name}", include_in_schema=False)  # of no model (`keys`)
 
     def named(request: Request) -> list[str]:
         """Those that the request's key may ask."""

@@ -62,7 +62,7 @@ class Envelope:
         """`answered` is told the route, the status, the seconds and the name of each request's trace, or its own.
         `predictor`: None where what answers is no model."""
         self._app, self._answered, self._spans, self._log = app, answered, spans, access_log
-        self._security = guard.security_headers(settings)
+        self._security, self._asks_for_keys = guard.security_headers(settings), settings.keys is not None
         # Not random for each: the system's call for that lets the engine's thread in, and waits until it has done.
         self._process, self._numbers = secrets.token_hex(10), itertools.count()
         names, self._model = {}, {}
@@ -90,7 +90,7 @@ class Envelope:
                 status = message["status"]
                 headers = guard.hardened(message["headers"], self._security)
                 # Whoever has no key learns no model's name and version.
-                known = scope.get("state", {}).get("known", True)
+                known = scope.get("state", {}).get("known", not self._asks_for_keys)
                 headers += [*(self._headers if known else ()), (b"x-request-id", record.id.encode())]
                 message = {**message, "headers": headers}
             await send(message)

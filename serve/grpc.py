@@ -6,6 +6,7 @@ of KServe's or Triton's has and this one lacks, e.g. loading models and shared m
 
 import asyncio
 import contextlib
+import inspect
 import json
 import logging
 import secrets
@@ -37,6 +38,7 @@ CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
     413: grpc.StatusCode.RESOURCE_EXHAUSTED,
     422: grpc.StatusCode.INVALID_ARGUMENT,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -50,6 +52,10 @@ ROUTE = f"{CALLS}ModelInfer"
 """Its name in the metrics."""
 OVERHEAD_BYTES = 100_000
 """What a message has beside its texts: names, shapes and lengths. `serve.max_body_bytes` bounds the texts."""
+MAX_STREAMS = 128
+"""Calls of one connection at a time; a client keeps further calls until one ends. HTTP/2 recommends 100 or more."""
+OPEN = frozenset({f"{CALLS}ServerLive", f"{CALLS}ServerReady"})
+"""Calls that need no key."""
 
 
 class Desk(Protocol):
@@ -87,7 +93,10 @@ async def serving(
         options=[
             ("grpc.max_receive_message_length", settings.max_body_bytes + OVERHEAD_BYTES),
             ("grpc.so_reuseport", int(shared)),
+            ("grpc.max_concurrent_streams", MAX_STREAMS),
+            ("grpc.max_connection_idle_ms", 1000 * settings.keep_alive_s),
         ],
+        interceptors=[Admission(desk, settings, door)],
         # As many as reach the HTTP application; more are answered RESOURCE_EXHAUSTED.
         maximum_concurrent_rpcs=(settings.max_queue_rows + 2 * settings.max_batch_rows) * models,
     )
@@ -105,6 +114,57 @@ async def serving(
         await server.stop(settings.deadline_s)
 
 
+class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # it has no types
+    """Refuses a call before its message is read, as HTTP refuses a request before its body: a call that sends nothing
+    holds one of the server's `maximum_concurrent_rpcs`. A call without a right key ends at once. A call of a known
+    client ends where its message takes longer than the deadline. A call that needs no key is answered unread."""
+
+    def __init__(self, desk: Desk, settings: Serve, door: "keys.Door | None"):
+        self._desk, self._settings, self._door = desk, settings, door
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        began, error = time.monotonic(), None
+        handler = await continuation(details)
+        if self._door is not None and details.method not in OPEN:
+            try:
+                self._door.identify("predict", _authorization(details.invocation_metadata))
+            except RequestError as refusal:
+                error = refusal
+        if error is None and not inspect.iscoroutinefunction(getattr(handler, "unary_unary", None)):
+            return None  # no such call, or one that the servicer has not: gRPC answers UNIMPLEMENTED
+
+        async def answer(requests: AsyncIterator[Any], context: Any) -> Any:
+            if details.method in OPEN:
+                return await handler.unary_unary(None, context)
+            refusal = error
+            if refusal is None:
+                try:
+                    async with asyncio.timeout(self._settings.deadline_s):
+                        request = await anext(requests)
+                except TimeoutError:
+                    refusal = RequestError(408, "the deadline passed before the message had arrived")
+                except StopAsyncIteration:
+                    refusal = RequestError(400, "the call has no message")
+            if refusal is not None:
+                _count_refused(self._desk, details.method, "", refusal, began)
+                await _abort(context, refusal)
+            return await handler.unary_unary(request, context)
+
+        if handler is None:
+            return grpc.stream_unary_rpc_method_handler(answer)
+        return grpc.stream_unary_rpc_method_handler(answer, handler.request_deserializer, handler.response_serializer)
+
+
+def _authorization(metadata: Any) -> list[bytes]:
+    return [value.encode("latin-1", "replace") for name, value in metadata or () if name == "authorization"]
+
+
+def _count_refused(desk: Desk, route: str, model: str, error: RequestError, began: float) -> None:
+    """Count and log a call that was refused, unless it names none of several models."""
+    with contextlib.suppress(RequestError, RuntimeError), desk.answering(model, None) as service:
+        _tell(service, route, _record(""), "", error.status, began, tracing.NoSpans())
+
+
 class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  # it has no types
     """Whether it lives and is ready it tells without a key, as over HTTP."""
 
@@ -117,12 +177,10 @@ class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  #
         if self._door is None:
             return None
         began = time.monotonic()
-        given = [value for name, value in context.invocation_metadata() if name == "authorization"]
         try:
-            return self._door.admit("predict", [value.encode("latin-1", "replace") for value in given], model)
+            return await self._door.admit("predict", _authorization(context.invocation_metadata()), model)
         except RequestError as error:
-            with contextlib.suppress(RequestError, RuntimeError), self._desk.answering(model or "", None) as service:
-                _tell(service, f"{CALLS}{call}", _record(""), "", error.status, began, tracing.NoSpans())
+            _count_refused(self._desk, f"{CALLS}{call}", model or "", error, began)
             await _abort(context, error)
 
     @asynccontextmanager

@@ -23,11 +23,12 @@ from serve.answering import Lasting, Service
 from serve.change import scaling
 from serve.change.versions import Versions
 from serve.door import guard, keys
+from serve.door.keys import MOUNT
 from serve.schema import RequestError
 from serve.watching import sums
 from serve.watching.telemetry import Requests
 
-MOUNT, PROTOCOL = "/models/", "/v2/models/"
+PROTOCOL = "/v2/models/"
 Make = Callable[[str, Path], Awaitable[FastAPI]]
 """As `versions.Make`, of the model of that name."""
 Beside = Callable[["Models"], AbstractAsyncContextManager[Any]]

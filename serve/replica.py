@@ -1,9 +1,9 @@
 """A replica of the endpoint: engine, batcher and application of all models and versions that it holds, one process."""
 
 import asyncio
-import contextlib
 import logging
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ import ray.serve
 import ray.serve.exceptions
 from fastapi import FastAPI
 
-from rtrain import env
+from rtrain import env, ray_internals
 from rtrain.config import Serve
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
@@ -28,12 +28,14 @@ from serve.desk import build_desk
 from serve.door import access, guard
 from serve.front import direct
 from serve.models import Models, over_grpc
-from serve.watching.sums import sum_expositions
+from serve.watching.sums import join_expositions
 
 logger = logging.getLogger(__name__)
 
-COUNT_S = 5.0
-"""Seconds between two counts of the replicas, which share out the rates of keys."""
+RATE_S = 0.5
+"""Seconds in which a replica tells what it has let in of a key's rate, for which a request waits."""
+ANSWER_S = 2.0
+"""Seconds in which a replica answers what it knows at once; one that hangs is not waited for."""
 ALL_S, AGAIN_S = 120.0, 0.1
 """Seconds in which all replicas have loaded what is wished, and between two questions where not all have answered."""
 Wish = dict[str, Any]
@@ -51,7 +53,8 @@ class Replica:
         self._settings, self._door = settings, guard.door(settings)
         self._lasting = {name: Lasting(settings, self._door) for name in names}
         several = most_replicas(settings) > 1 if several is None else several
-        self._sum = self._sum_of_replicas if several else None
+        self._joined = self._join_expositions if several else None
+        self._name = secrets.token_hex(4)
         self._models = Models(self._lasting, self._make, self._desk, over_grpc(settings, self._door, shared=True))
         self._reconfigured_s = 0.0
         """Seconds of the last `reconfigure`."""
@@ -59,14 +62,15 @@ class Replica:
         self._refused: dict[tuple[str, str], str] = {}
         """Why a model's artefact was refused, here or by another replica."""
         self._changes: set[asyncio.Task[None]] = set()
-        self._counting: asyncio.Task[None] | None = None
+        if self._door is not None and several:
+            self._door.rates.others = self._taken_elsewhere
         direct.install(self._models, most_requests(settings, len(names)))
 
     def __serve_build_asgi_app__(self) -> Models:
         return self._models
 
     def _desk(self, models: Models) -> FastAPI:
-        return build_desk(models, self._settings, self._door, self._sum)
+        return build_desk(models, self._settings, self._door, self._joined)
 
     async def _make(self, name: str, artifact: Path) -> FastAPI:
         # Ray shows a replica the GPU that it was given, and no other.
@@ -76,7 +80,7 @@ class Replica:
         # Whoever deploys a file names the artefact in `user_config`, which Ray hands to replicas alone.
         access.admit(predictor.artifact, artifact, self._settings)
         predictor.artifact = replace(predictor.artifact, name=name)
-        return build_app(predictor, self._settings, self._sum, self._lasting[name])
+        return build_app(predictor, self._settings, self._joined, self._lasting[name])
 
     async def reconfigure(self, wish: Wish) -> None:
         """At the start, load what is to be served. Later only note the wish: Ray routes nothing to a replica while this
@@ -84,8 +88,6 @@ class Replica:
         began = time.monotonic()
         if not self._models.loaded:
             await self._models.become(wish["models"], wish.get(VERSIONS, {}))
-            if self._door is not None:
-                self._counting = asyncio.create_task(self._count_replicas())
         else:
             self._wish = wish
             # Another replica may have asked for what is wished before this one is told of it.
@@ -165,28 +167,33 @@ class Replica:
         if self._models.loaded and not self._models.ready:
             raise RuntimeError("an engine call has not returned within the deadline")
 
-    async def exposition(self) -> str:
-        return self._models.exposition()
+    async def exposition(self) -> tuple[str, str]:
+        """This replica's name among the metrics, and its metrics."""
+        return self._name, self._models.exposition()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return self._models.load()
 
-    async def _count_replicas(self) -> None:
-        """Each sees its own part of a key's requests. How many there are is up to whoever deploys them, and changes."""
-        while self._door is not None:
-            await asyncio.sleep(COUNT_S)
-            with contextlib.suppress(ray.exceptions.RayError, ray.serve.exceptions.RayServeException):
-                self._door.shared_by(len(await of_all("serves")))
+    async def taken(self, key: str, rate: str) -> tuple[str, int]:
+        """This replica's name, and what it has taken of a key's rate."""
+        return self._name, 0 if self._door is None else self._door.rates.taken(key, rate)
 
-    async def _sum_of_replicas(self) -> str:
-        return sum_expositions(await of_all("exposition"))
+    async def _taken_elsewhere(self, key: str, rate: str) -> list[int]:
+        try:
+            taken = dict(await of_all("taken", key, rate, timeout_s=RATE_S))
+        except (ray.exceptions.RayError, ray.serve.exceptions.RayServeException, TimeoutError):
+            return []  # a client is let in rather than refused for what Ray does not know
+        return [count for name, count in taken.items() if name != self._name]
+
+    async def _join_expositions(self) -> str:
+        return join_expositions(dict(await of_all("exposition", timeout_s=ANSWER_S)))
 
 
-async def of_all(method: str, *given: object) -> list[Any]:
-    """What each replica of this application answers; one that ends just now is left out."""
+async def of_all(method: str, *given: object, timeout_s: float | None = None) -> list[Any]:
+    """What each replica of this application answers; one that ends just now, or is late, is left out."""
     context = ray.serve.get_replica_context()
     handle = ray.serve.get_deployment_handle(context.deployment, context.app_name)
-    found = await handle.broadcast(method, *given).results_async(return_exceptions=True)
+    found = await ray_internals.broadcast_results(handle.broadcast(method, *given), timeout_s)
     return [one for one in found if not isinstance(one, BaseException)]
 
 

@@ -9,6 +9,7 @@ The answers of /predict are built by `decode` of the model's task (`rtrain.tasks
 `serve.explanations`, the messages of /v2 by `serve.protocol`, errors by `serve.base`, and all else where its route is.
 """
 
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
@@ -22,6 +23,8 @@ MAX_DEPTH = 32
 DEFAULT_LABELS = 100
 """Most labels that are answered to a text by default. 256 texts with 1,800 labels each were a reply of 23.6 MB."""
 """How deep a document's lists and objects may be nested; a request of ours has 6 at most."""
+_PROTOCOL_PATH = re.compile(r"(/models/[^/]+)?/v2(/|$)")
+"""Paths of the Open Inference Protocol: of an address, and of one model."""
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 
@@ -40,7 +43,7 @@ class RequestError(Exception):
 
     def document(self, path: str) -> dict[str, Any]:
         """The JSON that answers a request of this path."""
-        if path == "/v2" or path.startswith("/v2/"):
+        if _PROTOCOL_PATH.match(path):
             return {"error": self.line}
         return {"error": {"type": ERROR_TYPES[self.status], "message": self.message, "field": self.field}}
 
@@ -280,6 +283,7 @@ ERROR_TYPES = {
     408: "too_slow",
     413: "too_large",
     415: "unsupported",
+    421: "misdirected",
     422: "invalid",
     429: "rate_limited",
     431: "too_large",

@@ -7,7 +7,7 @@ from typing import Any
 import ray.serve
 
 import rtrain.artifact
-from rtrain import config
+from rtrain import config, ray_internals
 from rtrain.errors import ConfigError, Problem
 from serve import named
 from serve.declared import actor_options, most_requests
@@ -17,6 +17,7 @@ from serve.deployment import (
     HEALTH_PERIOD_S,
     HEALTH_TIMEOUT_S,
 )
+from serve.door import access
 from serve.replica import Replica
 
 
@@ -25,10 +26,14 @@ def application(arguments: Mapping[str, Any]) -> ray.serve.Application:
     the section `serve` by their names, e.g. `threads`.
 
     Where it listens, and how many replicas there are, is up to who deploys it. Raises as `rtrain serve` does for a
-    damaged artefact, and for one that the gate has refused.
+    damaged artefact, for one that the gate has refused, and for an address that others can reach without a key: that of
+    Ray Serve's proxies counts, whatever address the arguments have.
     """
     given = {f"serve.{name}": value for name, value in arguments.items() if name not in ("artifact", "models")}
     settings = config.load("intent", given).deploy.serve
+    if access.is_loopback(settings.host):
+        settings = settings.model_copy(update={"host": ray_internals.serve_host() or settings.host})
+    access.check(settings)
     artifacts = _artifacts(arguments)
     named.admit(artifacts, settings)
     ongoing = most_requests(settings, len(artifacts))

@@ -98,7 +98,7 @@ def gate(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate
 
 
 def client(app: ASGIApp) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
 
 
 def call(app: FastAPI, method: str, path: str, **request: Any) -> httpx.Response:

@@ -128,7 +128,7 @@ def test_an_added_task_learns_and_is_scored(added: str, tmp_path: Path) -> None:
 
 async def _post(predictor: Predictor, path: str, document: dict[str, Any]) -> Any:
     transport = httpx.ASGITransport(app=build_app(predictor, config.Deploy().serve))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         return (await client.post(path, json=document)).json()
 
 

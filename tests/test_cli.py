@@ -7,6 +7,8 @@ import os
 import shlex
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,10 +22,11 @@ from rtrain.proof import ledger
 from rtrain.run import Run
 from rtrain.runs import opening
 from tests import stock
-from tests.conftest import Row, labelled_rows, write_rows
+from tests.conftest import STARTUP, Row, labelled_rows, write_rows
 from tests.tiny import make_artifact, make_encoder
 
 Cli = Callable[..., tuple[int, str, str]]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -602,6 +605,35 @@ def test_more_workers_than_the_cluster_has_cpus(run: Cli, tmp_path: Path, encode
     assert code == 2
     assert "train.workers=9: workers and data tasks need 12 logical CPUs, the Ray cluster has 4" in err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("verb", ["train", "serve"])
+def test_with_an_empty_home_ray_s_token_is_its_owner_s_alone(tmp_path: Path, encoder: Path, verb: str) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    rows = csv_of(tmp_path, [(text, "same") for text, _ in labelled_rows(60)])
+    with socket.socket() as taken:  # both commands are refused after Ray has started
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        words = {
+            "train": ["train", "intent", "--data", rows, "--model", encoder, "--out", "run"],
+            "serve": ["serve", make_artifact(tmp_path / "artifact"), "--port", taken.getsockname()[1]],
+        }[verb]
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+        done = subprocess.run(
+            ["sh", "-c", 'umask 022; exec "$@"', "sh", sys.executable, "-m", "rtrain", *map(str, words)],
+            env={**kept, "HOME": str(home), "PYTHONPATH": f"{ROOT}:{STARTUP}"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+    assert done.returncode == 1, done.stderr
+    token = home / ".ray" / "auth_token"
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert len(token.read_text()) == 64
 
 
 @pytest.mark.serve

@@ -2,11 +2,13 @@
 as cluster.yaml starts it."""
 
 import asyncio
+import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path, PurePosixPath
@@ -856,6 +858,40 @@ def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back() -> None:
     with pytest.raises(Ended, match="rtrain cluster logs --follow /shared/x") as ended:
         cluster._watched(SimpleNamespace(watch=interrupted), "rtrain-x", "/shared/x")
     assert ended.value.exit_code == 130
+
+
+def test_a_command_shows_the_token_of_the_home_folder_whatever_the_environment_says_of_it(tmp_path: Path) -> None:
+    shown: list[str | None] = []
+
+    class Head(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            shown.append(self.headers.get("authorization"))
+            self.send_error(503)
+
+        def log_message(self, *told: object) -> None:
+            pass
+
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0f3c" * 16)
+    with http.server.HTTPServer(("127.0.0.1", 0), Head) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+        done = subprocess.run(
+            [sys.executable, "-m", "rtrain", "cluster", "status"],
+            env={
+                **environ,
+                "HOME": str(tmp_path),
+                "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{server.server_port}",
+                "PYTHONPATH": f"{ROOT}:{STARTUP}",
+            },
+            cwd=tmp_path,
+            capture_output=True,
+            timeout=100,
+            check=False,
+        )
+        server.shutdown()
+    assert done.returncode == 1
+    assert set(shown) == {f"Bearer {'0f3c' * 16}"}
 
 
 # ------------------------------------------------------------------------------------------------- on a real head

@@ -106,9 +106,7 @@ def test_a_container_s_shared_memory_is_enough(tmp_path: Path) -> None:
 
 @pytest.fixture
 def token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where Ray's token is to be, for a process that has not imported Ray."""
-    monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "ray")
+    """Where Ray's token is to be. This process has imported Ray, as commands have by the time they start it."""
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / ".ray" / "auth_token"))

@@ -1,6 +1,7 @@
 """The small installation: `rtrain predict` and `rtrain inspect` need the core's dependencies alone, and a verb that
 needs more says which extra has it."""
 
+import ast
 import importlib.util
 import json
 import os
@@ -120,6 +121,55 @@ def test_what_serving_imports_is_in_the_extra_serve() -> None:
     command = [sys.executable, "-c", script, ",".join(sorted(names | bundled))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+TRIAL = """
+from serve.change.judge import Aim, State, Tally, follow
+aim = Aim(0.2, 500, 0.9, 1.25, 600.0)
+stages = [follow(State(0.0), Tally(rows=500, agreed=agreed, slower=200), aim, 1.0).stage for agreed in (490, 10)]
+errors = Tally(rows=500, agreed=490, slower=200, requests=200, errors=100, old_requests=200)
+print(*stages, follow(State(0.0, "weighted"), errors, aim, 1.0).stage)
+"""
+
+
+def test_a_candidate_is_judged_by_the_extra_serve_alone() -> None:
+    done = only(
+        [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["serve"]],
+        script=ALONE.partition("from rtrain.cli")[0] + TRIAL,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["weighted", "dropped", "dropped"]
+
+
+def test_keys_are_added_and_a_file_is_printed_by_the_extra_serve_alone(int8: Path, tmp_path: Path) -> None:
+    names = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["serve"]]
+    path = str(tmp_path / "keys.json")
+    for words in (
+        ("serve", "keys", "add", path, "shop"),
+        ("serve", "keys", "list", path),
+        ("serve", str(int8), "--ungated", "--keys", path, "--host", "0.0.0.0", "--print-config"),
+        ("serve", "keys", "revoke", path, "shop"),
+        ("predict", str(int8), "where is my parcel"),
+        ("inspect", str(int8)),
+    ):
+        assert only(names, *words).returncode == 0, words
+
+
+@pytest.mark.parametrize(
+    ("room", "extras"),
+    [("serve", ("serve", "grpc")), ("rtrain/answers", ("rows", "train")), ("tune", ("train", "tune"))],
+)
+def test_what_a_room_imports_anywhere_is_in_its_extras(room: str, extras: tuple[str, ...]) -> None:
+    """Also inside of functions, which a start does not reach."""
+    names = [*PROJECT["dependencies"], *(name for extra in extras for name in PROJECT["optional-dependencies"][extra])]
+    known = {*modules_of(names), *sys.stdlib_module_names, "rtrain", "serve", "tune"}
+    lacking = set()
+    for path in sorted((ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            lacking |= {(path.name, name) for name in modules if name.partition(".")[0] not in known}
+    assert lacking == set()
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from rtrain.errors import UserError
 from serve import declared, named, service
 from serve.change import nodes
 from serve.door import keys
+from tests.certificates import make_certificate
 from tests.test_cli import Cli, run
 from tests.tiny import make_artifact, refused
 
@@ -49,7 +50,7 @@ def test_ray_s_schema_takes_it_and_only_what_differs_is_written(artifact: Path) 
     assert found.http_options.port == 9001
     assert (found.http_options.ssl_certfile, found.http_options.ssl_keyfile) == ("/c.pem", "/k.pem")
     [application] = found.applications
-    assert application.name == "tiny-other"
+    assert application.name == declared.APPLICATION
     tls = {"tls_cert": "/c.pem", "tls_key": "/k.pem"}
     assert application.args == {"models": named, **tls, "threads": 3, "deadline_s": 5.0, "ungated": True}
     [deployment] = application.deployments
@@ -67,7 +68,20 @@ def test_what_a_replica_itself_opens_to_whom_is_as_it_was_asked_for(artifact: Pa
     """gRPC listens at the address, with the certificate, and /docs is for loopback alone."""
     path = tmp_path / "keys.json"
     keys.add(path, "shop")
-    settings = Serve(host="0.0.0.0", keys=str(path), tls_cert="/c.pem", tls_key="/k.pem", grpc_port=9000)
+    certificate, key = make_certificate(tmp_path)
+    settings = Serve(host="0.0.0.0", keys=str(path), tls_cert=certificate, tls_key=key, grpc_port=9000)
+    args = declared.document({"tiny": artifact}, settings)["applications"][0]["args"]
+    given: Any = service.application(args)._bound_deployment.init_args
+    assert given[0] == settings
+
+
+def test_idle_connections_are_ray_s_to_close(artifact: Path) -> None:
+    found = ServeDeploySchema.model_validate(declared.document({"tiny": artifact}, Serve(keep_alive_s=620)))
+    assert found.http_options.keep_alive_timeout_s == 620
+
+
+def test_the_file_says_that_nobody_is_asked_for_a_key_where_that_is_wanted(artifact: Path) -> None:
+    settings = Serve(host="0.0.0.0", insecure=True, allowed_hosts=("models.example",))
     args = declared.document({"tiny": artifact}, settings)["applications"][0]["args"]
     given: Any = service.application(args)._bound_deployment.init_args
     assert given[0] == settings
@@ -134,7 +148,7 @@ def wait(condition):
         assert time.monotonic() < give_up, ray.serve.status()
         time.sleep(0.1)
 def processes():
-    return {one["process"] for one in ray.serve.get_app_handle("tiny").broadcast("status").results()}
+    return {one["process"] for one in ray.serve.get_app_handle(declared.APPLICATION).broadcast("status").results()}
 def end(*found):
     print(json.dumps(found))
     ray.serve.shutdown()
@@ -145,7 +159,7 @@ first, second, refused = map(Path, sys.argv[1:])
 document = declared.document({"tiny": first}, Serve(port=port, replicas=2))
 models = document["applications"][0]["deployments"][0]["user_config"]["models"]
 def served():
-    return [one["tiny"][0] for one in ray.serve.get_app_handle("tiny").broadcast("serves").results()]
+    return [one["tiny"][0] for one in ray.serve.get_app_handle(declared.APPLICATION).broadcast("serves").results()]
 start(document)
 wait(lambda: len(served()) == 2)
 old, before = ask(), processes()

@@ -72,7 +72,7 @@ async def serving(application: ASGIApp, counted: list[int], most: int = MOST) ->
 async def ask(port: int, path: str = "/predict", body: bytes = b"hello", method: str = "POST") -> tuple[int, str, str]:
     """Status, headers and body of the answer, over a connection of its own."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"{method} {path} HTTP/1.1\r\nhost: here\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     headers, _, text = (await reader.read()).decode().partition("\r\n\r\n")
     writer.close()
@@ -106,6 +106,8 @@ def test_the_proxy_s_own_questions_go_to_ray_and_are_not_counted() -> None:
     async def check(application: Application, counted: list[int], port: int) -> None:
         assert (await ask(port, "/-/healthz"))[2] == "asked /-/healthz"
         assert counted == []
+        application.open.set()
+        assert (await ask(port, "/-/routes"))[2] == "hello", "what Ray would tell without a key"
 
     run(check)
 
@@ -162,7 +164,7 @@ def test_a_request_whose_client_has_gone_is_cancelled(monkeypatch: pytest.Monkey
 
     async def check(application: Application, counted: list[int], port: int) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST / HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\n\r\nhi")
+        writer.write(b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\nhi")
         await application.begun.acquire()
         asked = asyncio.create_task(ask(port))  # stays: it is answered, though it waits for longer than the other
         await application.begun.acquire()
@@ -185,7 +187,7 @@ def test_a_thousand_clients_that_leave_leave_no_place_taken(monkeypatch: pytest.
         while left < 1000:
             clients = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(MOST)]
             for writer in clients:
-                writer.write(b"POST / HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\n\r\nhi")
+                writer.write(b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\nhi")
             for _ in clients:
                 await application.begun.acquire()
             for writer in clients:
@@ -202,7 +204,7 @@ def test_a_thousand_clients_that_leave_leave_no_place_taken(monkeypatch: pytest.
 def answered_client(port: int) -> socket.socket:
     """A connection that the server has accepted, since it has answered on it."""
     client = socket.create_connection(("127.0.0.1", port), timeout=10)
-    client.sendall(b"GET /v2/health/live HTTP/1.1\r\nhost: here\r\n\r\n")
+    client.sendall(b"GET /v2/health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
     return client
 
@@ -236,7 +238,7 @@ def test_texts_of_clients_that_have_left_are_not_tokenised(
 
     async def check(counted: list[int], port: int) -> None:
         left = b'{"inputs": "it has left"}'
-        head = f"POST /predict HTTP/1.1\r\nhost: here\r\ncontent-length: {len(left)}\r\n\r\n".encode()
+        head = f"POST /predict HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(left)}\r\n\r\n".encode()
         clients = [await asyncio.to_thread(answered_client, port) for _ in range(100)]
         assert (await ask(port, body=b'{"inputs": "hello"}'))[0] == 200
         for client in clients:  # the server's loop waits for this one

@@ -227,6 +227,91 @@ def test_grpc_asks_for_the_keys_that_http_asks_for(predictor: Predictor, tmp_pat
     asyncio.run(main())
 
 
+async def never() -> AsyncIterator[bytes]:
+    """A call whose message does not come."""
+    await asyncio.Event().wait()
+    yield b""
+
+
+def silent(channel: Any, route: str, *metadata: tuple[str, str]) -> Any:
+    call = channel.stream_unary(route, request_serializer=bytes, response_deserializer=bytes)
+    return call(never(), metadata=metadata, timeout=30)
+
+
+def test_calls_without_a_key_end_before_their_message_and_leave_room_for_others(
+    predictor: Predictor, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.json"
+    right = ("authorization", f"Bearer {keys.add(path, 'shop')}")
+    settings = Serve(keys=str(path), max_queue_rows=1, max_batch_rows=1)  # three calls at a time
+
+    async def main() -> None:
+        async with (
+            serving(Service(predictor, settings), settings, 0, guard.door(settings)) as port,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            for route in (ROUTE, ROUTE.replace("ModelInfer", "ModelStreamInfer"), "/no/Such"):
+                for _ in range(5):
+                    assert (await refused(silent(channel, route))).code() == grpc.StatusCode.UNAUTHENTICATED
+            for _ in range(5):
+                assert await silent(channel, ROUTE.replace("ModelInfer", "ServerLive"))
+            stub = interface.GRPCInferenceServiceStub(channel)
+            assert (await stub.ModelInfer(question(TEXT), metadata=(right,))).model_name == "tiny"
+
+    asyncio.run(main())
+
+
+def test_a_message_has_to_arrive_within_the_deadline(predictor: Predictor) -> None:
+    service = Service(predictor, Serve(deadline_s=0.2))
+
+    async def main() -> None:
+        async with (
+            serving(service, service.settings, 0) as port,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            assert (await refused(silent(channel, ROUTE))).code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+    asyncio.run(main())
+    assert f'rtrain_requests_total{{model="tiny",route="{ROUTE}",status="408"}} 1.0' in service.exposition()
+    assert service.errors == 0, "a version on trial is not judged by a client's silence"
+
+
+def test_one_connection_does_not_take_all_calls(predictor: Predictor) -> None:
+    settings = Serve(max_queue_rows=198, max_batch_rows=1)  # 200 calls at a time
+
+    async def main() -> None:
+        async with (
+            serving(Service(predictor, settings), settings, 0) as port,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}", (("grpc.use_local_subchannel_pool", 1),)) as other,
+        ):
+            held = [silent(channel, ROUTE) for _ in range(300)]
+            live = interface.GRPCInferenceServiceStub(other).ServerLive
+            for _ in range(20):
+                assert (await live(messages.ServerLiveRequest())).live
+                await asyncio.sleep(0.01)
+            for call in held:
+                call.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_connection_without_calls_ends_after_a_while(predictor: Predictor) -> None:
+    service = Service(predictor, Serve(keep_alive_s=1))
+
+    async def main() -> None:
+        async with (
+            serving(service, service.settings, 0) as port,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            await interface.GRPCInferenceServiceStub(channel).ServerLive(messages.ServerLiveRequest())
+            while channel.get_state() != grpc.ChannelConnectivity.IDLE:
+                await asyncio.sleep(0.01)
+            assert (await interface.GRPCInferenceServiceStub(channel).ServerLive(messages.ServerLiveRequest())).live
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_questions_and_whoever_is_refused_are_counted_and_logged_as_over_http(
     predictor: Predictor, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from rtrain.predict import Predictor
 from serve.app import build_app
 from serve.door import guard, keys, security
 from serve.door.guard import Guard
+from serve.schema import RequestError
 from tests import serving
 from tests.serving import INFER, TEXT, call, error
 
@@ -92,6 +93,41 @@ def test_a_declared_length_is_refused_before_the_body_is_read_and_otherwise_not_
     never: Message = {"type": "never asked for"}
     steps = [b"a" * 1000] if status == 200 else [never]
     assert drive(Serve(max_body_bytes=1000), head(headers=[(b"content-length", declared)]), steps)[0] == status
+
+
+LOCAL = (b"localhost", b"LOCALHOST.:80", b"127.0.0.1", b"127.1.2.3:8000", b"[::1]:8000", b"[::1]")
+FOREIGN = (
+    b"evil.example",
+    b"127.0.0.1.evil.example:8000",
+    b"192.0.2.1",
+    b"localhost.evil.example",
+    b"",
+    b"[::1",
+    b"\xff",
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed", "refused"),
+    [
+        (Serve(), LOCAL, FOREIGN),
+        (Serve(host="::1"), LOCAL, FOREIGN),
+        (Serve(allowed_hosts=("models.example",)), (*LOCAL, b"models.example:443", b"Models.Example"), FOREIGN),
+        (Serve(host="0.0.0.0", insecure=True), (*LOCAL, *FOREIGN[:2]), ()),
+        (Serve(host="0.0.0.0", insecure=True, allowed_hosts=("models.example",)), (b"models.example",), FOREIGN),
+        (Serve(keys="keys.json"), (*LOCAL, *FOREIGN), ()),
+    ],
+)
+def test_without_keys_an_endpoint_of_this_machine_answers_no_name_that_a_page_of_the_web_has_given_it(
+    settings: Serve, allowed: tuple[bytes, ...], refused: tuple[bytes, ...]
+) -> None:
+    for host in allowed:
+        assert drive(settings, head(headers=[(b"host", host)]))[0] == 200, host
+    for host in refused:
+        for path in ("/predict", "/v2", "/"):
+            assert drive(settings, head(path, [(b"host", host)]))[0] == 421, host
+        assert drive(settings, head(headers=[(b"host", b"localhost"), (b"host", host)]))[0] == 421, host
+    assert drive(settings, head())[0] == 200, "no browser leaves the header out"
 
 
 def test_a_slow_body_is_cut_off_by_its_rate_and_a_fast_one_after_a_pause_is_not(
@@ -384,3 +420,23 @@ def test_what_haproxy_has_waited_for_the_body_s_beginning_counts_in_the_deadline
     """Else a body that comes late is answered 504, as if the model were slow."""
     settings, scope = Serve(deadline_s=10.0, min_body_rate=1), head(state={"waited_s": 9.95})
     assert drive(settings, scope, [b"a", 60.0])[0] == 408
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_in_overload_a_client_is_told_the_model_only_where_no_key_is_asked_for(
+    predictor: Predictor, tmp_path: Path, asks: bool
+) -> None:
+    path = tmp_path / "keys.json"
+    keys.add(path, "shop")
+    app = build_app(predictor, Serve(keys=str(path) if asks else None))
+    sent = list[Message]()
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(app(head(state={guard.REFUSED: RequestError(503, "busy")}), receive, send))
+    names = [name for name, _ in sent[0]["headers"] if name.startswith(b"x-model")]
+    assert (sent[0]["status"], names == []) == (503, asks)

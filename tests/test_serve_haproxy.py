@@ -64,7 +64,7 @@ def ray_api(folder: Path, port: int, servers: list[int], fallback: int = 0, take
         fallback_server=theirs.ServerConfig("fallback", "127.0.0.1", fallback) if fallback else None,
     )
     api = theirs.HAProxyApi(config, config_file_path=str(folder / "haproxy.cfg"))
-    api.set_backend_configs({backend.name: backend})
+    api.set_backend_configs({backend.name: backend} if servers else {})
     return api
 
 
@@ -113,6 +113,7 @@ def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
         *("http-response set-var(txn.theirs)", "http-after-response sc-inc-gpc"),
         *("http-request set-var(txn.began)", "http-request del-header x-haproxy-waited-ms"),
         *("http-request set-header x-haproxy-waited-ms", "http-after-response set-header "),
+        "http-request deny deny_status 503",
     )
     assert [line for line in after if line not in before and not line.startswith(added)] == []
 
@@ -323,6 +324,28 @@ def test_it_encrypts_where_there_is_a_certificate_whose_key_is_the_owner_s_alone
         connection.close()
         with pytest.raises((OSError, http.client.HTTPException)):
             ask(port)  # without TLS
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+
+def test_it_names_no_application_and_says_503_where_there_is_none() -> None:
+    with serving(Replica) as server, proxy([server]) as (port, folder, _):
+        for path in ("/-/routes", "/-/ROUTES"):
+            assert get(port, path) == (200, "success"), "answered by the replica, which asks for a key"
+        text = ray_file(folder, port, [server])
+    closed = rewrite(text, FRONT, SOCKET)
+    assert "app\\" not in closed
+    assert '"{' not in closed
+    with proxy([]) as (port, _, _):
+        for path in ("/predict", "/-/routes"):
+            status, body = get(port, path)
+            assert (status, set(json.loads(body))) == (503, {"error"})
 
 
 def test_nothing_is_open_but_the_endpoint_and_a_socket_of_the_owner_s() -> None:

@@ -26,7 +26,7 @@ predictor = serving.predictor  # fixture
 
 LONGEST_ERROR = 700
 """Bytes. What a client sent is repeated in part."""
-ANSWERS = {200, 400, 401, 404, 405, 413, 415, 422, 431}
+ANSWERS = {200, 400, 401, 404, 405, 413, 415, 421, 422, 431}
 
 
 class Asker:

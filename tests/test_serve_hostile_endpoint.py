@@ -61,7 +61,7 @@ def on_the_wire(case: Case) -> bytes:
     names = {name.lower() for name, _ in case.headers}
     headers = [*case.headers, (b"connection", b"close")]
     if b"host" not in names:
-        headers.append((b"host", b"here"))
+        headers.append((b"host", b"localhost"))
     body = case.body
     if not names.intersection(FRAMED):
         if case.cuts:

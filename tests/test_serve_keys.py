@@ -1,5 +1,6 @@
 """Keys: the file, what it says while it changes, and who is let in."""
 
+import asyncio
 import errno
 import fcntl
 import hashlib
@@ -297,7 +298,7 @@ def test_readers_see_whole_files_alone_while_it_is_written(path: Path) -> None:
 
 
 def admitted(path: Path, scope: keys.Scope, authorization: list[bytes]) -> Key:
-    return Door(Keys(path), Rates()).admit(scope, authorization)
+    return asyncio.run(Door(Keys(path), Rates()).admit(scope, authorization))
 
 
 def test_a_key_opens_what_its_scopes_say(path: Path) -> None:
@@ -382,51 +383,86 @@ def test_a_rate_counts_each_key_by_itself_and_says_when_to_come_back(
     shop, desk, free = add(path, "shop", rate="3/minute"), add(path, "desk", rate="3/minute"), add(path, "free")
     door = Door(Keys(path), Rates())
     for _ in range(3):
-        door.admit("predict", bearer(shop))
+        asyncio.run(door.admit("predict", bearer(shop)))
     with pytest.raises(RequestError) as caught:
-        door.admit("predict", bearer(shop))
+        asyncio.run(door.admit("predict", bearer(shop)))
     wait_s = int(caught.value.headers["retry-after"])
     assert (caught.value.status, 1 <= wait_s <= 60) == (429, True)
     assert caught.value.message == f"key shop may ask 3/minute; try again in {wait_s} s"
     for _ in range(3):
-        door.admit("predict", bearer(desk))
+        asyncio.run(door.admit("predict", bearer(desk)))
     for _ in range(50):
-        door.admit("predict", bearer(free))
+        asyncio.run(door.admit("predict", bearer(free)))
     now += 121
-    door.admit("predict", bearer(shop))
+    asyncio.run(door.admit("predict", bearer(shop)))
 
 
-def test_processes_share_a_rate_out(path: Path) -> None:
-    add(path, "shop", rate="10/hour")
+def processes(number: int) -> list[Rates]:
+    """The rates of so many processes that answer side by side."""
+    every: list[Rates] = []
+
+    def besides(one: int) -> keys.Others:
+        async def others(key: str, rate: str) -> list[int]:
+            await asyncio.sleep(0)
+            return [rates.taken(key, rate) for place, rates in enumerate(every) if place != one]
+
+        return others
+
+    every += [Rates(besides(one)) for one in range(number)]
+    return every
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 7])
+def test_a_client_gets_its_rate_whole_from_one_process_of_several(path: Path, number: int) -> None:
+    """Over gRPC a connection stays with one replica."""
+    add(path, "shop", rate="100/hour")
     [key] = read(path)
-    rates = Rates(processes=4)
-    assert [rates.wait_s(key) == 0 for _ in range(5)] == [True, True, True, False, False]
+    rates, *_ = processes(number)
+
+    async def main() -> list[bool]:
+        return [await rates.wait_s(key) == 0 for _ in range(110)]
+
+    assert asyncio.run(main()) == [True] * 100 + [False] * 10
 
 
-def test_a_rate_follows_the_number_of_processes(path: Path) -> None:
-    shop = add(path, "shop", rate="12/hour")
-    door = Door(Keys(path), Rates())
-
-    def admitted() -> int:
-        for count in range(20):
-            try:
-                door.admit("predict", bearer(shop))
-            except RequestError:
-                return count
-        raise AssertionError("no limit")
-
-    # What was let in counts on, however many there are.
-    for processes, more in ((3, 4), (2, 0), (4, 0), (0, 0)):  # none has answered: there is this one
-        door.shared_by(processes)
-        assert admitted() == more
-
-
-@pytest.mark.parametrize(("processes", "share"), [(1, 12), (2, 6), (5, 3), (12, 1), (50, 1)])
-def test_the_share_of_a_process_is_rounded_up(path: Path, processes: int, share: int) -> None:
-    add(path, "shop", rate="12/hour")
+@pytest.mark.parametrize("rate", [1, 3, 10, 100])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_processes_together_let_in_no_more_than_a_rate(path: Path, rate: int, at_once: bool) -> None:
+    add(path, "shop", rate=f"{rate}/hour")
     [key] = read(path)
-    rates = Rates(processes)
-    assert [rates.wait_s(key) == 0 for _ in range(20)] == [True] * share + [False] * (20 - share)
+    every = processes(4)
+
+    async def main() -> int:
+        if not at_once:
+            return sum([await every[turn % 4].wait_s(key) == 0 for turn in range(300)])
+        waits = await asyncio.gather(*(rates.wait_s(key) for _ in range(75) for rates in every))
+        return sum(wait_s == 0 for wait_s in waits)
+
+    let_in = asyncio.run(main())
+    if at_once:  # what is less than one for each may be taken by all at the same moment
+        assert rate - rate % 4 <= let_in <= rate + 3
+    else:
+        assert let_in == rate
+
+
+def test_a_share_that_is_not_used_is_the_others_after_a_moment(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    add(path, "shop", rate="8/hour")
+    [key] = read(path)
+    first, second = processes(2)
+
+    async def main() -> list[int]:
+        async def let_in() -> int:
+            return sum([await second.wait_s(key) == 0 for _ in range(20)])
+
+        nonlocal now
+        assert await first.wait_s(key) == 0  # the first one has taken four
+        counts = [await let_in()]
+        now += keys.SHARE_S
+        return [*counts, await let_in()]
+
+    assert asyncio.run(main()) == [4, 3]
 
 
 @pytest.mark.parametrize("now", [1_000_000.0, 1_000_000.25, 1_763_925_533.9])
@@ -434,19 +470,18 @@ def test_whoever_comes_back_when_told_is_let_in(path: Path, monkeypatch: pytest.
     monkeypatch.setattr(time, "time", lambda: now)
     add(path, "shop", rate="6/minute")
     [key] = read(path)
-    for processes in (1, 4):
-        rates, refused = Rates(processes), 0
-        for _ in range(50):
-            if wait_s := rates.wait_s(key):
-                refused, now = refused + 1, now + wait_s
-                assert rates.wait_s(key) == 0
-        assert refused > 10
+    rates, refused = Rates(), 0
+    for _ in range(50):
+        if wait_s := asyncio.run(rates.wait_s(key)):
+            refused, now = refused + 1, now + wait_s
+            assert asyncio.run(rates.wait_s(key)) == 0
+    assert refused > 10
 
 
 def test_a_key_whose_rate_is_changed_has_the_new_one_at_once(path: Path) -> None:
     add(path, "shop", rate="1/hour")
     [key] = read(path)
     rates = Rates()
-    assert rates.wait_s(key) == 0
-    assert rates.wait_s(key) > 0
-    assert rates.wait_s(key.model_copy(update={"rate": "2/hour"})) == 0
+    assert asyncio.run(rates.wait_s(key)) == 0
+    assert asyncio.run(rates.wait_s(key)) > 0
+    assert asyncio.run(rates.wait_s(key.model_copy(update={"rate": "2/hour"}))) == 0

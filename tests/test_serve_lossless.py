@@ -14,7 +14,7 @@ import ray
 import ray.serve
 
 from rtrain.config import Serve
-from serve import deployment
+from serve import declared, deployment
 from serve.deployment import start
 from serve.front.address import free_address
 from tests.test_serve_deployment import openvino_artifact, processes
@@ -57,7 +57,7 @@ def wait_for(count: int) -> float:
     """Seconds until so many replicas are up."""
 
     def up() -> bool:
-        states = ray.serve.status().applications["tiny"].deployments[deployment.DEPLOYMENT].replica_states
+        states = ray.serve.status().applications[declared.APPLICATION].deployments[deployment.DEPLOYMENT].replica_states
         running = sum(number for state, number in states.items() if str(state).endswith("RUNNING"))
         return running == count == len(replicas())
 

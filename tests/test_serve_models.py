@@ -24,6 +24,7 @@ from rtrain.predict import Predictor
 from serve.answering import Lasting
 from serve.app import build_app
 from serve.change import overview
+from serve.declared import APPLICATION
 from serve.deployment import start
 from serve.desk import build_desk
 from serve.door import guard, keys
@@ -82,7 +83,7 @@ def run(folders: dict[str, str], check: Check, settings: Serve | None = None) ->
     async def main() -> None:
         models = models_of(settings or Serve(), tuple(folders))
         await models.become(folders)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(models), base_url="http://here") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(models), base_url="http://localhost") as client:
             await check(models, client)
         for versions in models.versions.values():
             versions.close()
@@ -255,6 +256,27 @@ def test_a_key_may_be_limited_to_models(folders: dict[str, str], tmp_path: Path)
     run(folders, check, Serve(keys=str(path)))
 
 
+@pytest.mark.parametrize("names", [NAMES, NAMES[:1]])
+def test_without_a_key_a_name_that_is_there_is_answered_like_one_that_is_not(
+    folders: dict[str, str], names: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.json"
+    keys.add(path, "shop")
+    tails = ("", "/", "/page.css", "/page.js", "/models.js", "/v2/health/live", "/v2/health/ready", "/info", "/metrics")
+    tails += ("/predict", "/docs", "/openapi.json", "/nowhere", "/page.js/", "/models/mood/page.js")
+
+    async def check(models: Models, client: httpx.AsyncClient) -> None:
+        for tail in tails:
+            for method in ("GET", "HEAD", "POST", "OPTIONS", "PUT"):
+                for root in ("/models/", "/v2/models/"):
+                    there, other = [await client.request(method, f"{root}{name}{tail}") for name in ("mood", "other")]
+                    assert (there.status_code, there.content) == (other.status_code, other.content), (method, tail)
+                    headers = [{**answer.headers, "x-request-id": ""} for answer in (there, other)]
+                    assert headers[0] == headers[1], (method, tail)
+
+    run({name: folders[name] for name in names}, check, Serve(keys=str(path)))
+
+
 def test_over_grpc_each_is_asked_by_its_name(folders: dict[str, str], best: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     plain = keys.add(path, "shop", models=("topic",))
@@ -326,7 +348,7 @@ def test_two_models_are_served_and_each_is_changed_by_itself(tmp_path: Path) -> 
         assert versions() == {"mood": mood, "subject": old}
         with pytest.raises(UserError, match="is in use by rtrain, which serves several models; "):
             free_address("127.0.0.1", endpoint.port)
-        assert ray.serve.status().applications.keys() == {"mood-subject"}
+        assert ray.serve.status().applications.keys() == {APPLICATION}
         with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{port}") as asking:
             assert [asking.is_model_ready(name) for name in ("mood", "subject")] == [True, True]
             with pytest.raises(InferenceServerException, match="no model of that name; here are mood, subject"):

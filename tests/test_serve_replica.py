@@ -1,6 +1,7 @@
 """What a replica is asked by Ray, beside its requests."""
 
 import asyncio
+import functools
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import ray.exceptions
 import ray.serve
+from prometheus_client.parser import text_string_to_metric_families
 
 import rtrain.artifact
 from rtrain.artifact import ArtifactError
@@ -17,8 +19,6 @@ from rtrain.errors import UserError
 from serve import replica
 from serve.change.application import PROVEN, VERSIONS
 from serve.front import direct
-from serve.watching.sums import exposition, sum_expositions
-from serve.watching.telemetry import Telemetry
 from tests.tiny import make_artifact, refused
 
 OWN: Any = next(one for one in replica.Replica.__mro__ if "reconfigure" in vars(one))
@@ -84,6 +84,7 @@ class Fleet:
         monkeypatch.setattr(ray.serve, "status", self.status)
         self.every = [OWN(settings, ["tiny"]) for _ in range(number)]
         self.asked: list[str] = []
+        self.ends: list[Any] = []
         self.leaves_out = 0
         """So many of them, of the next broadcast: Ray is telling them of a change."""
 
@@ -96,10 +97,14 @@ class Fleet:
         self.asked.append(method)
         asked, self.leaves_out = self.every[self.leaves_out :], 0
 
-        async def results_async(return_exceptions: bool) -> list[Any]:
-            return list(await asyncio.gather(*(getattr(one, method)(*given) for one in asked)))
+        async def ended() -> None:
+            raise ray.exceptions.ActorDiedError()
 
-        return SimpleNamespace(results_async=results_async)
+        async def results() -> list[Any]:
+            found = [SimpleNamespace(get_async=functools.partial(getattr(one, method), *given)) for one in asked]
+            return [*found, *(SimpleNamespace(get_async=ended) for _ in self.ends)]
+
+        return SimpleNamespace(_fetch_replica_results_async=results)
 
     async def tell(self, folder: Path, **wish: object) -> list[str]:
         """Ray tells all of them, one after another; what they answer with in the end."""
@@ -167,24 +172,46 @@ def test_all_that_others_ask_runs_on_the_loop_which_counts() -> None:
     assert plain == {"check_health", "record_autoscaling_stats"}  # they read two numbers
 
 
-def test_metrics_are_those_of_the_replicas_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Telemetry()
-    one.rows.inc(3)
+def test_counters_of_replicas_stay_apart_so_that_none_falls_where_one_ends(
+    monkeypatch: pytest.MonkeyPatch, folders: list[Path]
+) -> None:
+    async def main() -> tuple[str, str]:
+        fleet = Fleet(monkeypatch, Serve(replicas=3), 3)
+        await fleet.tell(folders[0])
+        for number, one in enumerate(fleet.every):
+            one._lasting["tiny"].telemetry.rows.inc(number + 1)
+        before = await fleet.every[0]._join_expositions()
+        fleet.ends, fleet.every = fleet.every[-1:], fleet.every[:-1]
+        return before, await fleet.every[0]._join_expositions()
 
-    class Handle:
-        def broadcast(self, method: str) -> "Handle":
-            assert method == "exposition"
-            return self
+    before, after = (rows_of(text) for text in asyncio.run(main()))
+    assert sorted(before.values()) == [1, 2, 3]
+    assert after == {name: rows for name, rows in before.items() if rows < 3}
 
-        async def results_async(self, return_exceptions: bool = False) -> list[Any]:
-            ended = ray.exceptions.ActorDiedError()
-            if not return_exceptions:
-                raise ended
-            told = exposition({"tiny": one.registry})
-            return [told, ended, told]
 
-    context = SimpleNamespace(deployment="rtrain", app_name="tiny")
-    monkeypatch.setattr(ray.serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(ray.serve, "get_deployment_handle", lambda *given: Handle())
-    found = asyncio.run(replica.of_all("exposition"))
-    assert 'rtrain_rows_total{model="tiny"} 6.0' in sum_expositions(found)
+def rows_of(text: str) -> dict[str, float]:
+    """By replica."""
+    return {
+        sample.labels["replica"]: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "rtrain_rows_total"
+    }
+
+
+def test_metrics_come_without_those_of_a_replica_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, folders: list[Path]
+) -> None:
+    async def main() -> str:
+        fleet = Fleet(monkeypatch, Serve(replicas=3), 3)
+        monkeypatch.setattr(replica, "ANSWER_S", 0.05)
+        await fleet.tell(folders[0])
+
+        async def hangs() -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(fleet.every[1], "exposition", hangs)
+        text: str = await asyncio.wait_for(fleet.every[0]._join_expositions(), 10)
+        return text
+
+    assert len(rows_of(asyncio.run(main()))) == 2

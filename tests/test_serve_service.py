@@ -14,6 +14,7 @@ from rtrain.artifact import ArtifactError
 from rtrain.cluster.kubernetes import manifests
 from rtrain.errors import ConfigError
 from serve import deployment, service
+from serve.door import keys
 from tests.tiny import make_artifact
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,6 +46,55 @@ def test_what_cannot_be_served_is_refused_before_a_replica_starts(tmp_path: Path
             service.application(named)
 
 
+def test_an_address_that_others_can_reach_needs_keys_or_a_word(tmp_path: Path) -> None:
+    folder = make_artifact(tmp_path / "artifact", ("lost", "found"))
+    keys.add(tmp_path / "keys.json", "shop")
+    with pytest.raises(ConfigError, match=r"serve\.host=0\.0\.0\.0: "):
+        service.application({"artifact": str(folder), "host": "0.0.0.0"})
+    with pytest.raises(ConfigError, match=r"serve\.keys="):
+        service.application({"artifact": str(folder), "keys": str(tmp_path / "none.json")})
+    for given in ({"insecure": True}, {"keys": str(tmp_path / "keys.json")}):
+        service.application({"artifact": str(folder), "host": "0.0.0.0", **given})
+
+
+OPEN = """
+import json, os, sys
+os.environ["RAY_AUTH_MODE"] = "disabled"
+from rtrain import env
+env.prepare()
+import ray, ray.serve
+from rtrain.errors import ConfigError
+from tests.heads import free_ports
+from serve import service
+(port,) = free_ports(1)
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+ray.serve.start(http_options={"host": "0.0.0.0", "port": port})
+given = {"artifact": sys.argv[1], "host": "127.0.0.1"}
+try:
+    service.application(given)
+except ConfigError as error:
+    refused = error.problems[0].field
+else:
+    refused = None
+allowed = service.application({**given, "insecure": True})._bound_deployment.init_args[0].host
+print(json.dumps([refused, allowed]))
+ray.serve.shutdown()
+ray.shutdown()
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.serve
+def test_the_address_of_ray_s_proxies_counts_whatever_the_arguments_say(tmp_path: Path) -> None:
+    folder = make_artifact(tmp_path / "artifact", ("lost", "found"))
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    assert json.loads(line) == ["serve.host", "0.0.0.0"]
+
+
 def test_the_counts_of_all_replicas_are_told_however_many_the_file_names(tmp_path: Path) -> None:
     """Their number is Ray's alone to know, and may be another one tomorrow."""
     folder = make_artifact(tmp_path / "artifact", ("lost", "found"))
@@ -69,10 +119,12 @@ ServeDeploySchema.model_validate(config)
 ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
 ray.serve.start(http_options={"host": "127.0.0.1", "port": port})
 [application] = config["applications"]
+assert application["args"]["keys"] == "/keys/keys.json"
+application["args"]["keys"], key = sys.argv[2:]
 ray.serve.run(service.application(application["args"]), name=application["name"], route_prefix="/")
 def ask(path, body=None):
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=body and json.dumps(body).encode(),
-                                     headers={"content-type": "application/json"})
+                                     headers={"content-type": "application/json", "authorization": f"Bearer {key}"})
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
         return answer.status, answer.read().decode()
 print(json.dumps([ask("/v2/health/ready")[0], json.loads(ask("/predict", {"inputs": "lost parcel"})[1])]))
@@ -86,9 +138,9 @@ ray.shutdown()
 @pytest.mark.slow
 def test_the_manifest_s_service_answers(tmp_path: Path) -> None:
     folder = make_artifact(tmp_path / "artifact", ("lost", "found"))
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
-    )
+    path = tmp_path / "keys.json"
+    command = [sys.executable, "-c", SCRIPT, str(folder), str(path), keys.add(path, "shop")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     # Ray may write lines of its own behind the answer.
     ready, [answers] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))

@@ -45,7 +45,7 @@ def run(check: Check) -> None:
             return build_app(await asyncio.to_thread(Predictor.load, folder, 1), settings, None, lasting)
 
         versions = Versions(make)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(versions), base_url="http://here") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(versions), base_url="http://localhost") as client:
             await check(versions, client)
         versions.drop()
         if versions.current is not None:

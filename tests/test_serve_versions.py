@@ -39,7 +39,7 @@ async def make(folder: Path) -> FastAPI:
 def run(check: Check) -> None:
     async def main() -> None:
         versions = Versions(make)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(versions), base_url="http://here") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(versions), base_url="http://localhost") as client:
             await check(versions, client)
         versions.drop()
         if versions.current is not None:

@@ -32,7 +32,7 @@ GOOD = 0.3
 GUESSES = 2000
 """Requests with each key."""
 LOOK_S = 0.2
-HEAD = b"POST /predict HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
+HEAD = b"POST /predict HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 async def drip(port: int, first: bytes, each: bytes, seconds: float) -> str:

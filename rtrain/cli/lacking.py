@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 SMALL: Mapping[str, tuple[str, frozenset[str]]] = {
     "predict": ("rows", frozenset({"pyarrow"})),
-    "serve": ("serve", frozenset({"fastapi", "limits", "prometheus_client", "psutil", "pyarrow", "ray"})),
+    "serve": ("serve", frozenset({"fastapi", "limits", "prometheus_client", "psutil", "pyarrow", "ray", "scipy"})),
     "serve --alone": ("alone", frozenset({"fastapi", "httptools", "limits", "prometheus_client", "uvicorn"})),
 }
 """Verb -> an extra that is enough for it where one of these modules is lacking."""

@@ -83,15 +83,16 @@ def leave_folder(folder: Path) -> None:
 def _token_file() -> None:
     """Make the file of Ray's token, readable by its owner alone. Ray would write it with the umask's permissions.
 
-    Ray reads its mode of authentication when it is imported. If that has happened, Ray's default (token mode) stands,
-    and nothing is done.
+    Ray reads the file when a cluster starts, and its mode of authentication when it is imported. After an import the
+    variable would contradict the mode that Ray has read; Ray then sets both for a cluster that it starts.
     """
-    if "ray" in sys.modules or os.environ.get("RAY_AUTH_MODE", "token") != "token" or os.environ.get("RAY_AUTH_TOKEN"):
+    if os.environ.get("RAY_AUTH_MODE", "token") != "token" or os.environ.get("RAY_AUTH_TOKEN"):
         return
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
     if not path.is_file() or not path.stat().st_size:
         _make_token(path)
-    os.environ["RAY_AUTH_MODE"] = "token"
+    if "ray" not in sys.modules:
+        os.environ["RAY_AUTH_MODE"] = "token"
 
 
 def _make_token(path: Path) -> None:

@@ -132,6 +132,11 @@ class Tune(Section):
 class Serve(Section):
     host: str = "127.0.0.1"
     """Address to listen on; the default answers this machine alone."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which clients may ask an endpoint without keys, e.g. [models.example.org], in their header Host. Where
+    `host` is this machine alone, localhost and its loopback addresses are always allowed, and any other name is
+    answered 421: a page of the web can give its own name this machine's address, and would read the answers (DNS
+    rebinding). A proxy in front that hands its own name on needs it here."""
     insecure: bool = False
     """Allow an address that others can reach although nobody is asked for a key (`serve.keys`)."""
     keys: str | None = None
@@ -195,6 +200,10 @@ class Serve(Section):
     """Least bytes a second at which a body must arrive, after its first 2 seconds; a slower one is answered 408."""
     max_header_bytes: Positive = 8_192
     """Most bytes of a request's address and headers; more is answered 431. HAProxy itself answers 400 beyond 15,360."""
+    keep_alive_s: Annotated[int, Field(ge=1)] = 90
+    """Seconds for which a connection without a request stays open, over HTTP and gRPC. A load balancer in front must
+    close its idle connections earlier, or it sends requests into connections that end just then: Amazon's default is
+    60 s; Google's is 600 s, for which write 620."""
     deadline_s: Annotated[float, Field(gt=0)] = 10.0
     """Seconds after which a request without an answer is answered 504, and one whose body has not arrived 408."""
     shadow: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -46,10 +46,12 @@ from rtrain.ray_internals.serving import (
     ReplicaServer as ReplicaServer,
     before_actors as before_actors,
     begin_serve as begin_serve,
+    broadcast_results as broadcast_results,
     end_proxies as end_proxies,
     import_serve as import_serve,
     look_every as look_every,
     replace_replica_server as replace_replica_server,
     serve_controller as serve_controller,
+    serve_host as serve_host,
     with_version as with_version,
 )

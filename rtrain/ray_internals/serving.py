@@ -23,6 +23,28 @@ def serve_controller() -> tuple[str, str]:
     return SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 
+def serve_host() -> str | None:
+    """The address on which the proxies of Ray Serve listen; None where this process knows of none."""
+    import ray
+
+    if not ray.is_initialized():
+        return None
+    name, namespace = serve_controller()
+    try:
+        controller: Any = ray.get_actor(name, namespace=namespace)
+    except ValueError:
+        return None
+    return str(ray.get(controller.get_http_config.remote()).host)
+
+
+async def broadcast_results(response: Any, timeout_s: float | None = None) -> list[Any]:
+    """What each replica answers to a broadcast; an exception for each that fails, or has not answered in time. Ray's
+    own `results_async` drops all answers where one is late."""
+    results = await asyncio.wait_for(response._fetch_replica_results_async(), timeout_s)
+    answers = (asyncio.wait_for(result.get_async(), timeout_s) for result in results)
+    return list(await asyncio.gather(*answers, return_exceptions=True))
+
+
 def import_serve() -> None:
     """Import what a controller, a proxy and a replica of Ray Serve are made of, without pandas. Ray Serve imports that
     for answers that are tables, which takes half as long as all the rest; it does without where pandas is not
@@ -154,7 +176,7 @@ class ReplicaServer(NamedTuple):
     """The HTTP server that a replica of Ray Serve is about to start, for a proxy that connects to it."""
 
     application: Callable[..., Awaitable[None]]
-    """Ray's own way to the deployment, ASGI; it answers the proxy's questions, whose paths begin with `/-/`."""
+    """Ray's own way to the deployment, ASGI; it answers the proxy's question at `/-/healthz`."""
     track: Callable[[int], None]
     """Told 1 for a request that begins, -1 for one that ends: Ray waits for them before it ends the replica."""
     options: Any

@@ -2,6 +2,7 @@
 
 import importlib.util
 import ipaddress
+import re
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +122,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def allows_host(settings: Serve, value: str) -> bool:
+    """Whether a request may name that host in its header Host. A client with a key, and one that reaches an open
+    address, may name any; a browser that another site has led here by DNS rebinding sends that site's name."""
+    if settings.keys is not None or not (settings.allowed_hosts or is_loopback(settings.host)):
+        return True
+    name = re.sub(r":\d*$", "", value).lower()
+    return name in settings.allowed_hosts or is_loopback(name.removeprefix("[").removesuffix("]").rstrip("."))
 
 
 def curl(url: str, settings: Serve) -> str:

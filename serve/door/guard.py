@@ -1,11 +1,13 @@
 """What stands before the application: keys, and limits on all that a client sends. Plain ASGI, for any server.
 
-Of a request: size of its head -> declared length -> key, scope, rate (`keys`) -> the body, read whole under its limits
-when the application first asks for it. Whatever is refused is answered here, in the error form that every route shares.
-How deep a document is nested and how many values it has is told by `shape` before it is parsed (`schema.parse`).
+Of a request: size of its head -> its host -> declared length -> key, scope, rate (`keys`) -> the body, read whole under
+its limits when the application first asks for it. Whatever is refused is answered here, in the error form that every
+route shares. How deep a document is nested and how many values it has is told by `shape` before it is parsed
+(`schema.parse`).
 """
 
 import asyncio
+import functools
 import json
 from pathlib import Path
 
@@ -13,11 +15,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rtrain.config import Serve
-from serve.door import keys, security
+from serve.door import access, keys, security
 from serve.schema import RequestError
 
 MOST_HEADERS = 100
-READ = (b"authorization", b"content-encoding", b"content-length", b"transfer-encoding")
+READ = (b"authorization", b"content-encoding", b"content-length", b"host", b"transfer-encoding")
 """The headers that are looked at here."""
 REFUSED = "refused"
 """In a request's state: the `RequestError` with which the server has it refused before anything of it is looked at."""
@@ -31,7 +33,7 @@ def door(settings: Serve) -> keys.Door | None:
     """What asks for keys; None where there is no file of them. Raises `UserError` for a file that is no good."""
     if settings.keys is None:
         return None
-    return keys.Door(keys.Keys(Path(settings.keys)), keys.Rates(settings.copies))
+    return keys.Door(keys.Keys(Path(settings.keys)), keys.Rates())
 
 
 def security_headers(settings: Serve) -> Pairs:
@@ -64,6 +66,7 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: Serve, door: keys.Door | None, model: str | None = None):
         """`model`: the name of the one that answers behind it; None where what answers is no model."""
         self._app, self._settings, self._door, self._model = app, settings, door, model
+        self._allows_host = functools.lru_cache(lambda value: access.allows_host(settings, value.decode("latin-1")))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":  # no route is one
@@ -73,19 +76,19 @@ class Guard:
             await self._app(scope, receive, send)
             return
         try:
-            self._check(scope)
+            await self._check(scope)
             waited_s = scope.get("state", {}).get("waited_s", 0.0)
             await self._app(scope, _Body(receive, self._settings, waited_s), send)
         except RequestError as error:
             await answer(error, route(scope))(scope, receive, send)
 
-    def _check(self, scope: Scope) -> None:
+    async def _check(self, scope: Scope) -> None:
         settings, headers = self._settings, scope["headers"]
-        state = scope.get("state", {})
+        # A dict of this request alone: the server's own is one for all.
+        state = {**scope.get("state", {}), "known": self._door is None, "key": None, "models": None}
+        scope["state"] = state
         if (refused := state.get(REFUSED)) is not None:
             raise refused
-        # A dict of this request alone: the server's own is one for all.
-        scope["state"] = state = {**state, "known": self._door is None, "key": None, "models": None}
         size = len(scope["path"]) + len(scope.get("query_string", b""))
         # One walk: this is done for every request.
         sent: dict[bytes, list[bytes]] = {}
@@ -96,13 +99,15 @@ class Guard:
         if size > settings.max_header_bytes or len(headers) > MOST_HEADERS:
             most = f"{settings.max_header_bytes} bytes and {MOST_HEADERS} headers"
             raise _last(RequestError(431, f"the address and the headers are too large; send at most {most}"))
+        if not all(map(self._allows_host, sent.get(b"host", ()))):
+            raise _last(RequestError(421, "the header Host names another host; allow it in serve.allowed_hosts"))
         # Chunked bodies declare no length, and a declared one may be false: `_Body` counts.
         if any(_is_more(value, settings.max_body_bytes) for value in sent.get(b"content-length", ())):
             raise _too_large(settings)
         key = None
-        if self._door and (wanted := keys.scope_of(route(scope))):
+        if self._door and (wanted := keys.scope_of(_address(scope), scope["method"])):
             try:
-                key = self._door.admit(wanted, sent.get(b"authorization", ()), self._model)
+                key = await self._door.admit(wanted, sent.get(b"authorization", ()), self._model)
             except RequestError as error:  # a body without an end would be read and thrown away without an end
                 raise _last(error) if b"transfer-encoding" in sent else error from None
         state |= {"known": self._door is None or key is not None, "key": key and key.name, "models": key and key.models}
@@ -170,3 +175,10 @@ def route(scope: Scope) -> str:
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
+def _address(scope: Scope) -> str:
+    """The path with the model's name where the path has one, also where the model's application answers."""
+    root: str = scope.get("root_path", "")
+    mount = root.find(keys.MOUNT)
+    return route(scope) if mount < 0 else f"{root[mount:]}{route(scope)}"

@@ -7,6 +7,8 @@ A key is `rtrain_<id>_<secret>`. The id finds the record and is no secret; the s
 the SHA-256 of the whole key. A slow hash would add nothing: it protects secrets that can be guessed.
 """
 
+import asyncio
+import dataclasses
 import fcntl
 import functools
 import hashlib
@@ -18,7 +20,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,12 +42,19 @@ Scope = Literal["predict", "metrics"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 OPEN = frozenset({"/", "/page.css", "/page.js", "/models.js", "/v2/health/live", "/v2/health/ready"})
 """Paths that need no key: what watches an endpoint has none, and the page holds no word of the model."""
+MOUNT = "/models/"
+"""Under it each model has all its routes, behind its name."""
+_MODEL_PAGE = re.compile(rf"{MOUNT}[^/]+/(page\.css|page\.js)?")
+"""A model's page, which needs no key either, whatever the name is. All else under a name needs one: whoever has none
+could guess the names by it."""
 LOOK_S = 1.0
 """Least seconds between two looks at the file."""
 LATER_S = 0.01
 """Seconds after which a window has room, once it has moved on: at that very time it has none yet."""
 MOST_BYTES = 10_000_000
 """The largest file of keys. It is read between two requests, so that a larger one would hold them up."""
+SHARE_S = 1.0
+"""Seconds for which a process may use a share of a rate; then it is the others' again."""
 _BEARER = re.compile(rb"(?i:bearer) +(rtrain_([0-9a-f]{8})_[A-Za-z0-9_-]{43})")
 _RATE = re.compile(r"[1-9]\d{0,8} ?(/|per) ?([1-9]\d{0,3} ?)?(second|minute|hour|day|month|year)s?", re.ASCII)
 _FOREIGN_WRITES = 0o022
@@ -252,12 +261,12 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 # ------------------------------------------------------------------------------------------------------ the decisions
 
 
-def scope_of(path: str) -> Scope | None:
+def scope_of(path: str, method: str = "GET") -> Scope | None:
     """What a key must have for a path; None where none is needed. A path that is not there asks for one too: whoever
     has none learns nothing of the routes."""
-    if path in OPEN:
+    if path in OPEN or (method in ("GET", "HEAD") and _MODEL_PAGE.fullmatch(path)):
         return None
-    return "metrics" if path == "/metrics" else "predict"
+    return "metrics" if path.endswith("/metrics") and (path == "/metrics" or path.startswith(MOUNT)) else "predict"
 
 
 def find(keys: Mapping[str, Key], authorization: Sequence[bytes]) -> Key | None:
@@ -274,43 +283,89 @@ def find(keys: Mapping[str, Key], authorization: Sequence[bytes]) -> Key | None:
     return known if right else None
 
 
+Others = Callable[[str, str], Awaitable[list[int]]]
+"""What each other process has taken of the rate of a key, by the key's id and its rate."""
+
+
 class Rates:
     """How often each key has asked, in sliding windows of this process.
 
-    `processes` share a key's rate out among them, since each sees only its own part of the requests: here a request
-    counts for as many.
+    Each of several processes sees its own part of the requests alone. It takes shares of what all have left of a rate,
+    each for a second at most: a client that one process answers gets the whole rate, and one that all answer no more.
+    Where fewer requests are left than there are processes, those that take a share at the same moment get one each.
     """
 
-    def __init__(self, processes: int = 1):
-        self.processes = processes
+    def __init__(self, others: Others | None = None):
+        """`others`: None where this process answers alone."""
+        self.others = others
         self._storage = MemoryStorage()
         self._limiter = SlidingWindowCounterRateLimiter(self._storage)
+        self._shares: dict[tuple[str, str], _Share] = {}
 
-    def wait_s(self, key: Key) -> int:
+    async def wait_s(self, key: Key) -> int:
         """Counts a request. 0 where it may pass, else the seconds until another might."""
         if key.rate is None:
             return 0
-        whole = parsed(key.rate)
-        window = self._limiter.get_window_stats(whole, key.id)
-        # Rounded up: a rate that is below the number of processes lets one in by each.
-        if window.remaining and self._limiter.hit(whole, key.id, cost=min(self.processes, window.remaining)):
-            return 0
+        rate = parsed(key.rate)
+        if self.others is not None and not await self._share(key.id, key.rate, self.others):
+            return self._reset_s(rate, key.id)
+        return 0 if self._limiter.hit(rate, key.id) else self._reset_s(rate, key.id)
+
+    def taken(self, key: str, rate: str) -> int:
+        """Requests of the window that this process has let in, and those that it may let in without asking again."""
+        share = self._shares.get((key, rate))
+        window = self._limiter.get_window_stats(parsed(rate), key)
+        reserved = share.left if share and time.monotonic() < share.until else 0
+        return parsed(rate).amount - window.remaining + reserved
+
+    async def _share(self, key: str, rate: str, others: Others) -> bool:
+        """Whether a share of this process has room for a request, which is taken from it."""
+        share = self._shares.setdefault((key, rate), _Share())
+        async with share.lock:
+            if not share.left or time.monotonic() >= share.until:
+                if share.is_empty and time.monotonic() < share.until:
+                    return False
+                share.left = 0
+                elsewhere = await others(key, rate)
+                window = self._limiter.get_window_stats(parsed(rate), key)
+                left = max(0, window.remaining - sum(elsewhere))
+                share.left, share.is_empty = left // (len(elsewhere) + 1) or min(left, 1), not left
+                share.until = time.monotonic() + SHARE_S
+            share.left -= min(share.left, 1)
+            return not share.is_empty
+
+    def _reset_s(self, rate: limits.RateLimitItem, key: str) -> int:
+        window = self._limiter.get_window_stats(rate, key)
         return max(1, math.ceil(window.reset_time - time.time() + LATER_S))
+
+
+@dataclasses.dataclass
+class _Share:
+    left: int = 0
+    until: float = 0.0
+    is_empty: bool = False
+    """Nothing was left of the rate."""
+    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
 
 
 class Door:
     """Lets a request in, or says why not."""
 
     def __init__(self, keys: Keys, rates: Rates):
-        self._keys, self._rates = keys, rates
+        self._keys, self.rates = keys, rates
 
-    def shared_by(self, processes: int) -> None:
-        """So many processes let requests in."""
-        self._rates.processes = max(1, processes)
-
-    def admit(self, scope: Scope, authorization: Sequence[bytes], model: str | None = None) -> Key:
+    async def admit(self, scope: Scope, authorization: Sequence[bytes], model: str | None = None) -> Key:
         """The key by which a request gets in, to that model where it is for one. Raises `RequestError`: 401 without a
         right key, 403 where it lacks the scope or the model, 429 where it asks too often."""
+        key = self.identify(scope, authorization)
+        if model is not None and scope == "predict" and key.models is not None and model not in key.models:
+            raise RequestError(403, f"key {key.name} may ask {' and '.join(key.models)}, and not {model}")
+        if wait_s := await self.rates.wait_s(key):
+            raise RequestError(429, f"key {key.name} may ask {key.rate}; try again in {wait_s} s", retry_after=wait_s)
+        return key
+
+    def identify(self, scope: Scope, authorization: Sequence[bytes]) -> Key:
+        """The key of a request that opens the scope. The request is not counted. Raises `RequestError`: 401 or 403."""
         key = find(self._keys.current(), authorization)
         if key is None:
             reason = "this key opens nothing here" if authorization else "no key"
@@ -319,8 +374,4 @@ class Door:
             raise refused
         if scope not in key.scopes:
             raise RequestError(403, f"key {key.name} has no scope {scope}")
-        if model is not None and scope == "predict" and key.models is not None and model not in key.models:
-            raise RequestError(403, f"key {key.name} may ask {' and '.join(key.models)}, and not {model}")
-        if wait_s := self._rates.wait_s(key):
-            raise RequestError(429, f"key {key.name} may ask {key.rate}; try again in {wait_s} s", retry_after=wait_s)
         return key

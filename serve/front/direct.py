@@ -21,8 +21,8 @@ from serve.front.address import listening
 from serve.front.haproxy import MOST_LOOKS
 from serve.schema import RequestError
 
-PROXY_PATHS = "/-/"
-"""Paths by which HAProxy asks Ray Serve whether the replica is well."""
+PROXY_PATH = "/-/healthz"
+"""The path by which HAProxy asks Ray Serve whether the replica is well."""
 HEALTH = ("/v2/health/live", "/v2/health/ready")
 """Who asks this is always answered: one that is busy is not to be taken for dead, and is not started anew for it."""
 LOOK_S = 0.05
@@ -71,7 +71,7 @@ class Direct:
         self._now, self._most = 0, most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].startswith(PROXY_PATHS):
+        if scope["type"] != "http" or scope["path"] == PROXY_PATH:
             await self._usual(scope, receive, send)
             return
         most = self._most if scope["method"] == "POST" else MOST_LOOKS * self._most

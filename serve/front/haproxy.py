@@ -60,8 +60,8 @@ def bound(host: str) -> str:
 
 def rewrite(text: str, front: Front, socket: Path) -> str:
     """Ray's file, closed: no page of statistics or metrics on a port, an admin socket of the owner's alone at the path
-    `socket`, no log on the syslog port, the address that was asked for, a time-out for headers, our own errors, and no
-    more requests for the replicas than they take. The only replica has more time for a health check.
+    `socket`, no log on the syslog port, no list of routes, the address that was asked for, a time-out for headers, our
+    own errors, and no more requests for the replicas than they take. The only replica has more time for a health check.
 
     Raises `UnknownFile` where a line that is to be changed does not stand there exactly once, and where anything but
     the endpoint would listen afterwards, or stand in for replicas.
@@ -90,6 +90,12 @@ def rewrite(text: str, front: Front, socket: Path) -> str:
         "the errors": (r"^    errorfile 502 .*\n    errorfile 503 .*\n    errorfile 504 .*$", errors),
         "the port of metrics": (r"^frontend prometheus\n    bind :\d+\n(?:    .*\n)*", ""),
         "the port of statistics": (r"^listen stats\n  bind \*:\d+\n(?:  .*\n)*", ""),
+        # Ray tells whoever asks the names of the applications. A replica answers that path as any other.
+        "the list of routes": (r"^    http-request return .* if routes\n", ""),
+        "the answer where nothing is served": (
+            r"^(backend default_backend\n)    http-request return .*$",
+            r"\g<1>    http-request deny deny_status 503",
+        ),
         "the address": (r"^(frontend http_frontend\n    bind )\S+:(\d+)$", address),
     }
     for name, (pattern, line) in changes.items():

@@ -1,7 +1,7 @@
 """The metrics of several models, those of several replicas, and HAProxy's, as the metrics of one endpoint."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import prometheus_client
@@ -49,22 +49,17 @@ class _Families(NamedTuple):
         return self.families
 
 
-def sum_expositions(texts: Iterable[str]) -> str:
-    """One exposition whose samples are the sums over `texts`: right for counters, histograms and lengths of queues."""
+def join_expositions(texts: Mapping[str, str]) -> str:
+    """One exposition of several replicas', each by its name, which the label `replica` of its samples has. A sum over
+    replicas would fall when one ends, which Prometheus takes for a reset of the whole counter."""
     families: dict[str, Metric] = {}
-    totals: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-    for text in texts:
+    for replica, text in texts.items():
         for family in text_string_to_metric_families(text):
-            if family.name.endswith("_created"):  # times of creation have no sum
+            if family.name.endswith("_created"):
                 continue
-            families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            sums = totals.setdefault(family.name, {})
-            for sample in family.samples:
-                key = (sample.name, tuple(sample.labels.items()))
-                sums[key] = sums.get(key, 0.0) + sample.value
-    for name, sums in totals.items():
-        for (sample_name, labels), value in sums.items():
-            families[name].add_sample(sample_name, dict(labels), value)
+            joined = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            samples = (sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples)
+            joined.samples += samples
     return prometheus_client.generate_latest(_Families(list(families.values()))).decode()
 
 

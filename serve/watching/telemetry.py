@@ -1,4 +1,4 @@
-"""What an endpoint counts of itself, for Prometheus; `sums` adds up models and replicas."""
+"""What an endpoint counts of itself, for Prometheus; `sums` joins models and replicas."""
 
 import functools
 import time
@@ -35,8 +35,6 @@ class Watch:
         self._drift = Drift(known) if known else None
         self._outputs: list[Floats] = []
         self._encoded: list[Encoded] = []
-        # Distances have no sum: with a name for each replica they stay apart where expositions are added.
-        self._replica = uuid.uuid4().hex[:8]
 
     def observe(self, outputs: Sequence[Floats], encoded: Sequence[Encoded]) -> None:
         if self._drift is None:
@@ -61,14 +59,13 @@ class Watch:
         distance = GaugeMetricFamily(
             "rtrain_drift_distance",
             "Population stability index of the last 1,000 rows against the validation rows.",
-            labels=["feature", "replica"],
+            labels=["feature"],
         )
         for feature, value in self._drift.distances().items():
-            distance.add_metric([feature, self._replica], value)
+            distance.add_metric([feature], value)
         evidence = GaugeMetricFamily(
-            "rtrain_drift_evidence", "Evidence of unknown input; an alarm at 100,000.", labels=["replica"]
+            "rtrain_drift_evidence", "Evidence of unknown input; an alarm at 100,000.", value=self._drift.evidence
         )
-        evidence.add_metric([self._replica], self._drift.evidence)
         alarms = CounterMetricFamily("rtrain_drift_alarms", "Alarms of unknown input.", value=self._drift.alarms)
         yield from (distance, evidence, alarms)
 

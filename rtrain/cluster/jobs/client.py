@@ -53,10 +53,10 @@ class Jobs:
             raise UserError(f"{self.address}: not the address of a job API; write one such as {DEFAULT}")
         self._client: Any = client
         if client is None:
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray reads it when it is imported
+            logging.getLogger("ray").setLevel(logging.ERROR)  # it would tell each step of an upload
             from ray.job_submission import JobSubmissionClient
 
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
-            logging.getLogger("ray").setLevel(logging.ERROR)  # it would tell each step of an upload
             with self._asked():
                 self._client = JobSubmissionClient(self.address)
 

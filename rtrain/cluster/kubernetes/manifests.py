@@ -22,6 +22,8 @@ from rtrain.errors import ConfigError, Problem
 
 Map = dict[str, Any]
 SHARED = "/shared"
+KEYS = "/keys"
+"""Where the pods of the endpoint have the secret with the file of keys."""
 DRAIN_S = 90
 """Seconds that a pod has to drain; Kubernetes ends it `SPARE_S` later."""
 SPARE_S = 30
@@ -122,7 +124,8 @@ def parts(settings: Settings) -> list[Part]:
         ),
         Part(
             "The endpoint: its replicas come with the requests, and their pods with them. A new artefact is served\n"
-            "before the old one goes.",
+            "before the old one goes. It asks for keys: rtrain serve keys add keys.json NAME\n"
+            f"kubectl create secret generic {settings.name}-keys --from-file=keys.json",
             _service(settings),
         ),
     ]
@@ -250,7 +253,7 @@ def _service(settings: Settings) -> Map:
                 "name": "rtrain",
                 "route_prefix": "/",
                 "import_path": "serve.service:application",
-                "args": {"artifact": settings.served},
+                "args": {"artifact": settings.served, "keys": f"{KEYS}/keys.json"},
                 "deployments": [
                     {
                         "name": "rtrain",
@@ -277,7 +280,7 @@ def _service(settings: Settings) -> Map:
 def _spec(settings: Settings, probe: Map | None = None, least: int = 0, gpus: int | None = None) -> Map:
     """The cluster: a head without CPUs for tasks, and workers that come with the work."""
     gpus = settings.gpus if gpus is None else gpus
-    head = _pod(settings, "ray-head", _resources(2, "8Gi"))
+    head = _pod(settings, "ray-head", _resources(2, "8Gi"), keys=probe is not None)
     head["spec"]["containers"][0]["ports"] = [
         {"containerPort": 6379, "name": "gcs-server"},
         {"containerPort": 8265, "name": "dashboard"},
@@ -330,7 +333,8 @@ class Group(NamedTuple):
 
 
 def _group(settings: Settings, group: Group, probe: Map | None) -> Map:
-    worker = _pod(settings, "ray-worker", _resources(settings.cpus, settings.memory, group.gpus))
+    resources = _resources(settings.cpus, settings.memory, group.gpus)
+    worker = _pod(settings, "ray-worker", resources, keys=probe is not None)
     worker["spec"]["automountServiceAccountToken"] = False
     drain = ["python", "-m", "rtrain.cluster.spot", "now", "--wait", "--seconds", str(DRAIN_S)]
     worker["spec"]["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": drain}}}
@@ -349,11 +353,16 @@ def _group(settings: Settings, group: Group, probe: Map | None) -> Map:
     }
 
 
-def _pod(settings: Settings, container: str, resources: Map) -> Map:
+def _pod(settings: Settings, container: str, resources: Map, keys: bool) -> Map:
     shared: Map = {"persistentVolumeClaim": {"claimName": f"{settings.name}-shared"}}
     if settings.bucket:
         attributes = {"bucketName": settings.bucket, "mountOptions": BUCKET_OPTIONS}
         shared = {"csi": {"driver": BUCKET_DRIVER, "volumeAttributes": attributes}}
+    mounts: list[Map] = [{"name": "shared", "mountPath": SHARED}]
+    volumes: list[Map] = [{"name": "shared", **shared}]
+    if keys:
+        mounts.append({"name": "keys", "mountPath": KEYS, "readOnly": True})
+        volumes.append({"name": "keys", "secret": {"secretName": f"{settings.name}-keys"}})
     return {
         "metadata": {"labels": _labels(settings), **({"annotations": dict(BUCKET_SIDECAR)} if settings.bucket else {})},
         "spec": {
@@ -368,10 +377,10 @@ def _pod(settings: Settings, container: str, resources: Map) -> Map:
                     "resources": resources,
                     "securityContext": _container_security(),
                     # KubeRay mounts /dev/shm itself, as large as the pod's memory, where a pod has no mount there.
-                    "volumeMounts": [{"name": "shared", "mountPath": SHARED}],
+                    "volumeMounts": mounts,
                 }
             ],
-            "volumes": [{"name": "shared", **shared}],
+            "volumes": volumes,
         },
     }
 
