@@ -34,6 +34,9 @@ class Price:
     interruptions: float
     """Expected in an hour of a spot node."""
 
+    def hourly(self, *, is_spot: bool) -> float:
+        return self.spot if is_spot else self.on_demand
+
 
 def table(file: Path | None = None, metadata: Mapping[str, Any] | None = None) -> dict[str, Price]:
     """Prices by name of the instance type: those that are known, then the cluster file's `metadata`, then the file's.
