@@ -330,6 +330,22 @@ def _takes_connections(node: Mapping[str, Any]) -> bool:
     return True
 
 
+def node_here() -> Host:
+    """The node of this process, with all its resources."""
+    import ray
+
+    name = ray.get_runtime_context().get_node_id()
+    return next(Host(node["Resources"], node["Labels"]) for node in ray.nodes() if node["NodeID"] == name)
+
+
+def head_host() -> str | None:
+    """The host name of the head's node; None while Ray does not show it."""
+    import ray
+
+    heads = (node for node in ray.nodes() if node["Alive"] and ray_internals.HEAD_RESOURCE in node["Resources"])
+    return next((str(node["NodeManagerHostname"]) for node in heads), None)
+
+
 def leaving() -> set[str]:
     """Ids of the nodes that are being drained, after a spot notice or because they were idle."""
     return ray_internals.draining_nodes()
