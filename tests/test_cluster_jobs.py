@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 from zipfile import ZipFile
@@ -960,32 +962,68 @@ def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(head: Head, 
 
 
 class Restarted(BreaksOff):
-    """A head that came back with what its Redis knew: a job goes on for ever, until the head is asked for something of
-    it and finds that its supervisor is gone."""
+    """A head that came back with what its Redis knew: a job goes on for ever, until the head's agent is asked for
+    something and finds that its supervisor is gone, or that it has ended by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: str) -> None:
         super().__init__(took=False)
-        self._left, self.statuses, self.started = 0, {"rtrain-x": "RUNNING"}, list[str]()
+        self._left, self._end, self.statuses, self.started = 0, end, dict[str, str](), list[str]()
 
     def list_jobs(self) -> list[SimpleNamespace]:
         fields = {"entrypoint": "", "start_time": None, "end_time": None, "driver_exit_code": None, "error_type": None}
         return [SimpleNamespace(submission_id=job, status=status, **fields) for job, status in self.statuses.items()]
 
     def delete_job(self, job: str) -> bool:
-        self.statuses[job] = "FAILED"
-        raise RuntimeError(f"Attempted to delete job '{job}', but it is in a non-terminal state RUNNING.")
+        del self.statuses[job]
+        return True
 
     def submit_job(self, submission_id: str, **named: Any) -> None:
+        if submission_id in self.statuses:
+            self.statuses[submission_id] = self._end
+            raise RuntimeError(f"Job with submission_id {submission_id} already exists. Please use a different one.")
+        self.statuses[submission_id] = "PENDING"
         self.started.append(submission_id)
 
 
-def test_a_job_that_went_with_its_head_is_started_again(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("end", ["FAILED", "SUCCEEDED"])
+def test_a_job_that_went_with_its_head_is_started_again(
+    end: str, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record of the old one stays, also where it ended a moment before."""
     monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
     words = ["train", "intent", "--out", "/x"]
-    base, api = naming.identity(words, naming.run_of(words)), Restarted()
+    base, api = naming.identity(words, naming.run_of(words)), Restarted(end)
     api.statuses = {base: "RUNNING"}
     assert client.Jobs("http://head", api).submit(words, upload.of(checkout), print) == f"{base}-try-2"
-    assert api.started == [f"{base}-try-2"]
+    assert (api.statuses[base], api.started) == (end, [f"{base}-try-2"])
+
+
+class NoRay(BaseHTTPRequestHandler):
+    """A server that answers every request with its `content`."""
+
+    content = b""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.content)))
+        self.end_headers()
+        self.wfile.write(self.content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("content", [b"<html>", b"null", b'{"status": "ok"}', b'{"ray_version": "2.60.0"}'])
+def test_an_address_that_is_no_ray_is_said_in_a_line(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    server = HTTPServer(("127.0.0.1", 0), type("Answers", (NoRay,), {"content": content}))
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(UserError, match=f"127.0.0.1:{server.server_port}"):
+            client.Jobs(f"http://127.0.0.1:{server.server_port}").all()
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_no_head_is_said_in_a_line(tmp_path: Path) -> None:
