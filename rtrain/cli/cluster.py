@@ -116,7 +116,7 @@ def kubernetes(
 ) -> None:
     """Print manifests for KubeRay: a cluster, a job that goes on where it is tried again, a service, and what they
     share. Behind -- the job's verb."""
-    from rtrain.cluster.kubernetes import image as images, manifests
+    from rtrain.cluster.kubernetes import image as images, manifests, rules
     from rtrain.cluster.lint import lint as linting
     from rtrain.cluster.lint.around import Around
 
@@ -135,9 +135,13 @@ def kubernetes(
         )
     text = manifests.text(settings)
     # They are printed to be applied: what the check finds in them comes from the options.
-    broken = linting.check(text, Around(Path.cwd(), verbs=_verbs(context)))
-    if problems := {Problem(one.rule, None, one.what, one.mend) for one in broken if one.level == "error"}:
+    broken = [one for one in linting.check(text, Around(Path.cwd(), verbs=_verbs(context))) if one.level == "error"]
+    # Not the Ray of this machine: they may be applied from any other, by people who submit from a third.
+    of_options = [one for one in broken if one.rule != rules.VERSION]
+    if problems := {Problem(one.rule, None, one.what, one.mend) for one in of_options}:
         raise ConfigError(sorted(problems, key=str))
+    for line in sorted({f"rtrain: {one.what}; {one.mend}" for one in broken}):
+        print(line, file=sys.stderr)
     print(manifests.text(settings, kind or ()), end="")
 
 
