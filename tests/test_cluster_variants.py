@@ -86,6 +86,30 @@ def test_the_fabric_has_all_its_cards_and_ray_takes_them(gpu: str) -> None:
     assert document["worker_setup_commands"] == ["/opt/amazon/efa/bin/fi_info -p efa -t FI_EP_RDM > /dev/null"]
 
 
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_apt_waits_for_the_machine_s_own_updates(cloud: str, tmp_path: Path) -> None:
+    """`update` fails at once where another process holds the lists, whatever time limit it is given."""
+    [install] = [one for one in yaml.safe_load(variants.render(cloud))["setup_commands"] if "apt-get" in one]
+    log = tmp_path / "log"
+    apt = f'echo "$*" >> {log}; case "$*" in *update*) test $(grep -c update {log}) -ge 3 ;; esac'
+    for name, text in (("apt-get", apt), ("sudo", 'env "$@"'), ("sleep", "true")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", install], env=environ, check=True)
+    *updates, last = log.read_text().splitlines()
+    assert ["update" in one for one in updates] == [True] * 3
+    assert "install" in last
+    assert "DPkg::Lock::Timeout=" in last
+
+
+def test_costs_and_rights_are_those_that_the_file_demands() -> None:
+    for cloud in ("aws", "gcp"):
+        costs = variants.render(cloud).partition("# Cost, roughly")[2].partition("cluster_name:")[0]
+        assert "NAT" in costs
+    assert "--aws-service-name spot.amazonaws.com" in variants.render("aws").partition("# Start it")[0]
+
+
 @pytest.mark.parametrize("cloud", ["aws", "gcp", "azure"])
 def test_spot_nodes_are_watched_and_the_watcher_takes_its_options(cloud: str) -> None:
     from rtrain.cluster import spot
@@ -106,6 +130,7 @@ def test_versions_are_those_of_constraints_txt() -> None:
     ("arguments", "said"),
     [
         (("asw",), "--cloud=asw: unknown; write one of aws, gcp"),
+        (("kubernetes",), "rtrain cluster kubernetes"),
         (("gcp", "H900"), "no machine of gcp with such a GPU is in the table; write one of A100, L4"),
         (("aws", None, True), "write --cloud aws --gpu A100"),
         (("gcp", "L4", True), "the Elastic Fabric Adapter is AWS's"),
@@ -152,6 +177,9 @@ def test_the_verb_writes_a_file_once(run: Cli, tmp_path: Path) -> None:  # noqa:
     assert (tmp_path / "cluster.yaml").read_text() == variants.render("gcp", "L4")
     code, _, err = run("cluster", "init", "--cloud", "aws")
     assert (code, "is there already" in err) == (2, True)
+    code, out, _ = run("cluster", "init", "--cloud", "aws", "--out", "own/aws.yaml")
+    text = (tmp_path / "own" / "aws.yaml").read_text()
+    assert (code, "ray up aws.yaml" in text, "cluster.yaml" in text) == (0, True, False)
     code, out, _ = run("cluster", "init", "--cloud", "aws", "--out", "-")
     assert (code, out) == (0, variants.render("aws"))
     code, _, err = run("cluster", "init", "--cloud", "aws", "--efa")

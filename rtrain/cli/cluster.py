@@ -43,9 +43,7 @@ def lint(
     around = Around(file.absolute().parent, verbs=_verbs(context))
     found, left = linting.check(text, around, definitions), linting.to_fill_in(text)
     if filled:
-        mend = "write what it stands for"
-        found += [told.Finding("fill-in", "error", line, "this is left to be filled in", mend) for line in left]
-        found.sort(key=lambda one: one.line)
+        found = sorted([*found, *linting.left_open(text)], key=lambda one: one.line)
     if sarif:
         print(json.dumps(told.sarif(found, linting.every_rule(around), shown(file)), indent=2))
     else:
@@ -74,7 +72,7 @@ def init(
     """Write a commented file of a cluster: autoscaled, on spot nodes, closed to the internet."""
     from rtrain.cluster.variants import variants
 
-    text = variants.render(cloud, gpu, efa)
+    text = variants.render(cloud, gpu, efa, out.name if out and str(out) != "-" else None)
     file = out or Path(variants.PLACES[cloud].file)
     if str(file) == "-":
         print(text, end="")

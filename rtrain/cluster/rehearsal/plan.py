@@ -156,7 +156,7 @@ def of(text: str) -> Plan:
         reason = f"head_node_type is {head}, which is none of {', '.join(map(str, kinds))}"
         raise ConfigError([Problem(FILE, None, reason, "name the head's type")])
     prices = priced.table(metadata=found.get("metadata"))
-    most = _whole(found.get("max_workers", default=2), "max_workers")
+    most = _whole(found.get("max_workers", default=supply.MAX_WORKERS), "max_workers")
     known = {node.name: node for node in clouds.nodes(found)}
     made, problems = [], []
     for name, kind in kinds.items():

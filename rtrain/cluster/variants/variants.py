@@ -3,6 +3,7 @@
 What all clouds share stands once, in `base.yaml.j2`; a cloud's own file fills its blocks.
 """
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,13 +45,14 @@ PLACES: Mapping[str, Place] = {
 }
 
 
-def render(cloud: str, gpu: str | None = None, efa: bool = False) -> str:
-    """The text of a file. Raises `ConfigError` for a cloud, a GPU or a network that there is not."""
+def render(cloud: str, gpu: str | None = None, efa: bool = False, file: str | None = None) -> str:
+    """The text of a file, whose commands name it `file`. Raises `ConfigError` for an unknown cloud, GPU or network."""
     place = _place(cloud)
     worker = _worker(cloud, place, gpu, efa)
     cards = worker.efa if worker and efa else 0
     known: dict[str, Any] = {
         "cloud": cloud,
+        "file": shlex.quote(file or place.file),
         "home": "/home/ubuntu",
         "most": MOST,
         "ray": RAY,
@@ -79,7 +81,8 @@ def fill_ins(text: str) -> list[int]:
 def _place(cloud: str) -> Place:
     if cloud in PLACES:
         return PLACES[cloud]
-    raise ConfigError([Problem("--cloud", cloud, "unknown", f"write one of {', '.join(PLACES)}")])
+    fix = f"write one of {', '.join(PLACES)}; rtrain cluster kubernetes prints manifests for KubeRay"
+    raise ConfigError([Problem("--cloud", cloud, "unknown", fix)])
 
 
 def _worker(cloud: str, place: Place, gpu: str | None, efa: bool) -> Instance | None:

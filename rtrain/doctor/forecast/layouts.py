@@ -5,7 +5,7 @@ at once, with the nearest one that would not.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from rtrain.cluster import feasible, preflight, supply
 from rtrain.cluster.instances import BY_NAME, Instance
@@ -15,9 +15,6 @@ from rtrain.cluster.supply import Host, Needs, Room
 from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem
 from rtrain.network import device
-
-LIMIT: Final = 2
-"""Nodes that Ray starts at most where its file names no `max_workers`."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,8 @@ def of_document(document: Mapping[str, Any]) -> Cluster:
         raise ConfigError([Problem("provider.type of the cluster's file", provider, "is no text", fix)])
     known = {node.name: node for node in clouds.nodes(Document("", document, {}))}
     found: list[tuple[bool, Kind]] = []
-    head, limit = document.get("head_node_type"), int(number(document.get("max_workers", LIMIT), "max_workers"))
+    head = document.get("head_node_type")
+    limit = int(number(document.get("max_workers", supply.MAX_WORKERS), "max_workers"))
     unlimited = max(limit, supply.ANY_NUMBER)
     for name, kind in kinds.items():
         node = known.get(name)
