@@ -66,6 +66,7 @@ def fit(
     plan = _Plan(until, rung, profile, shortcuts, workers or group.Fresh())
     run = prepared.run
     if run.finished:
+        trackers.fill(prepared.config, run, on_event or (lambda event: None))
         made = summary.write(run)
         copy_out(run, prepared.config.deploy.cluster)
         return made
