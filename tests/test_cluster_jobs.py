@@ -2,6 +2,7 @@
 as cluster.yaml starts it."""
 
 import asyncio
+import ipaddress
 import json
 import os
 import shutil
@@ -939,7 +940,9 @@ def test_a_job_is_watched_asked_for_again_and_read_when_the_cluster_is_gone(head
 
 @pytest.mark.ray
 @pytest.mark.timeout(3600)
-def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(head: Head, command: list[str]) -> None:
+def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(
+    head: Head, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = head.folder / "runs" / "long"
     words = [str(out) if word == str(head.folder / "runs" / "made") else word for word in command]
     words += ["--set", "train.epochs=500"]
@@ -957,6 +960,9 @@ def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(head: Head, 
     while next(job for job in head.jobs() if job["submission_id"] == job_of(out))["status"] not in naming.ENDED:
         assert time.monotonic() < give_up
         time.sleep(0.5)
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, head.environ[name])
+    assert ipaddress.ip_address(client.Jobs(head.api).head_ip() or "")
     nothing = ask(head, "stop", "long")
     assert (nothing.returncode, "no job of the run long is going on" in nothing.stderr) == (1, True)
 
@@ -1011,6 +1017,51 @@ class NoRay(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+class Forwarded(NoRay):
+    """The API of a head, with one job going on."""
+
+    def do_GET(self) -> None:
+        job = {"type": "SUBMISSION", "submission_id": "rtrain-a", "entrypoint": "python", "status": "RUNNING"}
+        raylet = {"isHeadNode": True, "state": "ALIVE", "nodeManagerAddress": "10.0.0.7"}
+        answers: dict[str, object] = {
+            "/api/version": {"ray_version": "2.60.0", "version": "4", "session_name": "s", "ray_commit": "c"},
+            "/api/jobs/": [job],
+            "/nodes?view=summary": {"data": {"summary": [{"raylet": {"state": "ALIVE"}}, {"raylet": raylet}]}},
+        }
+        self.content = json.dumps(answers[self.path]).encode()
+        super().do_GET()
+
+
+@pytest.mark.parametrize(("own", "is_refused"), [("10.0.0.7", True), ("10.0.0.8", False), (None, True)])
+def test_a_cluster_is_not_kept_up_by_the_jobs_of_another_one(
+    own: str | None,
+    is_refused: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The port that is forwarded may lead to any head; the launcher asks before it ends the file's own."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr(launcher, "head_ip", lambda file: own)
+    ended = list[Path]()
+    monkeypatch.setattr(launcher, "down", lambda file, yes: ended.append(file))
+    server = HTTPServer(("127.0.0.1", 0), Forwarded)
+    Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    try:
+        if is_refused:
+            with pytest.raises(UserError, match="rtrain-a"):
+                cluster.down(tmp_path / "cluster.yaml", address=address)
+        else:
+            cluster.down(tmp_path / "cluster.yaml", address=address)
+            err = capsys.readouterr().err
+            assert [name for name in (address, "10.0.0.7", "10.0.0.8") if name not in err] == [], err
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert bool(ended) != is_refused
 
 
 @pytest.mark.parametrize("content", [b"<html>", b"null", b'{"status": "ok"}', b'{"ray_version": "2.60.0"}'])

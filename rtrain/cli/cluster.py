@@ -363,8 +363,15 @@ def down(
     """End every node of a cluster (`ray down`). While jobs are going on, it is refused without --yes."""
     from rtrain.cluster.jobs import client, launcher, naming
 
+    own = launcher.head_ip(file)
     try:
-        going = [job.id for job in client.Jobs(address).all().values() if job.status not in naming.ENDED]
+        jobs = client.Jobs(address)
+        going = [job.id for job in jobs.all().values() if job.status not in naming.ENDED]
+        if own and (answers := jobs.head_ip()) and answers != own:
+            heads = f"its head is {answers}, and that of {shown(file)} is {own}"
+            raise UserError(
+                f"{jobs.address} is the job API of another cluster: {heads} (forwarded by ray dashboard {shown(file)})"
+            )
     except UserError as error:
         going = []
         print(f"{error}; so nobody knows whether a job is going on", file=sys.stderr)

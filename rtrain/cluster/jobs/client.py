@@ -144,6 +144,11 @@ class Jobs:
             told = ray_internals.cluster_status(self._client)
         return (told or "the cluster says nothing of its nodes").strip()
 
+    def head_ip(self) -> str | None:
+        """The address of the head's node; None where the API does not say it."""
+        with self._asked(reads=True):
+            return ray_internals.head_ip(self._client)
+
     def logs(self, job: str) -> str:
         with self._asked():
             return str(self._client.get_job_logs(job))
@@ -242,7 +247,7 @@ class Jobs:
                     f"the head at {self.address} fails ({why}): it is starting, ending or has too much to do; ask "
                     "again, and read its logs where that does not help"
                 ) from None
-            if reads:
+            if reads and isinstance(error, LookupError | TypeError | ValueError | RuntimeError | OSError):
                 first = next(iter(text.strip().splitlines()), "")
                 raise UserError(
                     f"{self.address} does not answer as Ray's job API does ({type(error).__name__}: {first}); write "

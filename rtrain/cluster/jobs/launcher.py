@@ -1,8 +1,10 @@
 """What Ray's launcher does for a cluster's file: `ray rsync-down`, `ray down`."""
 
+import ipaddress
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from rtrain import drafts
@@ -33,6 +35,19 @@ def down(file: Path, yes: bool) -> int:
     """End every node of the file; returns the launcher's exit code. Without `yes` it asks first."""
     _there(file)
     return _ray("down", str(file), *(["--yes"] if yes else []))
+
+
+def head_ip(file: Path) -> str | None:
+    """The address of the head of the file's cluster, asked of its cloud. None where the cluster is not up, and where
+    the launcher knows the head by a name or a public address, which its nodes do not use."""
+    _there(file)
+    command = [sys.executable, "-m", "ray.scripts.scripts", "get-head-ip", str(file)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    *_, last = ["", *done.stdout.split()]
+    with suppress(ValueError):
+        if done.returncode == 0 and ipaddress.ip_address(last).is_private:
+            return last
+    return None
 
 
 def _there(file: Path) -> None:
