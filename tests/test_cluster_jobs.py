@@ -848,7 +848,7 @@ def test_a_line_of_a_job_is_awaited_or_its_end_is_told(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("artifact", ["runs/x", "x"])
 def test_an_artefact_that_the_nodes_do_not_see_is_refused(artifact: str) -> None:
-    with pytest.raises(ConfigError, match="the nodes' folder must be named whole"):
+    with pytest.raises(ConfigError, match="must be an absolute path on the nodes"):
         cluster.serve(artifact)
 
 

@@ -502,7 +502,7 @@ def test_the_verb_prints_and_refuses(run: Cli) -> None:  # noqa: F811
         *((["--memory", amount], "write e.g. 16Gi") for amount in ("16", "0", "1k", "1023Mi", "1e400", "2Ei")),
         *((["--memory", amount], f"{amount} is no amount of memory") for amount in ("-5Gi", "+5Gi")),
         (["--", "tarin", "intent", "--out", "/shared/runs/s"], "rtrain has no verb tarin; it has"),
-        (["--", "train", "intent", "--out", "runs/s"], "the nodes' folder for it must be named whole"),
+        (["--", "train", "intent", "--out", "runs/s"], "must be the absolute path of a folder that all nodes share"),
     ):
         code, out, err = run("cluster", "kubernetes", *words)
         assert (code, out) == (2, "")

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -28,6 +29,22 @@ ALL = [
     *(("aws", gpu, True) for gpu in instances.gpus("aws", efa=True)),
     ("onprem", "A100", False),
 ]
+
+
+@pytest.mark.parametrize(
+    ("cloud", "name", "cpus", "gpus"),
+    [
+        *(("aws", "c7i.8xlarge", 32, 0), ("aws", "g6e.2xlarge", 8, 1), ("aws", "p4d.24xlarge", 96, 8)),
+        ("gcp", "a2-highgpu-1g", 12, 1),
+    ],
+)
+def test_the_workers_type_may_be_named(cloud: str, name: str, cpus: int, gpus: int) -> None:
+    text = variants.render(cloud, instance=name)
+    assert lint.check(text, Around(ROOT)) == []
+    worker = yaml.safe_load(text)["available_node_types"]["worker"]
+    assert worker["resources"]["CPU"] == cpus
+    assert worker["resources"].get("GPU", 0) == gpus
+    assert name in worker["node_config"].values()
 
 
 def test_our_own_file_is_the_one_for_aws() -> None:
@@ -131,13 +148,17 @@ def test_versions_are_those_of_constraints_txt() -> None:
     [
         (("asw",), "--cloud=asw: unknown; write one of aws, gcp"),
         (("kubernetes",), "rtrain cluster kubernetes"),
+        (("aws", None, False, "x9.large"), "no such type of aws is in the table; write one of m7i.large"),
+        (("gcp", None, False, "c7i.xlarge"), "no such type of gcp"),
+        (("onprem", None, False, "c7i.xlarge"), "leave it out"),
+        (("aws", "L4", False, "c7i.xlarge"), "--instance"),
         (("gcp", "H900"), "no machine of gcp with such a GPU is in the table; write one of A100, L4"),
         (("aws", None, True), "write --cloud aws --gpu A100"),
         (("gcp", "L4", True), "the Elastic Fabric Adapter is AWS's"),
         (("aws", "H900", True), "such a GPU and the adapter"),
     ],
 )
-def test_what_there_is_not_is_refused(arguments: tuple[str, str, bool], said: str) -> None:
+def test_what_there_is_not_is_refused(arguments: tuple[Any, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         variants.render(*arguments)
 

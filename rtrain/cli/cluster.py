@@ -2,10 +2,13 @@
 
 import json
 import math
+import os
 import sys
 import time
-from pathlib import Path
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -16,6 +19,8 @@ from rtrain.run import shown
 
 FOUND = 1
 DETACHED = 130
+TAKE_VERBS = ("submit", "kubernetes", "rehearse")
+"""Verbs behind which another one follows, after --."""
 Api = Annotated[
     str | None, typer.Option("--address", help="Job API; default RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265.")
 ]
@@ -61,6 +66,9 @@ def lint(
 def init(
     cloud: Annotated[str, typer.Option("--cloud", help="aws, gcp, azure, onprem, or sky for SkyPilot.")],
     gpu: Annotated[str | None, typer.Option("--gpu", help="Workers with this GPU, e.g. L4, A100, H100.")] = None,
+    instance: Annotated[
+        str | None, typer.Option("--instance", help="Workers of this type, e.g. c7i.8xlarge, in place of --gpu.")
+    ] = None,
     efa: Annotated[
         bool, typer.Option("--efa", help="AWS: GPUs of several nodes by the Elastic Fabric Adapter.")
     ] = False,
@@ -72,7 +80,7 @@ def init(
     """Write a commented file of a cluster: autoscaled, on spot nodes, closed to the internet."""
     from rtrain.cluster.variants import variants
 
-    text = variants.render(cloud, gpu, efa, out.name if out and str(out) != "-" else None)
+    text = variants.render(cloud, gpu, efa, instance, out.name if out and str(out) != "-" else None)
     file = out or Path(variants.PLACES[cloud].file)
     if str(file) == "-":
         print(text, end="")
@@ -85,6 +93,8 @@ def init(
     lines = [f"{shown(file)}: {len(text.splitlines())} lines; fill in line {', '.join(map(str, left))}"]
     if cloud != "sky":
         lines.append(f"next: rtrain cluster lint --filled {shown(file)}")
+        if not (file.absolute().parent / "pyproject.toml").is_file():
+            lines.append(f"{shown(file)} copies rtrain's checkout to the nodes: move it into one")
     show({"file": str(file), "fill_in": left}, as_json, *lines)
 
 
@@ -218,6 +228,7 @@ def submit(
         raise ConfigError([Problem("verb", words[0] if words else None, reason, fix)])
     run = naming.run_of(words)
     files = upload.of(folder.absolute(), _bytes(most_mb))
+    _refuse_left_behind(words, files)
     jobs = client.Jobs(address)
     job, name = jobs.submit(words, files, say), run or naming.identity(words, run).removeprefix("rtrain-")
     if not watch:
@@ -225,6 +236,30 @@ def submit(
         say(f"next: rtrain cluster logs --follow {name}   or: rtrain cluster stop {name}")
         return
     _watched(jobs, job, str(name))
+
+
+def _refuse_left_behind(words: list[str], files: Any) -> None:
+    """Raise `ConfigError` for relative paths of rows and models that are not among the files of the job: it runs in a
+    folder that holds these alone."""
+    from rtrain.cluster.jobs import naming
+    from rtrain.data.formats.files import is_hub_name
+
+    given = {name: naming.option(words, name) for name in ("--data", "--valid", "--test", "--model")}
+    settings = dict(text.partition("=")[::2] for text in naming.assignments(words))
+    given |= {name: settings.get(name) for name in ("data.path", "data.valid", "data.test", "model.name")}
+    problems = []
+    for name, value in given.items():
+        if not value or "://" in value or value.startswith(("/", "~")):
+            continue
+        pattern = os.path.normpath(value)
+        if any(fnmatch(path, pattern) or PurePosixPath(path).is_relative_to(pattern) for path, _ in files.files):
+            continue
+        if Path(value).exists() or not (name in ("--model", "model.name") or is_hub_name(value, None)):
+            reason = "is not among the files that the job takes along (those that git tracks)"
+            fix = "write an address or an absolute path that all nodes read, or let git track it"
+            problems.append(Problem(name, value, reason, fix))
+    if problems:
+        raise ConfigError(problems)
 
 
 def serve(
@@ -244,7 +279,7 @@ def serve(
     from rtrain.report.live.progress import say
 
     if "://" not in artifact and not artifact.startswith("/"):
-        reason, fix = "the nodes' folder must be named whole", "write e.g. /shared/runs/intent"
+        reason, fix = "must be an absolute path on the nodes, or an address", "write e.g. /shared/runs/intent"
         raise ConfigError([Problem("artifact", artifact, reason, fix)])
     given = {"serve.replicas": replicas, "serve.max_replicas": max_replicas}
     settings = [*(f"{name}={value}" for name, value in given.items() if value is not None), *(assignments or ())]
@@ -257,9 +292,9 @@ def serve(
     except KeyboardInterrupt:
         raise Ended(f"{job} goes on without this terminal; rtrain cluster stop {name} ends it", DETACHED) from None
     print(job)
-    say(
-        f"{line.partition(' (')[0]} of the head; next: ray attach -p 8000 cluster.yaml   or: rtrain cluster stop {name}"
-    )
+    serving = line.rpartition(" (")[0]
+    port = urlsplit(serving.rpartition(" at ")[2]).port
+    say(f"{serving} of the head; next: ray attach -p {port} cluster.yaml   or: rtrain cluster stop {name}")
 
 
 def _watched(jobs: Any, job: str, name: str) -> None:

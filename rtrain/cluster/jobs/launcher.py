@@ -52,7 +52,8 @@ def head_ip(file: Path) -> str | None:
 
 def _there(file: Path) -> None:
     if not file.is_file():
-        raise UserError(f"{file}: no such file; {meant(file) or 'name the file that ray up was called with'}")
+        fix = f"{meant(file) or 'name the file that ray up was called with'}; a cluster that ray start made has none"
+        raise UserError(f"{file}: no such file; {fix}: copy from its head yourself, or give the run's --storage")
 
 
 def _ray(*words: str) -> int:
