@@ -42,6 +42,14 @@ def test_relative_paths_of_a_job_are_among_the_files_that_it_takes_along(
     assert refused is None or err.startswith(f"rtrain: {refused}: ")
 
 
+def test_a_pod_has_no_files_of_the_current_folder(run: Cli, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "rows.csv").touch()
+    words = ("train", "intent", "--out", "/shared/runs/x", "--data")
+    code, out, err = run("cluster", "kubernetes", "--", *words, "rows.csv")
+    assert (code, out, "--data=rows.csv" in err) == (2, "", True)
+    assert run("cluster", "kubernetes", "--", *words, "/shared/rows.csv")[0] == 0
+
+
 @pytest.mark.parametrize("verb", ["submit", "kubernetes", "rehearse"])
 def test_options_of_the_job_without_two_dashes_are_told_where_these_go(run: Cli, verb: str) -> None:  # noqa: F811
     code, _, err = run("cluster", verb, "train", "intent", "--data", "rows.csv")

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -131,6 +132,7 @@ def kubernetes(
     if dockerfile:
         print(images.dockerfile(gpus > 0), end="")
         return
+    _refuse_left_behind(verb or (), ())
     given = {"image": image, "storage_class": storage_class, "artifact": artifact, "verb": tuple(verb or ()) or None}
     given["bucket"] = None if bucket is None else manifests.bucket_of(bucket)
     chosen = {key: value for key, value in given.items() if value is not None}
@@ -228,7 +230,7 @@ def submit(
         raise ConfigError([Problem("verb", words[0] if words else None, reason, fix)])
     run = naming.run_of(words)
     files = upload.of(folder.absolute(), _bytes(most_mb))
-    _refuse_left_behind(words, files)
+    _refuse_left_behind(words, [path for path, _ in files.files], ", or let git track it")
     jobs = client.Jobs(address)
     job, name = jobs.submit(words, files, say), run or naming.identity(words, run).removeprefix("rtrain-")
     if not watch:
@@ -238,9 +240,9 @@ def submit(
     _watched(jobs, job, str(name))
 
 
-def _refuse_left_behind(words: list[str], files: Any) -> None:
-    """Raise `ConfigError` for relative paths of rows and models that are not among the files of the job: it runs in a
-    folder that holds these alone."""
+def _refuse_left_behind(words: Sequence[str], files: Collection[str], also: str = "") -> None:
+    """Raise `ConfigError` for relative paths of rows and models that are not among the `files` of a job: it runs in a
+    folder that holds these alone. `also`: another way out."""
     from rtrain.cluster.jobs import naming
     from rtrain.data.formats.files import is_hub_name
 
@@ -252,11 +254,11 @@ def _refuse_left_behind(words: list[str], files: Any) -> None:
         if not value or "://" in value or value.startswith(("/", "~")):
             continue
         pattern = os.path.normpath(value)
-        if any(fnmatch(path, pattern) or PurePosixPath(path).is_relative_to(pattern) for path, _ in files.files):
+        if any(fnmatch(path, pattern) or PurePosixPath(path).is_relative_to(pattern) for path in files):
             continue
         if Path(value).exists() or not (name in ("--model", "model.name") or is_hub_name(value, None)):
-            reason = "is not among the files that the job takes along (those that git tracks)"
-            fix = "write an address or an absolute path that all nodes read, or let git track it"
+            reason = "is a relative path, and not among the files that the job takes along"
+            fix = f"write an address or an absolute path that all nodes read{also}"
             problems.append(Problem(name, value, reason, fix))
     if problems:
         raise ConfigError(problems)
