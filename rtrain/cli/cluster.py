@@ -49,7 +49,7 @@ def lint(
     around = Around(file.absolute().parent, verbs=_verbs(context))
     found, left = linting.check(text, around, definitions), linting.to_fill_in(text)
     if filled:
-        found = sorted([*found, *linting.left_open(text)], key=lambda one: one.line)
+        found = sorted([*found, *linting.find_fill_ins(text)], key=lambda one: one.line)
     if sarif:
         print(json.dumps(told.sarif(found, linting.every_rule(around), shown(file)), indent=2))
     else:
@@ -400,12 +400,12 @@ def down(
     """End every node of a cluster (`ray down`). While jobs are going on, it is refused without --yes."""
     from rtrain.cluster.jobs import client, launcher, naming
 
-    own = launcher.head_ip(file)
+    head_ip = launcher.head_ip(file)
     try:
         jobs = client.Jobs(address)
         going = [job.id for job in jobs.all().values() if job.status not in naming.ENDED]
-        if own and (answers := jobs.head_ip()) and answers != own:
-            heads = f"its head is {answers}, and that of {shown(file)} is {own}"
+        if head_ip and (api_head_ip := jobs.head_ip()) and api_head_ip != head_ip:
+            heads = f"its head is {api_head_ip}, and that of {shown(file)} is {head_ip}"
             raise UserError(
                 f"{jobs.address} is the job API of another cluster: {heads} (forwarded by ray dashboard {shown(file)})"
             )

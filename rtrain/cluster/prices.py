@@ -39,11 +39,11 @@ class Price:
 
 
 def table(file: Path | None = None, metadata: Mapping[str, Any] | None = None) -> dict[str, Price]:
-    """Prices by name of the instance type: list prices, replaced by the `stated` ones. Raises `ConfigError`."""
-    return {one.name: of(one.dollars) for one in INSTANCES} | stated(file, metadata)
+    """Prices by name of the instance type: list prices, replaced by `user_prices`. Raises `ConfigError`."""
+    return {one.name: of(one.dollars) for one in INSTANCES} | user_prices(file, metadata)
 
 
-def stated(file: Path | None, metadata: Mapping[str, Any] | None) -> dict[str, Price]:
+def user_prices(file: Path | None, metadata: Mapping[str, Any] | None) -> dict[str, Price]:
     """The user's prices: those of a cluster's file, by its `metadata`, replaced by those of the file of prices. Raises
     `ConfigError` with every entry that is no price."""
     prices = mapping(mapping(metadata, "metadata").get("prices"), "metadata.prices")

@@ -43,20 +43,23 @@ class Paid:
         """Dollars, or whatever the price of a worker's hour is in; None where a machine's price is not known."""
         if self.price is not None:
             return self.price * self.of("workers")
-        table, paid = pricing.table() | self.filed, self._paid
-        if any(one["instance"] not in table for one in paid):
+        table, machines = pricing.table() | self.filed, self._machines_and_head
+        if any(one["instance"] not in table for one in machines):
             return None
-        return self.hours * sum(table[one["instance"]].hourly(is_spot=_is_spot(one)) for one in paid)
+        return self.hours * sum(table[one["instance"]].hourly(is_spot=_is_spot(one)) for one in machines)
 
     @property
     def by(self) -> set[str]:
         """Which prices these are."""
         if self.price is not None:
             return {OWN}
-        return {FILED if one["instance"] in self.filed else ASSUMED if _is_spot(one) else LISTED for one in self._paid}
+        return {
+            FILED if one["instance"] in self.filed else ASSUMED if _is_spot(one) else LISTED
+            for one in self._machines_and_head
+        }
 
     @property
-    def _paid(self) -> list[Mapping[str, Any]]:
+    def _machines_and_head(self) -> list[Mapping[str, Any]]:
         return [*self.machines, *([self.head] if self.head else [])]
 
 

@@ -75,7 +75,7 @@ def fit(
         say(event)  # logged before the run was followed
     told = events.Follow([(run.folder, {})], on_event), trackers.following(prepared.config, run, say)
     file = prepared.config.deploy.cluster.prices
-    known = prices.stated(Path(file) if file else None, (supply.autoscaler() or {}).get("metadata"))
+    known = prices.user_prices(Path(file) if file else None, (supply.autoscaler() or {}).get("metadata"))
     with (
         opening.hold(run),
         told[0],

@@ -10,7 +10,7 @@ from rtrain.cluster.lint.around import Around
 from rtrain.cluster.lint.document import Document
 from rtrain.cluster.lint.findings import Finding, Found, Level
 from rtrain.cluster.lint.nodes import EVERYONE
-from rtrain.cluster.lint.pins import NAME_DIGEST, unpinned
+from rtrain.cluster.lint.pins import NAME_DIGEST, find_unpinned
 from rtrain.cluster.lint.shell import options
 
 Documents = list[Document]
@@ -93,7 +93,7 @@ def versions(documents: Documents, around: Around) -> Found:
 
 def images(documents: Documents, around: Around) -> Found:
     for _, container in walk.containers(documents):
-        if (what := unpinned(container.get("image"))) is not None:
+        if (what := find_unpinned(container.get("image"))) is not None:
             yield container.line("image"), what, NAME_DIGEST
 
 

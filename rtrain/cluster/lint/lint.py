@@ -182,7 +182,7 @@ def to_fill_in(text: str) -> list[int]:
     ]
 
 
-def left_open(text: str) -> list[Finding]:
+def find_fill_ins(text: str) -> list[Finding]:
     """A finding for each of these lines, with the key whose value it is."""
     keys: dict[int, Place] = {}
     with suppress(Unreadable):

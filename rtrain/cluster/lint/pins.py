@@ -16,7 +16,7 @@ OURS = ("ray", "rtrain")
 NAME_DIGEST = "name it by its digest: IMAGE@sha256: and 64 hexadecimal digits"
 
 
-def unpinned(image: object) -> str | None:
+def find_unpinned(image: object) -> str | None:
     """What is wrong with an image that is not named by a digest; None for one that is, or whose digest is left to be
     filled in."""
     digest = str(image).partition("@sha256:")[2]
@@ -28,7 +28,7 @@ def unpinned(image: object) -> str | None:
 
 def images(document: Document, around: Around) -> Found:
     for place, value in document.walk():
-        if place[-1] in IMAGES and "docker" in place and isinstance(value, str) and (what := unpinned(value)):
+        if place[-1] in IMAGES and "docker" in place and isinstance(value, str) and (what := find_unpinned(value)):
             yield document.line(*place), f"{shown(place)}: {what}", NAME_DIGEST
     for node in nodes(document):
         image = get(node.config, *node.cloud.image)

@@ -83,8 +83,8 @@ def following(config: Config, run: Run, say: Say) -> Iterator[None]:
 
 def fill(config: Config, run: Run, say: Say) -> None:
     """Send trackers of a finished run the figures that they lack."""
-    past = run.events(UNTRACKED)
-    if any(_lacks_since(name, past) is not None for name in config.deploy.report.trackers):
+    logged = run.events(UNTRACKED)
+    if any(_first_missing_update(name, logged) is not None for name in config.deploy.report.trackers):
         try:
             with following(config, run, say):
                 pass
@@ -92,7 +92,7 @@ def fill(config: Config, run: Run, say: Say) -> None:
             say({"kind": "stage", "text": str(error)})
 
 
-def _lacks_since(name: str, past: Sequence[Event]) -> int | None:
+def _first_missing_update(name: str, past: Sequence[Event]) -> int | None:
     """The update from which on a tracker lacks figures, by the run's log."""
     events_of_tracker = [event for event in past if event["kind"] == UNTRACKED and event["tracker"] == name]
     return events_of_tracker[-1]["since"] if events_of_tracker else None
@@ -108,8 +108,8 @@ class Feed:
         """The newest update that was told, by name, and whether by what was chosen at the end."""
         self._unsent: list[tuple[dict[str, float], int, float]] = []
         self._retry_at = 0.0
-        since = _lacks_since(name, past)
-        self._lacks = since is not None
+        since = _first_missing_update(name, past)
+        self._is_missing = since is not None
         for event in past:
             self(event, tell=tracker.fresh or (since is not None and figures(event)[1] >= since))
 
@@ -126,12 +126,12 @@ class Feed:
     def close(self, outcome: Outcome) -> None:
         self._send()
         if self._unsent:
-            self._tell(f"{self._name} lacks the figures from update {self._unsent[0][1]} on; --resume sends them")
+            self._say_line(f"{self._name} lacks the figures from update {self._unsent[0][1]} on; --resume sends them")
             return
         try:
             self._tracker.close(outcome)
         except Exception as error:
-            self._tell(f"{self._name} was not closed: {_first_line(error)}")
+            self._say_line(f"{self._name} was not closed: {_first_line(error)}")
 
     def _send(self) -> None:
         try:
@@ -139,20 +139,20 @@ class Feed:
                 self._tracker.log(*self._unsent[0])
                 del self._unsent[0]
         except Exception as error:  # a server that is gone, a full disk: nothing that should end a training
-            if not self._lacks:
-                self._tell(f"{self._name} failed; its figures are kept and sent again: {_first_line(error)}")
-                self._note(self._unsent[0][1])
+            if not self._is_missing:
+                self._say_line(f"{self._name} failed; its figures are kept and sent again: {_first_line(error)}")
+                self._log_missing(self._unsent[0][1])
             self._retry_at = time.monotonic() + RETRY_S
         else:
-            if self._lacks:
-                self._tell(f"{self._name} has all figures again")
-                self._note(None)
+            if self._is_missing:
+                self._say_line(f"{self._name} has all figures again")
+                self._log_missing(None)
 
-    def _note(self, since: int | None) -> None:
-        self._lacks = since is not None
+    def _log_missing(self, since: int | None) -> None:
+        self._is_missing = since is not None
         self._run.append(UNTRACKED, tracker=self._name, since=since)
 
-    def _tell(self, text: str) -> None:
+    def _say_line(self, text: str) -> None:
         self._say({"kind": "stage", "text": text})
 
 
