@@ -43,10 +43,10 @@ class Paid:
         """Dollars, or whatever the price of a worker's hour is in; None where a machine's price is not known."""
         if self.price is not None:
             return self.price * self.of("workers")
-        table, machines = pricing.table() | self.filed, self._machines_and_head
-        if any(one["instance"] not in table for one in machines):
-            return None
-        return self.hours * sum(table[one["instance"]].hourly(is_spot=_is_spot(one)) for one in machines)
+        table = {**pricing.table(), **self.filed}
+        prices = [(table.get(one["instance"]), _is_spot(one)) for one in self._machines_and_head]
+        known = [price.hourly(is_spot=is_spot) for price, is_spot in prices if price is not None]
+        return self.hours * sum(known) if len(known) == len(prices) else None
 
     @property
     def by(self) -> set[str]:
@@ -76,8 +76,8 @@ def paid(starts: Sequence[Sequence[Event]]) -> list[Paid] | None:
             if any(event["kind"] == "started" for event in events):  # by an earlier version
                 return None
             continue
-        stated = next((event["prices"] for event in events if event["kind"] == PRICES), {})
-        filed = {name: Price(**price) for name, price in stated.items()}
+        logged: Mapping[str, Any] = next((event["prices"] for event in events if event["kind"] == PRICES), {})
+        filed = {name: Price(**price) for name, price in logged.items()}
         for one, place in enumerate(told):
             begin = events[0 if one == 0 else place]["time"]
             end = events[told[one + 1] if one + 1 < len(told) else -1]["time"]
