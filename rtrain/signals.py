@@ -5,6 +5,8 @@ Ray's core would print a stack of C++ calls. It is KeyboardInterrupt that is rai
 wherever the process waits in them; of SystemExit Ray makes an error, as of a worker that crashed.
 """
 
+import ctypes
+import os
 import signal
 import sys
 import threading
@@ -14,6 +16,8 @@ from types import FrameType
 
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _received: list[int] = []
 """SIGTERM, once it has come. Ray raises a KeyboardInterrupt of its own, so that the error cannot say it."""
@@ -29,6 +33,14 @@ def take() -> None:
         if sys.unraisablehook is not _ignored:
             _usual[:] = [sys.unraisablehook]
             sys.unraisablehook = _ignored
+
+
+def end_with_parent(parent: int, number: int) -> None:
+    """Have this new process get that signal when its parent, of that process id, dies: on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)  # it has died before
 
 
 @contextmanager

@@ -3,6 +3,7 @@ as cluster.yaml starts it."""
 
 import asyncio
 import http.server
+import ipaddress
 import json
 import os
 import shutil
@@ -11,8 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 from zipfile import ZipFile
@@ -847,7 +850,7 @@ def test_a_line_of_a_job_is_awaited_or_its_end_is_told(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("artifact", ["runs/x", "x"])
 def test_an_artefact_that_the_nodes_do_not_see_is_refused(artifact: str) -> None:
-    with pytest.raises(ConfigError, match="the nodes' folder must be named whole"):
+    with pytest.raises(ConfigError, match="must be an absolute path on the nodes"):
         cluster.serve(artifact)
 
 
@@ -973,7 +976,9 @@ def test_a_job_is_watched_asked_for_again_and_read_when_the_cluster_is_gone(head
 
 @pytest.mark.ray
 @pytest.mark.timeout(3600)
-def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(head: Head, command: list[str]) -> None:
+def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(
+    head: Head, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = head.folder / "runs" / "long"
     words = [str(out) if word == str(head.folder / "runs" / "made") else word for word in command]
     words += ["--set", "train.epochs=500"]
@@ -991,37 +996,121 @@ def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(head: Head, 
     while next(job for job in head.jobs() if job["submission_id"] == job_of(out))["status"] not in naming.ENDED:
         assert time.monotonic() < give_up
         time.sleep(0.5)
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, head.environ[name])
+    assert ipaddress.ip_address(client.Jobs(head.api).head_ip() or "")
     nothing = ask(head, "stop", "long")
     assert (nothing.returncode, "no job of the run long is going on" in nothing.stderr) == (1, True)
 
 
 class Restarted(BreaksOff):
-    """A head that came back with what its Redis knew: a job goes on for ever, until the head is asked for something of
-    it and finds that its supervisor is gone."""
+    """A head that came back with what its Redis knew: a job goes on for ever, until the head's agent is asked for
+    something and finds that its supervisor is gone, or that it has ended by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: str) -> None:
         super().__init__(took=False)
-        self._left, self.statuses, self.started = 0, {"rtrain-x": "RUNNING"}, list[str]()
+        self._left, self._end, self.statuses, self.started = 0, end, dict[str, str](), list[str]()
 
     def list_jobs(self) -> list[SimpleNamespace]:
         fields = {"entrypoint": "", "start_time": None, "end_time": None, "driver_exit_code": None, "error_type": None}
         return [SimpleNamespace(submission_id=job, status=status, **fields) for job, status in self.statuses.items()]
 
     def delete_job(self, job: str) -> bool:
-        self.statuses[job] = "FAILED"
-        raise RuntimeError(f"Attempted to delete job '{job}', but it is in a non-terminal state RUNNING.")
+        del self.statuses[job]
+        return True
 
     def submit_job(self, submission_id: str, **named: Any) -> None:
+        if submission_id in self.statuses:
+            self.statuses[submission_id] = self._end
+            raise RuntimeError(f"Job with submission_id {submission_id} already exists. Please use a different one.")
+        self.statuses[submission_id] = "PENDING"
         self.started.append(submission_id)
 
 
-def test_a_job_that_went_with_its_head_is_started_again(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("end", ["FAILED", "SUCCEEDED"])
+def test_a_job_that_went_with_its_head_is_started_again(
+    end: str, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record of the old one stays, also where it ended a moment before."""
     monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
     words = ["train", "intent", "--out", "/x"]
-    base, api = naming.identity(words, naming.run_of(words)), Restarted()
+    base, api = naming.identity(words, naming.run_of(words)), Restarted(end)
     api.statuses = {base: "RUNNING"}
     assert client.Jobs("http://head", api).submit(words, upload.of(checkout), print) == f"{base}-try-2"
-    assert api.started == [f"{base}-try-2"]
+    assert (api.statuses[base], api.started) == (end, [f"{base}-try-2"])
+
+
+class NoRay(BaseHTTPRequestHandler):
+    """A server that answers every request with its `content`."""
+
+    content = b""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.content)))
+        self.end_headers()
+        self.wfile.write(self.content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Forwarded(NoRay):
+    """The API of a head, with one job going on."""
+
+    def do_GET(self) -> None:
+        job = {"type": "SUBMISSION", "submission_id": "rtrain-a", "entrypoint": "python", "status": "RUNNING"}
+        raylet = {"isHeadNode": True, "state": "ALIVE", "nodeManagerAddress": "10.0.0.7"}
+        answers: dict[str, object] = {
+            "/api/version": {"ray_version": "2.60.0", "version": "4", "session_name": "s", "ray_commit": "c"},
+            "/api/jobs/": [job],
+            "/nodes?view=summary": {"data": {"summary": [{"raylet": {"state": "ALIVE"}}, {"raylet": raylet}]}},
+        }
+        self.content = json.dumps(answers[self.path]).encode()
+        super().do_GET()
+
+
+@pytest.mark.parametrize(("own", "is_refused"), [("10.0.0.7", True), ("10.0.0.8", False), (None, True)])
+def test_a_cluster_is_not_kept_up_by_the_jobs_of_another_one(
+    own: str | None,
+    is_refused: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The port that is forwarded may lead to any head; the launcher asks before it ends the file's own."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr(launcher, "head_ip", lambda file: own)
+    ended = list[Path]()
+    monkeypatch.setattr(launcher, "down", lambda file, yes: ended.append(file))
+    server = HTTPServer(("127.0.0.1", 0), Forwarded)
+    Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    try:
+        if is_refused:
+            with pytest.raises(UserError, match="rtrain-a"):
+                cluster.down(tmp_path / "cluster.yaml", address=address)
+        else:
+            cluster.down(tmp_path / "cluster.yaml", address=address)
+            err = capsys.readouterr().err
+            assert [name for name in (address, "10.0.0.7", "10.0.0.8") if name not in err] == [], err
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert bool(ended) != is_refused
+
+
+@pytest.mark.parametrize("content", [b"<html>", b"null", b'{"status": "ok"}', b'{"ray_version": "2.60.0"}'])
+def test_an_address_that_is_no_ray_is_said_in_a_line(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    server = HTTPServer(("127.0.0.1", 0), type("Answers", (NoRay,), {"content": content}))
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(UserError, match=f"127.0.0.1:{server.server_port}"):
+            client.Jobs(f"http://127.0.0.1:{server.server_port}").all()
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_no_head_is_said_in_a_line(tmp_path: Path) -> None:

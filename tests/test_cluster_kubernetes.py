@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import yaml
 
 from rtrain.cluster import feasible, supply
 from rtrain.cluster.kubernetes import crd, image, manifests, rules, walk
-from rtrain.cluster.lint import lint
+from rtrain.cluster.lint import around, lint
 from rtrain.cluster.lint.around import Around
 from rtrain.cluster.lint.document import read
 from rtrain.errors import ConfigError, UserError
@@ -25,6 +26,7 @@ DEFINITIONS = Path(os.environ.get("KUBERAY_CRDS", ROOT.parent / "shared" / "sche
 """KubeRay's own definitions, where they lie beside the checkout or where KUBERAY_CRDS says."""
 TEXT = manifests.text(manifests.Settings())
 HERE = Around(ROOT)
+IMAGE = f"registry/rtrain@sha256:{'0' * 64}"
 
 
 def test_the_manifests_are_those_of_the_golden_file() -> None:
@@ -39,7 +41,7 @@ def test_there_is_a_cluster_a_job_a_service_and_what_they_share() -> None:
 
 def test_nothing_is_found_in_ours() -> None:
     assert lint.check(TEXT, HERE) == []
-    assert lint.check(manifests.text(manifests.Settings(gpus=4, workers=1, image="a@sha256:0")), HERE) == []
+    assert lint.check(manifests.text(manifests.Settings(gpus=4, workers=1, image=IMAGE)), HERE) == []
 
 
 def test_the_job_goes_on_and_the_service_imports_what_is_there() -> None:
@@ -118,7 +120,7 @@ def test_gpus_are_the_workers_own() -> None:
 
 
 def test_a_second_group_is_for_data_tasks_and_jobs_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = manifests.Settings(gpus=2, workers=3, data_workers=5, image="a@sha256:0")
+    settings = manifests.Settings(gpus=2, workers=3, data_workers=5, image=IMAGE)
     text = manifests.text(settings)
     assert lint.check(text, HERE) == []
     [cluster] = [document for document in read(text) if document.get("kind") == "RayCluster"]
@@ -139,7 +141,7 @@ def test_a_second_group_is_for_data_tasks_and_jobs_know_it(monkeypatch: pytest.M
 
 
 def test_a_bucket_is_mounted_in_place_of_a_claim_by_pods_that_say_so() -> None:
-    text = manifests.text(manifests.Settings(bucket=manifests.bucket_of("gs://my-runs/"), image="a@sha256:0"))
+    text = manifests.text(manifests.Settings(bucket=manifests.bucket_of("gs://my-runs/"), image=IMAGE))
     assert lint.check(text, HERE) == []
     assert "PersistentVolumeClaim" not in text
     [account, *_] = yaml.safe_load_all(text)
@@ -179,6 +181,7 @@ BROKEN = (
     Broken("k8s-quantity", "memory: 16Gi", "memory: 16GB", "memory: 16GB", seen=True),
     Broken("k8s-memory", "memory: 16Gi", "memory: 8Gi", "memory: 16Gi"),
     Broken("k8s-image", "@sha256:FILL-IN", ":latest", ":latest"),
+    Broken("k8s-image", "@sha256:FILL-IN", "@sha256:0", "@sha256:0"),
     Broken("k8s-version", "rayVersion: 2.60.0", "rayVersion: 2.9.0", "rayVersion: 2.9.0"),
     Broken("k8s-kind", "apiVersion: ray.io/v1\n", "apiVersion: ray.io/v1alpha1\n", "apiVersion: ray.io/v1alpha1"),
     Broken("k8s-kind", "kind: RayJob", "kind: RayJobs", "kind: RayJobs"),
@@ -470,6 +473,21 @@ def test_the_image_has_the_pins_and_no_root(gpu: bool) -> None:
     assert f"Ray {Around(ROOT).constraints()['ray']}" in text
 
 
+def test_manifests_are_printed_where_the_local_ray_is_another(
+    run: Cli,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They may be applied from any machine. What is found says so, and is no part of the manifests."""
+    around.installed.cache_clear()
+    with monkeypatch.context() as other:
+        other.setattr(metadata, "version", lambda package: "2.60.99")
+        code, out, err = run("cluster", "kubernetes")
+    around.installed.cache_clear()
+    assert (code, out) == (0, TEXT)
+    assert "2.60.99" in err
+    assert run("cluster", "kubernetes")[2] == ""
+
+
 def test_the_verb_prints_and_refuses(run: Cli) -> None:  # noqa: F811
     code, out, _ = run("cluster", "kubernetes")
     assert (code, out) == (0, TEXT)
@@ -484,7 +502,7 @@ def test_the_verb_prints_and_refuses(run: Cli) -> None:  # noqa: F811
         *((["--memory", amount], "write e.g. 16Gi") for amount in ("16", "0", "1k", "1023Mi", "1e400", "2Ei")),
         *((["--memory", amount], f"{amount} is no amount of memory") for amount in ("-5Gi", "+5Gi")),
         (["--", "tarin", "intent", "--out", "/shared/runs/s"], "rtrain has no verb tarin; it has"),
-        (["--", "train", "intent", "--out", "runs/s"], "the nodes' folder for it must be named whole"),
+        (["--", "train", "intent", "--out", "runs/s"], "must be the absolute path of a folder that all nodes share"),
     ):
         code, out, err = run("cluster", "kubernetes", *words)
         assert (code, out) == (2, "")

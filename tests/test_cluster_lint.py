@@ -8,10 +8,13 @@ from typing import NamedTuple
 import pytest
 import yaml
 
+from rtrain.cluster import supply
 from rtrain.cluster.lint import findings, lint
 from rtrain.cluster.lint.around import Around, installed
 from rtrain.cluster.lint.document import Unreadable, read
 from rtrain.cluster.lint.shell import options, words
+from rtrain.cluster.variants import variants
+from rtrain.doctor.forecast import layouts
 from tests.test_cli import Cli, run  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,6 +92,8 @@ BROKEN = (
     Broken("resources", "resources: {CPU: 8}", "resources: {CPU: 16}", "resources: {CPU: 16}"),
     Broken("resources", "InstanceType: c7i.2xlarge", "InstanceType: g6.2xlarge", "resources: {CPU: 8}"),
     Broken("price", "InstanceType: c7i.2xlarge", "InstanceType: x9z.large", "InstanceType: x9z.large"),
+    Broken("zone", "--region us-west-2 --target", "--region us-east-1 --target", "--region us-east-1 --target"),
+    Broken("zone", "efs.us-west-2.", "efs.eu-west-1.", "efs.eu-west-1."),
     Broken("limits", "max_workers: 4\n#", "#", "# A Ray cluster on AWS"),
     Broken("limits", "idle_timeout_minutes: 5", "idle_timeout_minutes: 600", "idle_timeout_minutes: 600"),
     Broken("limits", "min_workers: 0 ", "min_workers: 9 ", "min_workers: 9"),
@@ -264,6 +269,45 @@ def test_a_recipe_may_be_a_file_or_a_run(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("zone", "count"),
+    [
+        ("us-west-2-lax-1a", 0),
+        ("us-west-2a, us-west-2-den-1a", 0),
+        ("us-west-2-wl1-las-wlz-1", 0),
+        ("us-east-1-bos-1a", 1),
+        ("us-west-2", 1),
+    ],
+)
+def test_local_zones_and_wavelength_zones_are_zones_of_their_region(zone: str, count: int) -> None:
+    text = TEXT.replace("availability_zone: us-west-2a", f"availability_zone: {zone}")
+    assert [one.rule for one in lint.check(text, HERE)] == ["zone"] * count
+
+
+def test_a_region_is_changed_in_all_of_its_places() -> None:
+    """One of them may be in a comment alone."""
+    text = TEXT.replace("us-west-2", "eu-central-1")
+    assert lint.check(text, HERE) == []
+    of_google = variants.render("gcp")
+    assert lint.check(of_google.replace("us-central1", "europe-west4"), HERE) == []
+    half = of_google.replace("region: us-central1", "region: europe-west4")
+    half = half.replace("availability_zone: us-central1-a", "availability_zone: europe-west4-a")
+    found = {half.splitlines()[one.line - 1].strip() for one in lint.check(half, HERE)}
+    assert len(found) == 2
+    assert all("us-central1" in line for line in found)
+
+
+def test_a_file_without_a_limit_is_counted_with_ray_s_in_every_place() -> None:
+    """Its defaults have two workers at most: as many as a plan counts with."""
+    document = yaml.safe_load(TEXT)
+    del document["max_workers"]
+    assert supply.startable(document).limit == layouts.of_document(document).limit == 2
+    document["available_node_types"]["worker"] |= {"min_workers": 3, "max_workers": 4}
+    found = [one.what for one in lint.check(yaml.safe_dump(document), HERE) if one.rule == "limits"]
+    assert len(found) == 2
+    assert "3 nodes" in found[1]
+
+
+@pytest.mark.parametrize(
     ("old", "new"),
     [
         ("max_workers: 4\n#", "max_workers: .inf\n#"),
@@ -365,6 +409,8 @@ def test_the_verb_counts_prints_and_fails(run: Cli, tmp_path: Path) -> None:  # 
     assert (code, "0 errors, 0 warnings" in out) == (0, True)
     code, out, _ = run("cluster", "lint", ROOT / "cluster.yaml", "--filled")
     assert (code, out.count("[fill-in]")) == (1, 6)
+    for key in ("head.node_config.ImageId", "SubnetIds", "worker.node_config.IamInstanceProfile.Name", "commands[2]"):
+        assert out.count(key) == 1
     (tmp_path / "mine.yaml").write_text(TEXT.replace("cache_stopped_nodes: false", "cache_stopped_nodes: true"))
     code, out, _ = run("cluster", "lint", "mine.yaml", "--json")
     document = json.loads(out)

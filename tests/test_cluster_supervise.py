@@ -195,6 +195,20 @@ def test_a_signal_that_comes_with_the_child_ends_both(tmp_path: Path, early: str
     assert not psutil.pid_exists(int((tmp_path / "child").read_text()))
 
 
+def test_a_driver_ends_with_its_supervisor(tmp_path: Path) -> None:
+    """`kill -9` of a job's entry point: Ray says FAILED then, and the driver must not train on."""
+    with supervisor(tmp_path) as started:
+        until((tmp_path / "ready").exists, started, tmp_path / "rtrain" / "__main__.py")
+        driver = psutil.Process(int((tmp_path / "child").read_text()))
+        started.kill()
+        give_up, has_ended = time.monotonic() + 20, False
+        while not has_ended and time.monotonic() < give_up:
+            has_ended = not driver.is_running() or driver.status() == psutil.STATUS_ZOMBIE
+            time.sleep(0.02)
+        end(started, [driver])
+    assert has_ended
+
+
 def test_the_jobs_of_a_head_that_goes_end_with_a_checkpoint(tmp_path: Path) -> None:
     leave = [sys.executable, "-m", "rtrain.cluster.leave", "--seconds"]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -28,6 +29,22 @@ ALL = [
     *(("aws", gpu, True) for gpu in instances.gpus("aws", efa=True)),
     ("onprem", "A100", False),
 ]
+
+
+@pytest.mark.parametrize(
+    ("cloud", "name", "cpus", "gpus"),
+    [
+        *(("aws", "c7i.8xlarge", 32, 0), ("aws", "g6e.2xlarge", 8, 1), ("aws", "p4d.24xlarge", 96, 8)),
+        ("gcp", "a2-highgpu-1g", 12, 1),
+    ],
+)
+def test_the_workers_type_may_be_named(cloud: str, name: str, cpus: int, gpus: int) -> None:
+    text = variants.render(cloud, instance=name)
+    assert lint.check(text, Around(ROOT)) == []
+    worker = yaml.safe_load(text)["available_node_types"]["worker"]
+    assert worker["resources"]["CPU"] == cpus
+    assert worker["resources"].get("GPU", 0) == gpus
+    assert name in worker["node_config"].values()
 
 
 def test_our_own_file_is_the_one_for_aws() -> None:
@@ -86,6 +103,30 @@ def test_the_fabric_has_all_its_cards_and_ray_takes_them(gpu: str) -> None:
     assert document["worker_setup_commands"] == ["/opt/amazon/efa/bin/fi_info -p efa -t FI_EP_RDM > /dev/null"]
 
 
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_apt_waits_for_the_machine_s_own_updates(cloud: str, tmp_path: Path) -> None:
+    """`update` fails at once where another process holds the lists, whatever time limit it is given."""
+    [install] = [one for one in yaml.safe_load(variants.render(cloud))["setup_commands"] if "apt-get" in one]
+    log = tmp_path / "log"
+    apt = f'echo "$*" >> {log}; case "$*" in *update*) test $(grep -c update {log}) -ge 3 ;; esac'
+    for name, text in (("apt-get", apt), ("sudo", 'env "$@"'), ("sleep", "true")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", install], env=environ, check=True)
+    *updates, last = log.read_text().splitlines()
+    assert ["update" in one for one in updates] == [True] * 3
+    assert "install" in last
+    assert "DPkg::Lock::Timeout=" in last
+
+
+def test_costs_and_rights_are_those_that_the_file_demands() -> None:
+    for cloud in ("aws", "gcp"):
+        costs = variants.render(cloud).partition("# Cost, roughly")[2].partition("cluster_name:")[0]
+        assert "NAT" in costs
+    assert "--aws-service-name spot.amazonaws.com" in variants.render("aws").partition("# Start it")[0]
+
+
 @pytest.mark.parametrize("cloud", ["aws", "gcp", "azure"])
 def test_spot_nodes_are_watched_and_the_watcher_takes_its_options(cloud: str) -> None:
     from rtrain.cluster import spot
@@ -106,13 +147,18 @@ def test_versions_are_those_of_constraints_txt() -> None:
     ("arguments", "said"),
     [
         (("asw",), "--cloud=asw: unknown; write one of aws, gcp"),
+        (("kubernetes",), "rtrain cluster kubernetes"),
+        (("aws", None, False, "x9.large"), "no such type of aws is in the table; write one of m7i.large"),
+        (("gcp", None, False, "c7i.xlarge"), "no such type of gcp"),
+        (("onprem", None, False, "c7i.xlarge"), "leave it out"),
+        (("aws", "L4", False, "c7i.xlarge"), "--instance"),
         (("gcp", "H900"), "no machine of gcp with such a GPU is in the table; write one of A100, L4"),
         (("aws", None, True), "write --cloud aws --gpu A100"),
         (("gcp", "L4", True), "the Elastic Fabric Adapter is AWS's"),
         (("aws", "H900", True), "such a GPU and the adapter"),
     ],
 )
-def test_what_there_is_not_is_refused(arguments: tuple[str, str, bool], said: str) -> None:
+def test_what_there_is_not_is_refused(arguments: tuple[Any, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         variants.render(*arguments)
 
@@ -152,6 +198,9 @@ def test_the_verb_writes_a_file_once(run: Cli, tmp_path: Path) -> None:  # noqa:
     assert (tmp_path / "cluster.yaml").read_text() == variants.render("gcp", "L4")
     code, _, err = run("cluster", "init", "--cloud", "aws")
     assert (code, "is there already" in err) == (2, True)
+    code, out, _ = run("cluster", "init", "--cloud", "aws", "--out", "own/aws.yaml")
+    text = (tmp_path / "own" / "aws.yaml").read_text()
+    assert (code, "ray up aws.yaml" in text, "cluster.yaml" in text) == (0, True, False)
     code, out, _ = run("cluster", "init", "--cloud", "aws", "--out", "-")
     assert (code, out) == (0, variants.render("aws"))
     code, _, err = run("cluster", "init", "--cloud", "aws", "--efa")

@@ -172,6 +172,35 @@ def test_a_run_that_starts_with_fewer_is_planned_with_those_that_have_room(
     assert found.nodes == {"worker": 4}
 
 
+def two_types(first: dict[str, Any], second: dict[str, Any]) -> layouts.Cluster:
+    """A head without room, and two types of worker by their `node_config`."""
+    kinds = {
+        "head": {"resources": {"CPU": 0}, "node_config": {"InstanceType": "m7i.large"}},
+        "first": {"resources": {"CPU": 8}, "max_workers": 4, "node_config": first},
+        "second": {"resources": {"CPU": 8}, "max_workers": 4, "node_config": second},
+    }
+    file = {"provider": {"type": "aws"}, "head_node_type": "head", "max_workers": 4, "available_node_types": kinds}
+    return layouts.of_document(file)
+
+
+SPOT = {"InstanceMarketOptions": {"MarketType": "spot"}}
+
+
+@pytest.mark.parametrize("unpriced", [{"InstanceType": "x9.large"}, {"InstanceType": "x9.large", **SPOT}, {}])
+def test_a_type_without_a_price_is_never_the_cheapest(encoder: Path, unpriced: dict[str, Any]) -> None:
+    """`c7i.8xlarge` costs more than 1 $ an hour. The type without a price is taken where the other has no room."""
+    cluster = two_types(unpriced, {"InstanceType": "c7i.8xlarge"})
+    for workers, nodes in ((4, {"second": 1}), (20, {"second": 3})):
+        config = configured(train__workers=workers)
+        layout = layouts.laid_out(config, cluster)
+        found = plan.choose(config, cluster, layout, needs(encoder, config, workers, 1), prices.table())
+        assert found.nodes == nodes
+    few = replace(cluster, kinds=tuple(replace(kind, most=2) for kind in cluster.kinds))
+    found = plan.choose(config, few, layout, needs(encoder, config, 20, 1), prices.table())
+    assert found.nodes.keys() == {"first", "second"}
+    assert plan.money(few, found.nodes, prices.table(), 1.0, 0.0) is None
+
+
 def test_a_recipe_s_own_way_comes_first_and_then_those_that_take_less(encoder: Path) -> None:
     own, strategy = configured(train__shard=3), configured(train__strategy="auto")
     assert next(plan.ways(own, encoder, 2)) == Way(shard=3)

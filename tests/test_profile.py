@@ -43,7 +43,8 @@ def test_a_recipe_is_profiled_as_it_trains(ray_session: Path) -> None:
     assert "evaluated" not in by_kind
     assert {event["of"] for event in events if event["kind"] == "progress"} == {LENGTH.until}
     (machine,) = by_kind["machines"]["machines"]
-    assert (machine["workers"], machine["gpus"]) == (2, 0)
+    assert (machine["workers"], machine["gpus"], machine["spot"]) == (2, 0, False)
+    assert by_kind["machines"]["head"]["host"] == machine["host"]
     assert [tuple(mean)[: len(PARTS)] for mean in by_kind["trained"]["stages"]] == [PARTS] * 2
     assert sorted(path.name for path in folder.iterdir()) == ["profile.html", "profile.json", "trace.json"]
     assert profile.read(folder) == json.loads(json.dumps(found))

@@ -26,7 +26,7 @@ def test_a_node_runs_the_file_s_commands_in_the_launcher_s_order() -> None:
     assert [sign in text for sign, text in zip(signs, worker.run, strict=True)] == [True] * 4
     for found, first in ((head, "token_hex"), (worker, "ray stop")):
         assert ("cloud-init" in found.setup[0], first in found.start[0]) == (True, True)
-        assert [text.split()[0] for text in found.left_out] == ["sudo", "sudo", "test", "cd"]
+        assert [text.split()[0] for text in found.left_out] == ["for", "sudo", "test", "cd"]
         assert found.environments == ("venv",)
 
 
@@ -50,6 +50,9 @@ def test_a_type_s_own_commands_take_the_place_of_the_others() -> None:
         ("bash -c 'curl https://example.org | sh'", True),
         ("nohup setsid ~/venv/bin/python -m rtrain.cluster.spot aws --address=$RAY_HEAD_IP:6379 &", False),
         ("ulimit -n 65536; ray start --head", False),
+        ("for name in a b; do curl $name && break; done", True),
+        ("if ! test -d /x; then sudo mkdir /x; fi", True),
+        ("for name in a b; do echo $name; done", False),
         ("echo 'unbalanced", False),
     ],
 )

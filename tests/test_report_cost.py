@@ -1,11 +1,15 @@
 """What a run cost: hours and money that can be added up by hand, and nothing that is not known."""
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from rtrain.cluster import prices
 from rtrain.cluster.instances import BY_NAME
+from rtrain.doctor.forecast import layouts, plan
 from rtrain.report import cost
 from rtrain.report.summary import commands
 from rtrain.runs import machines
@@ -13,8 +17,11 @@ from rtrain.runs import machines
 HOUR = 3600.0
 
 
-def machine(name: str | None = None, *, workers: int = 2, cores: int = 4, gpus: int = 0) -> dict[str, Any]:
-    return {"host": "h", "workers": workers, "cores": cores, "gpus": gpus, "gpu": None, "instance": name}
+def machine(
+    name: str | None = None, *, workers: int = 2, cores: int = 4, gpus: int = 0, spot: bool = False
+) -> dict[str, Any]:
+    has = {"workers": workers, "cores": cores, "gpus": gpus, "gpu": None}
+    return {"host": "h", **has, "instance": name, "spot": spot}
 
 
 def log(*events: tuple[float, str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -26,8 +33,14 @@ def trained(at: float, busy: float = 0.5) -> tuple[float, str, dict[str, Any]]:
     return at, "trained", {"stages": [{"cores_busy": busy}, {"cores_busy": busy}]}
 
 
-def told(at: float, *found: dict[str, Any], price: float | None = None) -> tuple[float, str, dict[str, Any]]:
-    return at, cost.KIND, {"machines": list(found), "price": price}
+def told(
+    at: float, *found: dict[str, Any], price: float | None = None, head: dict[str, Any] | None = None
+) -> tuple[float, str, dict[str, Any]]:
+    return at, cost.KIND, {"machines": list(found), "head": head, "price": price}
+
+
+def filed(**dollars: float) -> tuple[float, str, dict[str, Any]]:
+    return 0.0, cost.PRICES, {"prices": {name: asdict(prices.of(price)) for name, price in dollars.items()}}
 
 
 def test_a_command_is_paid_for_from_its_first_line_to_its_last() -> None:
@@ -76,8 +89,8 @@ def test_else_it_is_that_of_the_machines_as_listed() -> None:
 
 def test_the_prices_of_a_file_are_those_of_its_command_alone() -> None:
     """Two hours of a machine at 3 by the file and of one that the file does not name, then one hour without a file."""
-    filed = (0.0, cost.PRICES, {"dollars": {"c7i.2xlarge": 3.0}})
-    first = [(0, "tokenised", {}), filed, told(0, machine("m7i.large"), machine("c7i.2xlarge")), trained(2.0)]
+    begun = told(0, machine("m7i.large"), machine("c7i.2xlarge"))
+    first = [(0, "tokenised", {}), filed(**{"c7i.2xlarge": 3.0}), begun, trained(2.0)]
     second = [(9.0, "tokens_reused", {}), told(9.0, machine("c7i.2xlarge")), trained(10.0)]
     found = cost.cost(commands(log(*first, *second)), 10)
     assert found is not None
@@ -87,11 +100,42 @@ def test_the_prices_of_a_file_are_those_of_its_command_alone() -> None:
 
 
 def test_a_file_may_price_machines_that_no_list_has() -> None:
-    filed = (0.0, cost.PRICES, {"dollars": {"a machine of our own": 0.5}})
-    events = log((0, "tokenised", {}), filed, told(0, machine("a machine of our own")), trained(2.0))
+    own = filed(**{"a machine of our own": 0.5})
+    events = log((0, "tokenised", {}), own, told(0, machine("a machine of our own")), trained(2.0))
     found = cost.cost(commands(events), 10)
     assert found is not None
     assert (found["money"], found["price"]) == (pytest.approx(1.0), "prices of a file")
+
+
+@pytest.mark.parametrize("own", [{}, {"c7i.2xlarge": 3.0}, {"m7i.large": 0.5}])
+def test_a_run_costs_what_its_plan_says(own: dict[str, float]) -> None:
+    """Two spot nodes and the head of the cluster's file, for two hours without an interruption."""
+    document = yaml.safe_load((Path(__file__).resolve().parents[1] / "cluster.yaml").read_text())
+    table = {name: replace(price, interruptions=0.0) for name, price in prices.table(None, {"prices": own}).items()}
+    planned = plan.money(layouts.of_document(document), {"worker": 2}, table, 2.0, 0.0)
+    workers = [machine("c7i.2xlarge", spot=True), machine("c7i.2xlarge", spot=True)]
+    begun = [(0, "tokenised", {}), *([filed(**own)] if own else [])]
+    events = log(*begun, told(0, *workers, head={"host": "head", "instance": "m7i.large"}), trained(2.0))
+    found = cost.cost(commands(events), 10)
+    assert found is not None
+    assert planned is not None
+    assert found["money"] == pytest.approx(planned.spot_dollars)
+
+
+def test_a_head_with_workers_is_paid_for_once() -> None:
+    events = log((0, "tokenised", {}), told(0, machine("m7i.large"), head={"host": "h", "instance": "m7i.large"}))
+    events += log((1.0, "finished", {}))
+    found = cost.cost(commands(events), 10)
+    assert found is not None
+    assert found["money"] == pytest.approx(BY_NAME["m7i.large"].dollars)
+
+
+def test_a_head_whose_type_is_unknown_makes_the_money_unknown() -> None:
+    head = {"host": "head", "instance": None}
+    events = log((0, "tokenised", {}), told(0, machine("m7i.large"), head=head), trained(2.0))
+    found = cost.cost(commands(events), 10)
+    assert found is not None
+    assert (found["money"], found["price"]) == (None, "unknown")
 
 
 @pytest.mark.parametrize("name", [None, "a machine of our own"])

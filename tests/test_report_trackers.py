@@ -168,21 +168,17 @@ def test_only_plain_finite_figures_are_told(event: dict[str, Any], expected: tup
 # ---------------------------------------------------------------------------------------------------- what goes wrong
 
 
-class Broken:
-    """A tracker whose server went away after one entry."""
+class Away(trackers.MLflow):
+    """MLflow whose server is away for the calls of `away`, counted over all of these trackers."""
 
-    fresh = True
-
-    def __init__(self, *_: object) -> None:
-        self.told = 0
+    away = range(1, 4)
+    calls = 0
 
     def log(self, values: Mapping[str, float], update: int, time: float) -> None:
-        self.told += 1
-        if self.told > 1:
+        Away.calls += 1
+        if Away.calls - 1 in self.away:
             raise ConnectionError("gone\nand more")
-
-    def close(self, outcome: trackers.Outcome) -> None:
-        raise AssertionError("it was dropped")
+        super().log(values, update, time)
 
 
 class Kept:
@@ -199,14 +195,14 @@ class Kept:
     def close(self, outcome: trackers.Outcome) -> None: ...
 
 
-def test_the_test_score_by_the_threshold_that_the_end_has_chosen_is_told_too() -> None:
+def test_the_test_score_by_the_threshold_that_the_end_has_chosen_is_told_too(run: Path) -> None:
     """It is the run's; the one before it is by the threshold that the training began with."""
     before = {"kind": "evaluated", "time": 1.0, "split": "test", "update": 20, "scores": {"micro_f1": 0.25}}
     after = {**before, "time": 2.0, "scores": {"micro_f1": 0.75}, "chosen": {"threshold": 0.2}}
     valid = {**after, "split": "valid", "update": 10}
     last = {**valid, "update": 20, "chosen": None}
     kept = Kept()
-    feed = trackers.Feed("kept", kept, [], print)
+    feed = trackers.Feed("kept", kept, Run(run), [], print)
     for event in (last, before, valid, after, after):
         feed(event)
     assert kept.told == [({"valid/micro_f1": 0.75}, 20), ({"test/micro_f1": 0.25}, 20), ({"test/micro_f1": 0.75}, 20)]
@@ -227,12 +223,48 @@ def test_where_a_tracker_cannot_be_opened_those_before_it_are_closed(
     assert found.info.status == "FAILED"
 
 
-def test_a_tracker_that_fails_is_dropped_with_a_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "_OPEN", {"mlflow": Broken, "tensorboard": trackers.TensorBoard})
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> type[Away]:
+    monkeypatch.setattr(trackers, "_OPEN", {"mlflow": Away, "tensorboard": trackers.TensorBoard})
+    monkeypatch.setattr(Away, "calls", 0)
+    return Away
+
+
+@pytest.mark.parametrize("retry_s", [0.0, 1e9])
+def test_a_tracker_that_fails_for_a_while_gets_all_figures(
+    away: type[Away], retry_s: float, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the next update, or at the end where the time for another try has not come."""
+    monkeypatch.setattr(away, "away", range(1, 4 if retry_s == 0 else 2))
+    monkeypatch.setattr(trackers, "RETRY_S", retry_s)
     said: list[str] = []
     follow(with_trackers(["mlflow", "tensorboard"]), run, said)
-    assert said == ["mlflow failed and is told no more: ConnectionError: gone"]
-    check(curves_of_tensorboard(run.parent / "tensorboard" / "mine"))  # the other one is told everything
+    assert len(said) == 2  # that it failed, and that it has all again
+    store = Store(f"sqlite:///{run.parent / 'mlflow.db'}")
+    (found,) = store.runs("intent")
+    check(store.curves(found))
+    assert found.info.status == "FINISHED"
+    check(curves_of_tensorboard(run.parent / "tensorboard" / "mine"))
+
+
+def test_what_a_tracker_lacks_at_the_end_is_sent_by_the_next_command(
+    away: type[Away], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And once: a third one sends nothing."""
+    chosen, said = with_trackers(["mlflow"]), list[str]()
+    monkeypatch.setattr(away, "away", range(3, 10**9))
+    follow(chosen, run, said)
+    assert len(said) == 2
+    store = Store(f"sqlite:///{run.parent / 'mlflow.db'}")
+    assert len(store.curves(store.runs("intent")[0])["train/loss"]) == 3
+    monkeypatch.setattr(away, "away", ())
+    trackers.fill(chosen, Run(run), lambda event: said.append(event["text"]))
+    (found,) = store.runs("intent")
+    check(store.curves(found))
+    assert (found.info.status, len(said)) == ("FINISHED", 3)
+    calls = away.calls
+    trackers.fill(chosen, Run(run), print)
+    assert away.calls == calls
 
 
 def test_a_server_that_does_not_answer_ends_the_start_with_what_to_do(

@@ -85,6 +85,10 @@ def _run(arguments: Sequence[str] | None) -> int | None:
     except UserError as error:
         return _said(str(error), error.exit_code)
     except typer.TyperException as error:
+        command = getattr(getattr(error, "ctx", None), "info_name", None)
+        if hasattr(error, "option_name") and command in cluster.TAKE_VERBS:
+            way = f"write -- before the job's verb and its options: rtrain cluster {command} -- train intent ..."
+            return _said(f"{error.format_message()} ({way})", USAGE)
         return _said(f"{error.format_message()} (rtrain --help lists what there is)", USAGE)
     except OSError as error:
         if error.errno in FULL:  # of a write, which names no file

@@ -2,10 +2,14 @@
 
 import json
 import math
+import os
 import sys
 import time
-from pathlib import Path
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -16,6 +20,8 @@ from rtrain.run import shown
 
 FOUND = 1
 DETACHED = 130
+TAKE_VERBS = ("submit", "kubernetes", "rehearse")
+"""Verbs behind which another one follows, after --."""
 Api = Annotated[
     str | None, typer.Option("--address", help="Job API; default RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265.")
 ]
@@ -43,9 +49,7 @@ def lint(
     around = Around(file.absolute().parent, verbs=_verbs(context))
     found, left = linting.check(text, around, definitions), linting.to_fill_in(text)
     if filled:
-        mend = "write what it stands for"
-        found += [told.Finding("fill-in", "error", line, "this is left to be filled in", mend) for line in left]
-        found.sort(key=lambda one: one.line)
+        found = sorted([*found, *linting.find_fill_ins(text)], key=lambda one: one.line)
     if sarif:
         print(json.dumps(told.sarif(found, linting.every_rule(around), shown(file)), indent=2))
     else:
@@ -63,6 +67,9 @@ def lint(
 def init(
     cloud: Annotated[str, typer.Option("--cloud", help="aws, gcp, azure, onprem, or sky for SkyPilot.")],
     gpu: Annotated[str | None, typer.Option("--gpu", help="Workers with this GPU, e.g. L4, A100, H100.")] = None,
+    instance: Annotated[
+        str | None, typer.Option("--instance", help="Workers of this type, e.g. c7i.8xlarge, in place of --gpu.")
+    ] = None,
     efa: Annotated[
         bool, typer.Option("--efa", help="AWS: GPUs of several nodes by the Elastic Fabric Adapter.")
     ] = False,
@@ -74,7 +81,7 @@ def init(
     """Write a commented file of a cluster: autoscaled, on spot nodes, closed to the internet."""
     from rtrain.cluster.variants import variants
 
-    text = variants.render(cloud, gpu, efa)
+    text = variants.render(cloud, gpu, efa, instance, out.name if out and str(out) != "-" else None)
     file = out or Path(variants.PLACES[cloud].file)
     if str(file) == "-":
         print(text, end="")
@@ -87,6 +94,8 @@ def init(
     lines = [f"{shown(file)}: {len(text.splitlines())} lines; fill in line {', '.join(map(str, left))}"]
     if cloud != "sky":
         lines.append(f"next: rtrain cluster lint --filled {shown(file)}")
+        if not (file.absolute().parent / "pyproject.toml").is_file():
+            lines.append(f"{shown(file)} copies rtrain's checkout to the nodes: move it into one")
     show({"file": str(file), "fill_in": left}, as_json, *lines)
 
 
@@ -116,13 +125,14 @@ def kubernetes(
 ) -> None:
     """Print manifests for KubeRay: a cluster, a job that goes on where it is tried again, a service, and what they
     share. Behind -- the job's verb."""
-    from rtrain.cluster.kubernetes import image as images, manifests
+    from rtrain.cluster.kubernetes import image as images, manifests, rules
     from rtrain.cluster.lint import lint as linting
     from rtrain.cluster.lint.around import Around
 
     if dockerfile:
         print(images.dockerfile(gpus > 0), end="")
         return
+    _refuse_left_behind(verb or (), ())
     given = {"image": image, "storage_class": storage_class, "artifact": artifact, "verb": tuple(verb or ()) or None}
     given["bucket"] = None if bucket is None else manifests.bucket_of(bucket)
     chosen = {key: value for key, value in given.items() if value is not None}
@@ -135,9 +145,13 @@ def kubernetes(
         )
     text = manifests.text(settings)
     # They are printed to be applied: what the check finds in them comes from the options.
-    broken = linting.check(text, Around(Path.cwd(), verbs=_verbs(context)))
-    if problems := {Problem(one.rule, None, one.what, one.mend) for one in broken if one.level == "error"}:
+    broken = [one for one in linting.check(text, Around(Path.cwd(), verbs=_verbs(context))) if one.level == "error"]
+    # Not the Ray of this machine: they may be applied from any other, by people who submit from a third.
+    of_options = [one for one in broken if one.rule != rules.VERSION]
+    if problems := {Problem(one.rule, None, one.what, one.mend) for one in of_options}:
         raise ConfigError(sorted(problems, key=str))
+    for line in sorted({f"rtrain: {one.what}; {one.mend}" for one in broken}):
+        print(line, file=sys.stderr)
     print(manifests.text(settings, kind or ()), end="")
 
 
@@ -216,6 +230,7 @@ def submit(
         raise ConfigError([Problem("verb", words[0] if words else None, reason, fix)])
     run = naming.run_of(words)
     files = upload.of(folder.absolute(), _bytes(most_mb))
+    _refuse_left_behind(words, [path for path, _ in files.files], ", or let git track it")
     jobs = client.Jobs(address)
     job, name = jobs.submit(words, files, say), run or naming.identity(words, run).removeprefix("rtrain-")
     if not watch:
@@ -223,6 +238,30 @@ def submit(
         say(f"next: rtrain cluster logs --follow {name}   or: rtrain cluster stop {name}")
         return
     _watched(jobs, job, str(name))
+
+
+def _refuse_left_behind(words: Sequence[str], files: Collection[str], also: str = "") -> None:
+    """Raise `ConfigError` for relative paths of rows and models that are not among the `files` of a job: it runs in a
+    folder that holds these alone. `also`: another way out."""
+    from rtrain.cluster.jobs import naming
+    from rtrain.data.formats.files import is_hub_name
+
+    given = {name: naming.option(words, name) for name in ("--data", "--valid", "--test", "--model")}
+    settings = dict(text.partition("=")[::2] for text in naming.assignments(words))
+    given |= {name: settings.get(name) for name in ("data.path", "data.valid", "data.test", "model.name")}
+    problems = []
+    for name, value in given.items():
+        if not value or "://" in value or value.startswith(("/", "~")):
+            continue
+        pattern = os.path.normpath(value)
+        if any(fnmatch(path, pattern) or PurePosixPath(path).is_relative_to(pattern) for path in files):
+            continue
+        if Path(value).exists() or not (name in ("--model", "model.name") or is_hub_name(value, None)):
+            reason = "is a relative path, and not among the files that the job takes along"
+            fix = f"write an address or an absolute path that all nodes read{also}"
+            problems.append(Problem(name, value, reason, fix))
+    if problems:
+        raise ConfigError(problems)
 
 
 def serve(
@@ -242,7 +281,7 @@ def serve(
     from rtrain.report.live.progress import say
 
     if "://" not in artifact and not artifact.startswith("/"):
-        reason, fix = "the nodes' folder must be named whole", "write e.g. /shared/runs/intent"
+        reason, fix = "must be an absolute path on the nodes, or an address", "write e.g. /shared/runs/intent"
         raise ConfigError([Problem("artifact", artifact, reason, fix)])
     given = {"serve.replicas": replicas, "serve.max_replicas": max_replicas}
     settings = [*(f"{name}={value}" for name, value in given.items() if value is not None), *(assignments or ())]
@@ -255,9 +294,9 @@ def serve(
     except KeyboardInterrupt:
         raise Ended(f"{job} goes on without this terminal; rtrain cluster stop {name} ends it", DETACHED) from None
     print(job)
-    say(
-        f"{line.partition(' (')[0]} of the head; next: ray attach -p 8000 cluster.yaml   or: rtrain cluster stop {name}"
-    )
+    serving = line.rpartition(" (")[0]
+    port = urlsplit(serving.rpartition(" at ")[2]).port
+    say(f"{serving} of the head; next: ray attach -p {port} cluster.yaml   or: rtrain cluster stop {name}")
 
 
 def _watched(jobs: Any, job: str, name: str) -> None:
@@ -361,8 +400,15 @@ def down(
     """End every node of a cluster (`ray down`). While jobs are going on, it is refused without --yes."""
     from rtrain.cluster.jobs import client, launcher, naming
 
+    head_ip = launcher.head_ip(file)
     try:
-        going = [job.id for job in client.Jobs(address).all().values() if job.status not in naming.ENDED]
+        jobs = client.Jobs(address)
+        going = [job.id for job in jobs.all().values() if job.status not in naming.ENDED]
+        if head_ip and (api_head_ip := jobs.head_ip()) and api_head_ip != head_ip:
+            heads = f"its head is {api_head_ip}, and that of {shown(file)} is {head_ip}"
+            raise UserError(
+                f"{jobs.address} is the job API of another cluster: {heads} (forwarded by ray dashboard {shown(file)})"
+            )
     except UserError as error:
         going = []
         print(f"{error}; so nobody knows whether a job is going on", file=sys.stderr)

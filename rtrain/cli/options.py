@@ -181,12 +181,17 @@ def resumable(run: Path, *words: object) -> Iterator[None]:
     """`told_how` for a run that the verb and arguments `words` make."""
 
     def way_on() -> str | None:
+        from rtrain.cluster import session
         from rtrain.report.live.progress import then
         from rtrain.run import Run
 
         if Run(run).finished:  # all but its report is there
             return then("report", run)
-        return then(*words, "--resume", "--out", run) if Run(run).exists else None
+        if not Run(run).exists:
+            return None
+        if session.IN_JOB in os.environ:  # whose entry point resumes the run
+            return "next: submit the same job again"
+        return then(*words, "--resume", "--out", run)
 
     with told_how(way_on):
         yield

@@ -36,6 +36,8 @@ INSTANCES = (
     Instance("aws", "g5.8xlarge", 32, 128, 2.448, "A10G", 1, efa=1),
     Instance("aws", "g6.2xlarge", 8, 32, 0.978, "L4", 1),
     Instance("aws", "g6.8xlarge", 32, 128, 2.014, "L4", 1, efa=1),
+    Instance("aws", "g6e.2xlarge", 8, 64, 2.242, "L40S", 1),
+    Instance("aws", "g6e.8xlarge", 32, 256, 4.529, "L40S", 1, efa=1),
     Instance("aws", "p4d.24xlarge", 96, 1152, 21.958, "A100", 8, efa=4, rdma=True),
     Instance("aws", "p5.48xlarge", 192, 2048, 55.04, "H100", 8, efa=32, rdma=True),
     Instance("gcp", "n2-standard-2", 2, 8, 0.097),

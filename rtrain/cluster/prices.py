@@ -34,18 +34,21 @@ class Price:
     interruptions: float
     """Expected in an hour of a spot node."""
 
+    def hourly(self, *, is_spot: bool) -> float:
+        return self.spot if is_spot else self.on_demand
+
 
 def table(file: Path | None = None, metadata: Mapping[str, Any] | None = None) -> dict[str, Price]:
-    """Prices by name of the instance type: those that are known, then the cluster file's `metadata`, then the file's.
-    Raises `ConfigError` with every entry that is none."""
-    found = {one.name: of(one.dollars) for one in INSTANCES} | own(metadata or {})
-    return found if file is None else found | read(file)
+    """Prices by name of the instance type: list prices, replaced by `user_prices`. Raises `ConfigError`."""
+    return {one.name: of(one.dollars) for one in INSTANCES} | user_prices(file, metadata)
 
 
-def own(metadata: Mapping[str, Any]) -> dict[str, Price]:
-    """Those of a cluster's file, by its `metadata`. Raises `ConfigError` for what is no map or no number."""
+def user_prices(file: Path | None, metadata: Mapping[str, Any] | None) -> dict[str, Price]:
+    """The user's prices: those of a cluster's file, by its `metadata`, replaced by those of the file of prices. Raises
+    `ConfigError` with every entry that is no price."""
     prices = mapping(mapping(metadata, "metadata").get("prices"), "metadata.prices")
-    return {str(name): of(number(dollars, f"metadata.prices.{name}")) for name, dollars in prices.items()}
+    found = {str(name): of(number(dollars, f"metadata.prices.{name}")) for name, dollars in prices.items()}
+    return found if file is None else found | read(file)
 
 
 def of(on_demand: float, spot: float | None = None, interruptions: float | None = None) -> Price:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -107,7 +108,11 @@ def _reached(run: Path) -> tuple[str, ...]:
 
 
 def child(arguments: Sequence[str]) -> int:
-    """Run `rtrain ARGUMENTS` with this process's signals; returns its exit code, negative for a signal."""
+    """Run `rtrain ARGUMENTS` with this process's signals; returns its exit code, negative for a signal.
+
+    Where this process is killed, which Ray takes for the end of the job, the child gets SIGTERM: no command would find
+    it, nor end it.
+    """
     started: subprocess.Popen[bytes] | None = None
     early: list[int] = []
 
@@ -120,7 +125,11 @@ def child(arguments: Sequence[str]) -> int:
     # Before the child is there: a signal in between would end this process, and leave the child without a parent.
     before = {number: signal.signal(number, forward) for number in FORWARDED}
     try:
-        with subprocess.Popen([sys.executable, "-m", "rtrain", *arguments], env={**os.environ, CHILD: "1"}) as started:
+        with subprocess.Popen(
+            [sys.executable, "-m", "rtrain", *arguments],
+            env={**os.environ, CHILD: "1"},
+            preexec_fn=partial(signals.end_with_parent, os.getpid(), signal.SIGTERM),
+        ) as started:
             for number in early:
                 started.send_signal(number)
             return started.wait()

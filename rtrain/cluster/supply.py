@@ -37,6 +37,8 @@ AUTOSCALER_FILE = "RTRAIN_AUTOSCALER_FILE"
 """Environment variable with the path of the autoscaler's file, which `session.on_node_start` sets on the head, or with
 the file's node types themselves, as JSON: manifests for Kubernetes set it so. Ray itself (2.60) keeps what may be
 started where its manager says so, which neither its launcher nor KubeRay does."""
+MAX_WORKERS: Final = 2
+"""Nodes beside the head that Ray's launcher starts at most where its file names no `max_workers`."""
 ANY_NUMBER = 1000
 """Nodes of a type without a limit."""
 DATA_CPUS = 2
@@ -156,7 +158,7 @@ class Startable(NamedTuple):
 
 def startable(document: Mapping[str, Any]) -> Startable:
     """What an autoscaler's file lets it start."""
-    limit, head = int(document.get("max_workers", 0)), document.get("head_node_type")
+    limit, head = int(document.get("max_workers", MAX_WORKERS)), document.get("head_node_type")
     found = Startable([], {}, limit)
     for name, kind in document.get("available_node_types", {}).items():
         node = {resource: float(amount) for resource, amount in (kind.get("resources") or {}).items()}
@@ -328,6 +330,22 @@ def _takes_connections(node: Mapping[str, Any]) -> bool:
     except OSError:
         return False
     return True
+
+
+def node_here() -> Host:
+    """The node of this process, with all its resources."""
+    import ray
+
+    name = ray.get_runtime_context().get_node_id()
+    return next(Host(node["Resources"], node["Labels"]) for node in ray.nodes() if node["NodeID"] == name)
+
+
+def head_host() -> str | None:
+    """The host name of the head's node; None while Ray does not show it."""
+    import ray
+
+    heads = (node for node in ray.nodes() if node["Alive"] and ray_internals.HEAD_RESOURCE in node["Resources"])
+    return next((str(node["NodeManagerHostname"]) for node in heads), None)
 
 
 def leaving() -> set[str]:

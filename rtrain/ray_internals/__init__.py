@@ -14,6 +14,7 @@ from rtrain.ray_internals.cluster import (
     drain as drain,
     draining_nodes as draining_nodes,
     head as head,
+    head_ip as head_ip,
     joined as joined,
     nodes_here as nodes_here,
     running_here as running_here,

@@ -126,6 +126,15 @@ def cluster_status(client: Any) -> str | None:
     return told if told is None else str(told)
 
 
+def head_ip(client: Any) -> str | None:
+    """The address of the head's node, asked of its API by a JobSubmissionClient; None where it does not say it."""
+    answer = client._do_request("GET", "/nodes?view=summary")
+    nodes = answer.json()["data"]["summary"] if answer.status_code == 200 else []
+    raylets = (node["raylet"] for node in nodes)
+    heads = (raylet for raylet in raylets if raylet.get("isHeadNode") and raylet.get("state") == "ALIVE")
+    return next((str(raylet["nodeManagerAddress"]) for raylet in heads), None)
+
+
 def cluster_config() -> list[tuple[str, dict[str, float], int]]:
     """The nodes that the cluster may have, where whoever manages it has said so: (type, resources of a node, number;
     -1 for any). Empty where nothing is known."""

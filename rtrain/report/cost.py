@@ -1,20 +1,23 @@
 """What a run cost, from its log alone: hours of workers, cores and GPUs, money, tokens for it, how busy the cores were.
 
-A command is paid for from its first line in the log to its last, with the machines that its workers are on; where
-workers are started again, from then on with theirs. Nothing is guessed: what the log does not tell is None.
+A command is paid for from its first line in the log to its last, with the machines of its workers and the head's; where
+workers are started again, from then on with theirs. Prices are those by which a plan counts (`cluster.prices`). Nothing
+is guessed: what the log does not tell is None.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from rtrain.cluster.instances import BY_NAME
+from rtrain.cluster import prices as pricing
+from rtrain.cluster.prices import Price
 
 KIND = "machines"
-"""The event of a start that tells its machines, and `price`, that of a worker's hour, where it is set."""
+"""The event of a start that tells its machines, the head's, and `price`, that of a worker's hour, where it is set."""
 PRICES = "prices"
-"""The event of a command whose machines have prices in a file (`cluster.prices`): its dollars by type of machine."""
+"""The event of a command whose machines have prices in a file (`cluster.prices`, or the cluster's own): by type."""
 OWN, FILED, LISTED, UNKNOWN = "tune.price", "prices of a file", "list prices on demand", "unknown"
+ASSUMED: Final = f"spot prices assumed to be {pricing.SPOT:g} of those on demand"
 Event = Mapping[str, Any]
 
 
@@ -23,11 +26,14 @@ class Paid:
     """Machines for some time."""
 
     machines: Sequence[Mapping[str, Any]]
+    """Those of the workers."""
+    head: Mapping[str, Any] | None
+    """The head's machine, where no worker is on it."""
     price: float | None
     """What a worker's hour costs."""
     hours: float
-    filed: Mapping[str, float]
-    """Dollars of an hour of a machine by its type, of the file of prices."""
+    filed: Mapping[str, Price]
+    """Prices of a file, by type of machine."""
 
     def of(self, what: str) -> float:
         """Hours times `workers`, `cores` or `gpus`."""
@@ -37,16 +43,28 @@ class Paid:
         """Dollars, or whatever the price of a worker's hour is in; None where a machine's price is not known."""
         if self.price is not None:
             return self.price * self.of("workers")
-        dollars = {**{name: one.dollars for name, one in BY_NAME.items()}, **self.filed}
-        known = [dollars[one["instance"]] for one in self.machines if one["instance"] in dollars]
-        return self.hours * sum(known) if len(known) == len(self.machines) else None
+        table = {**pricing.table(), **self.filed}
+        prices = [(table.get(one["instance"]), _is_spot(one)) for one in self._machines_and_head]
+        known = [price.hourly(is_spot=is_spot) for price, is_spot in prices if price is not None]
+        return self.hours * sum(known) if len(known) == len(prices) else None
 
     @property
     def by(self) -> set[str]:
         """Which prices these are."""
         if self.price is not None:
             return {OWN}
-        return {FILED if one["instance"] in self.filed else LISTED for one in self.machines}
+        return {
+            FILED if one["instance"] in self.filed else ASSUMED if _is_spot(one) else LISTED
+            for one in self._machines_and_head
+        }
+
+    @property
+    def _machines_and_head(self) -> list[Mapping[str, Any]]:
+        return [*self.machines, *([self.head] if self.head else [])]
+
+
+def _is_spot(machine: Mapping[str, Any]) -> bool:
+    return bool(machine.get("spot"))  # a head is on demand
 
 
 def paid(starts: Sequence[Sequence[Event]]) -> list[Paid] | None:
@@ -58,12 +76,15 @@ def paid(starts: Sequence[Sequence[Event]]) -> list[Paid] | None:
             if any(event["kind"] == "started" for event in events):  # by an earlier version
                 return None
             continue
-        filed: Mapping[str, float] = next((event["dollars"] for event in events if event["kind"] == PRICES), {})
+        logged: Mapping[str, Any] = next((event["prices"] for event in events if event["kind"] == PRICES), {})
+        filed = {name: Price(**price) for name, price in logged.items()}
         for one, place in enumerate(told):
             begin = events[0 if one == 0 else place]["time"]
             end = events[told[one + 1] if one + 1 < len(told) else -1]["time"]
-            event = events[place]
-            found.append(Paid(event["machines"], event["price"], (end - begin) / 3600, filed))
+            event, head = events[place], events[place].get("head")
+            if head and head["host"] in [machine["host"] for machine in event["machines"]]:
+                head = None
+            found.append(Paid(event["machines"], head, event["price"], (end - begin) / 3600, filed))
     return found
 
 

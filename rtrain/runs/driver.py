@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rtrain.errors import TryAgain, UserError
 from rtrain.report import attributions, baseline, cost, html, summary
 from rtrain.report.live import trackers
 from rtrain.run import Run
-from rtrain.runs import failures, group, nodes, notice, opening, placement
+from rtrain.runs import failures, group, machines, nodes, notice, opening, placement
 from rtrain.runs.preparing import Prepared, said_of_rows
 from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_memory
 from rtrain.runs.start import ALL, Shortcuts, Start
@@ -66,6 +66,7 @@ def fit(
     plan = _Plan(until, rung, profile, shortcuts, workers or group.Fresh())
     run = prepared.run
     if run.finished:
+        trackers.fill(prepared.config, run, on_event or (lambda event: None))
         made = summary.write(run)
         copy_out(run, prepared.config.deploy.cluster)
         return made
@@ -74,7 +75,7 @@ def fit(
         say(event)  # logged before the run was followed
     told = events.Follow([(run.folder, {})], on_event), trackers.following(prepared.config, run, say)
     file = prepared.config.deploy.cluster.prices
-    dollars = {name: one.on_demand for name, one in prices.read(Path(file)).items()} if file else None
+    known = prices.user_prices(Path(file) if file else None, (supply.autoscaler() or {}).get("metadata"))
     with (
         opening.hold(run),
         told[0],
@@ -84,8 +85,8 @@ def fit(
         _joined(prepared, asking, say) as joined,
     ):
         plan.workers.taken(run)
-        if dollars is not None:
-            run.append(cost.PRICES, dollars=dollars)
+        if known:
+            run.append(cost.PRICES, prices={name: asdict(price) for name, price in known.items()})
         try:
             _attempts(prepared, plan, say, asked, asking, joined)
         except (KeyboardInterrupt, SystemExit, TryAgain):
@@ -185,6 +186,7 @@ def _attempts(
             until=plan.until,
             rung=plan.rung,
             profile=plan.profile,
+            head=machines.head(),
             owners=owners,
             halvings=halvings(run.events()),
             shortcuts=plan.shortcuts,

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtrain import env
+from rtrain import env, ray_internals
+from rtrain.cluster import supply
 from rtrain.exchange import ranks
 
 if TYPE_CHECKING:
@@ -39,7 +40,14 @@ def here(device: "torch.device", share: float = 1.0) -> dict[str, Any]:
 
         gpu = torch.cuda.get_device_name(device)
     known = {"host": os.uname().nodename, "cores": env.cores(), "gpus": share if gpu is not None else 0, "gpu": gpu}
-    return {**known, "instance": instance()}
+    return {**known, "instance": instance(), "spot": supply.has(supply.node_here().labels, supply.SPOT)}
+
+
+def head() -> dict[str, Any]:
+    """The head's machine, called by the driver. Its type is known where the driver runs on it, as a job's does."""
+    if ray_internals.HEAD_RESOURCE in supply.node_here().has:
+        return {"host": os.uname().nodename, "instance": instance()}
+    return {"host": supply.head_host(), "instance": None}
 
 
 def instance(dmi: Path = DMI) -> str | None:

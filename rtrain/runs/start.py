@@ -1,7 +1,9 @@
 """What the driver hands to the workers of a start: plain values, the same for each of them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rtrain.config import Config
 
@@ -34,6 +36,8 @@ class Start:
     until: int | None = None
     rung: bool = False
     """Keep the answers to the validation rows at `until`."""
+    head: Mapping[str, Any] | None = None
+    """The head's machine (`machines.head`), which is paid for too."""
     owners: tuple[str, ...] = ()
     """Tokens of the run folder's starts, this one's last; see `checkpoints.replica`."""
     halvings: int = 0

@@ -121,6 +121,7 @@ class _Worker:
         self.reporter.event(
             cost.KIND,
             machines=machines.told(whole.device(self.network), recipe.train.gpus_per_worker),
+            head=start.head,
             price=start.config.deploy.tune.price,
         )
         order = Order(

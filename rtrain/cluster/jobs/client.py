@@ -57,11 +57,11 @@ class Jobs:
             logging.getLogger("ray").setLevel(logging.ERROR)  # it would tell each step of an upload
             from ray.job_submission import JobSubmissionClient
 
-            with self._asked():
+            with self._asked(reads=True):
                 self._client = JobSubmissionClient(self.address)
 
     def all(self) -> dict[str, Job]:
-        with self._asked():
+        with self._asked(reads=True):
             found = self._client.list_jobs()
         return {
             one.submission_id: Job(
@@ -127,19 +127,27 @@ class Jobs:
         return known, naming.decide(base, {job.id: job.status for job in known.values()})
 
     def _wake(self, job: str) -> None:
-        """Have the head look whether a job goes on that it believes to. One that came back with what its Redis knew
-        looks at the supervisors of jobs once it is asked for something of a job, and not before: those that went with
-        its old processes would be running for ever, and the run would be started by nobody. To remove a job that has
-        not ended is refused, by the head itself; to read a log is asked of the job's own machine, which may be gone."""
+        """Force the head to refresh a job that is marked RUNNING.
+
+        A head that came back with the contents of its Redis checks the supervisors of its jobs once its own agent gets
+        a request, and not before: jobs that were lost with the old processes would run for ever. A submission under
+        the id of a known job is such a request and changes nothing: the agent refuses it before it starts or writes
+        anything. To delete the job would remove the record of one that has ended meanwhile, and a log is read by the
+        agent of the job's machine, which may be gone."""
         with suppress(UserError, RuntimeError), self._asked():
-            self._client.delete_job(job)
+            self._client.submit_job(entrypoint="true", submission_id=job)
         time.sleep(LOOK_EVERY_S)
 
     def nodes(self) -> str:
         """What the autoscaler says of nodes and demand; as `ray status` prints it."""
-        with self._asked():
+        with self._asked(reads=True):
             told = ray_internals.cluster_status(self._client)
         return (told or "the cluster says nothing of its nodes").strip()
+
+    def head_ip(self) -> str | None:
+        """The address of the head's node; None where the API does not say it."""
+        with self._asked(reads=True):
+            return ray_internals.head_ip(self._client)
 
     def logs(self, job: str) -> str:
         with self._asked():
@@ -214,7 +222,9 @@ class Jobs:
             asyncio.run(follow())
 
     @contextmanager
-    def _asked(self) -> Iterator[None]:
+    def _asked(self, *, reads: bool = False) -> Iterator[None]:
+        """Turn the errors of Ray's client into a line for the user. `reads`: the block only reads what the address
+        answers, so that any other error comes from an answer that is not Ray's."""
         try:
             yield
         except ConnectionError as error:
@@ -236,6 +246,12 @@ class Jobs:
                 raise UserError(
                     f"the head at {self.address} fails ({why}): it is starting, ending or has too much to do; ask "
                     "again, and read its logs where that does not help"
+                ) from None
+            if reads and isinstance(error, LookupError | TypeError | ValueError | RuntimeError | OSError):
+                first = next(iter(text.strip().splitlines()), "")
+                raise UserError(
+                    f"{self.address} does not answer as Ray's job API does ({type(error).__name__}: {first}); write "
+                    f"the address that ray dashboard forwards, {DEFAULT} by default"
                 ) from None
             raise
 

@@ -1,8 +1,10 @@
 """What Ray's launcher does for a cluster's file: `ray rsync-down`, `ray down`."""
 
+import ipaddress
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from rtrain import drafts
@@ -35,9 +37,23 @@ def down(file: Path, yes: bool) -> int:
     return _ray("down", str(file), *(["--yes"] if yes else []))
 
 
+def head_ip(file: Path) -> str | None:
+    """The address of the head of the file's cluster, asked of its cloud. None where the cluster is not up, and where
+    the launcher knows the head by a name or a public address, which its nodes do not use."""
+    _there(file)
+    command = [sys.executable, "-m", "ray.scripts.scripts", "get-head-ip", str(file)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    *_, last = ["", *done.stdout.split()]
+    with suppress(ValueError):
+        if done.returncode == 0 and ipaddress.ip_address(last).is_private:
+            return last
+    return None
+
+
 def _there(file: Path) -> None:
     if not file.is_file():
-        raise UserError(f"{file}: no such file; {meant(file) or 'name the file that ray up was called with'}")
+        fix = f"{meant(file) or 'name the file that ray up was called with'}; a cluster that ray start made has none"
+        raise UserError(f"{file}: no such file; {fix}: copy from its head yourself, or give the run's --storage")
 
 
 def _ray(*words: str) -> int:

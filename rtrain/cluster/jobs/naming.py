@@ -72,7 +72,7 @@ def run_of(words: Sequence[str]) -> PurePosixPath | None:
     if not words or words[0] not in MAKE_RUNS:
         return None
     if out is None or not out.startswith("/"):
-        reason = "the nodes' folder for it must be named whole, where all of them see it"
+        reason = "must be the absolute path of a folder that all nodes share"
         raise ConfigError([Problem("--out", out, reason, f"write --out /shared/runs/{words[0]}")])
     if "--new" in words:
         reason = "a job that is asked for again goes on with its run, and this would begin another each time"

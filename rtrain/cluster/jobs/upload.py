@@ -112,8 +112,8 @@ def _git(folder: Path, *words: str) -> list[str]:
     if done.returncode:
         reason = done.stderr.decode(errors="replace").strip().splitlines()
         raise UserError(
-            f"{folder} is no git work tree ({reason[-1] if reason else 'git failed'}); call it from a checkout, or use "
-            "ray job submit, which takes the whole folder along"
+            f"{folder} is no git work tree ({reason[-1] if reason else 'git failed'}), and a job takes along what git "
+            "tracks; name one with --folder, make one (git init, git add), or use ray job submit, which takes all files"
         )
     try:
         return [name.decode() for name in done.stdout.split(b"\0") if name]

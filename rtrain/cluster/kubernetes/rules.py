@@ -10,6 +10,7 @@ from rtrain.cluster.lint.around import Around
 from rtrain.cluster.lint.document import Document
 from rtrain.cluster.lint.findings import Finding, Found, Level
 from rtrain.cluster.lint.nodes import EVERYONE
+from rtrain.cluster.lint.pins import NAME_DIGEST, find_unpinned
 from rtrain.cluster.lint.shell import options
 
 Documents = list[Document]
@@ -34,6 +35,8 @@ OWN_LABEL, OWN = "app.kubernetes.io/name", "kuberay"
 """A label that KubeRay gives pods where their templates do not, and by which its services select the head."""
 LONGEST_NAME = 47
 """KubeRay appends to a cluster's name; a name of Kubernetes has 63 characters at most."""
+VERSION = "k8s-version"
+"""The rule that compares the Ray of the manifests with that of this machine."""
 OTHERS = ("Service", "ServiceAccount", "Secret", "ConfigMap", "Namespace")
 KINDS = (*walk.CLUSTERS, "PersistentVolumeClaim", "NetworkPolicy", *OTHERS)
 
@@ -90,9 +93,8 @@ def versions(documents: Documents, around: Around) -> Found:
 
 def images(documents: Documents, around: Around) -> Found:
     for _, container in walk.containers(documents):
-        if "@sha256:" not in str(container.get("image")):
-            what = f"the image {container.get('image')} is another one tomorrow"
-            yield container.line("image"), what, "name it by its digest: IMAGE@sha256:..."
+        if (what := find_unpinned(container.get("image"))) is not None:
+            yield container.line("image"), what, NAME_DIGEST
 
 
 def start_parameters(documents: Documents, around: Around) -> Found:
@@ -279,7 +281,7 @@ RULES: tuple[tuple[str, Level, Check, str], ...] = (
     ("k8s-name", "error", names, "Kubernetes refuses other names."),
     ("k8s-whole", "error", whole, "KubeRay refuses half a cluster, after the schema took it."),
     ("k8s-token", "error", token, "Without a token whoever reaches Ray may run code."),
-    ("k8s-version", "error", versions, "Both ends of a job must have the same Ray."),
+    (VERSION, "error", versions, "Both ends of a job must have the same Ray."),
     ("k8s-image", "error", images, "An image that moves is another cluster tomorrow."),
     ("k8s-start", "error", start_parameters, "Schemas take any option; Ray does not."),
     ("k8s-head-tasks", "warning", head_tasks, "Tasks on the head can take the cluster with them."),

@@ -7,13 +7,14 @@ file itself shows.
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 
 from rtrain.cluster.lint import nodes, pins, running, secrets, spot
 from rtrain.cluster.lint.around import Around
 from rtrain.cluster.lint.clouds import CLOUDS
-from rtrain.cluster.lint.document import Document, Unreadable, read
+from rtrain.cluster.lint.document import Document, Place, Unreadable, read
 from rtrain.cluster.lint.findings import Finding, Found, Level, Rule, shown
 from rtrain.errors import UserError, meant
 
@@ -178,6 +179,26 @@ def to_fill_in(text: str) -> list[int]:
         number
         for number, line in enumerate(text.splitlines(), 1)
         if FILL_IN in line and not line.lstrip().startswith("#")
+    ]
+
+
+def find_fill_ins(text: str) -> list[Finding]:
+    """A finding for each of these lines, with the key whose value it is."""
+    keys: dict[int, Place] = {}
+    with suppress(Unreadable):
+        for document in read(text):
+            for place, value in document.walk():
+                if isinstance(value, str) and FILL_IN in value:
+                    number = document.within(place, FILL_IN)
+                    # An alias stands above: the value is at the anchor, and the line found is that of a later key.
+                    if number not in keys or document.line(*keys[number]) < document.line(*place):
+                        keys[number] = place
+    return [
+        Finding(
+            *("fill-in", "error", number, f"{shown(keys.get(number, ()))} is left to be filled in"),
+            f"replace {FILL_IN} by what the comment above it describes",
+        )
+        for number in to_fill_in(text)
     ]
 
 

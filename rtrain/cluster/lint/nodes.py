@@ -7,7 +7,17 @@ from rtrain.cluster.lint.around import Around
 from rtrain.cluster.lint.clouds import get, nodes
 from rtrain.cluster.lint.document import Document
 from rtrain.cluster.lint.findings import Found, shown
+from rtrain.cluster.supply import MAX_WORKERS
 
+ZONES = {"aws": r"(?:[a-z]|-[a-z0-9-]+-\d+[a-z]?)", "gcp": r"-[a-z]+\d*[a-z]?"}
+"""What follows the region in the name of a zone; those of AWS are also Local Zones and Wavelength Zones, as
+`us-west-2-lax-1a` and `us-east-1-wl1-bos-wlz-1`."""
+REGIONS = re.compile(
+    r"\.efs\.(?P<host>[a-z0-9-]+)\.amazonaws\.|\bregions/(?P<path>[a-z0-9-]+)/"
+    r"|--region[= ](?P<option>[a-z0-9-]+)|--zone[= ](?P<zone>[a-z0-9-]+)"
+)
+"""Where a file names its region or zone beside its provider: the host of a file system, a subnetwork, the tunnel to a
+node. In another region or zone they are not found."""
 EVERYONE = ("0.0.0.0/0", "::/0")
 LONGEST_IDLE_MINUTES = 60
 
@@ -109,16 +119,24 @@ def zone(document: Document, around: Around) -> Found:
     region, named = provider.get("region"), provider.get("availability_zone")
     if provider.get("type") not in ("aws", "gcp") or not region or not named:
         return
-    for one in map(str.strip, str(named).split(",")):
-        if not re.fullmatch(rf"{re.escape(str(region))}-?[a-z]\d*", one):
+    zones = [one.strip() for one in str(named).split(",")]
+    for one in zones:
+        if not re.fullmatch(rf"{re.escape(str(region))}{ZONES[provider['type']]}", one):
             what = f"the zone {one} is not in the region {region}: no node starts"
             yield document.line("provider", "availability_zone"), what, f"name zones of {region}"
+    known = {"region": [str(region)], "zone": zones}
+    for place, value in document.walk():
+        for found in REGIONS.finditer(value) if isinstance(value, str) else ():
+            kind, name = "zone" if found["zone"] else "region", found[found.lastgroup or 0]
+            if name not in known[kind]:
+                what = f"{shown(place)} names the {kind} {name}, and provider {' and '.join(known[kind])}"
+                yield document.within(place, name), what, f"write {known[kind][0]}"
 
 
 def head_without_tasks(document: Document, around: Around) -> Found:
     for node in nodes(document):
         cpus = get(node.kind, "resources", "CPU")
-        if node.is_head and cpus != 0 and document.get("max_workers"):
+        if node.is_head and cpus != 0 and document.get("max_workers", default=MAX_WORKERS):
             place = ("available_node_types", node.name, "resources")
             what = "tasks are placed on the head: where they use up its memory, the cluster goes with them"
             yield document.line(*place, "CPU"), what, "write resources: {CPU: 0} for the head"
@@ -148,16 +166,17 @@ def price(document: Document, around: Around) -> Found:
 
 def unbounded(document: Document, around: Around) -> Found:
     if document.get("max_workers") is None and document.get("available_node_types"):
-        what = "there is no max_workers: Ray takes 2, whatever the node types say"
+        what = f"there is no max_workers: Ray takes {MAX_WORKERS}, whatever the node types say"
         yield 1, what, "write max_workers, the upper limit of what an hour can cost"
     idle = document.get("idle_timeout_minutes", default=5)
     if isinstance(idle, int | float) and idle > LONGEST_IDLE_MINUTES:
         what = f"a worker without work is paid for {idle:g} minutes"
         yield document.line("idle_timeout_minutes"), what, f"write {LONGEST_IDLE_MINUTES} or less; 5 is usual"
     kinds = document.get("available_node_types", default={})
-    most = document.get("max_workers", default=0)
+    most = document.get("max_workers", default=MAX_WORKERS)
     for name, kind in kinds.items() if isinstance(kinds, dict) else ():
         least, limit = get(kind, "min_workers") or 0, get(kind, "max_workers")
-        if limit is not None and least > min(limit, most or limit):
-            what = f"{name} asks for {least} nodes at least, and may have {min(limit, most or limit)}"
+        may = most if limit is None else min(limit, most)
+        if least > may and name != document.get("head_node_type"):
+            what = f"{name} asks for {least} nodes at least, and may have {may}"
             yield document.line("available_node_types", name, "min_workers"), what, "lower min_workers"

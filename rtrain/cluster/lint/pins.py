@@ -13,11 +13,23 @@ OURS = ("ray", "rtrain")
 """Packages of which nodes and this machine must have the same version."""
 
 
+NAME_DIGEST = "name it by its digest: IMAGE@sha256: and 64 hexadecimal digits"
+
+
+def find_unpinned(image: object) -> str | None:
+    """What is wrong with an image that is not named by a digest; None for one that is, or whose digest is left to be
+    filled in."""
+    digest = str(image).partition("@sha256:")[2]
+    if not digest:
+        return f"the image {image} is another one tomorrow"
+    is_digest = re.fullmatch(r"[0-9a-f]{64}|FILL-IN", digest)
+    return None if is_digest else f"the image {image} has no digest of SHA-256 behind @sha256:"
+
+
 def images(document: Document, around: Around) -> Found:
     for place, value in document.walk():
-        if place[-1] in IMAGES and "docker" in place and isinstance(value, str) and "@sha256:" not in value:
-            what = f"{shown(place)}: the image {value} is another one tomorrow"
-            yield document.line(*place), what, "name it by its digest: IMAGE@sha256:..."
+        if place[-1] in IMAGES and "docker" in place and isinstance(value, str) and (what := find_unpinned(value)):
+            yield document.line(*place), f"{shown(place)}: {what}", NAME_DIGEST
     for node in nodes(document):
         image = get(node.config, *node.cloud.image)
         if node.cloud.moves(image):

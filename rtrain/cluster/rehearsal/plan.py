@@ -155,8 +155,8 @@ def of(text: str) -> Plan:
     if head not in kinds:
         reason = f"head_node_type is {head}, which is none of {', '.join(map(str, kinds))}"
         raise ConfigError([Problem(FILE, None, reason, "name the head's type")])
-    prices = priced.own(found.get("metadata", default={}))
-    most = _whole(found.get("max_workers", default=2), "max_workers")
+    prices = priced.table(metadata=found.get("metadata"))
+    most = _whole(found.get("max_workers", default=supply.MAX_WORKERS), "max_workers")
     known = {node.name: node for node in clouds.nodes(found)}
     made, problems = [], []
     for name, kind in kinds.items():
@@ -186,7 +186,7 @@ def of(text: str) -> Plan:
                 most=0 if name == head else min(most, _whole(kind.get("max_workers", most), f"{name}.max_workers")),
                 is_spot=node is not None and node.is_spot,
                 instance=instance,
-                dollars=prices[instance].on_demand if instance in prices else listed.dollars if listed else None,
+                dollars=prices[instance].on_demand if instance in prices else None,
             )
         )
     if problems:

@@ -3,6 +3,7 @@
 What all clouds share stands once, in `base.yaml.j2`; a cloud's own file fills its blocks.
 """
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,13 +45,21 @@ PLACES: Mapping[str, Place] = {
 }
 
 
-def render(cloud: str, gpu: str | None = None, efa: bool = False) -> str:
-    """The text of a file. Raises `ConfigError` for a cloud, a GPU or a network that there is not."""
+def render(
+    cloud: str, gpu: str | None = None, efa: bool = False, instance: str | None = None, file: str | None = None
+) -> str:
+    """The text of a file, whose commands name it `file`. Raises `ConfigError` for an unknown cloud, GPU, network or
+    type of instance."""
     place = _place(cloud)
-    worker = _worker(cloud, place, gpu, efa)
+    if instance is None:
+        worker = _worker(cloud, place, gpu, efa)
+    else:
+        worker = _instance(cloud, instance, gpu, efa)
+        gpu = worker.gpu
     cards = worker.efa if worker and efa else 0
     known: dict[str, Any] = {
         "cloud": cloud,
+        "file": shlex.quote(file or place.file),
         "home": "/home/ubuntu",
         "most": MOST,
         "ray": RAY,
@@ -63,7 +72,7 @@ def render(cloud: str, gpu: str | None = None, efa: bool = False) -> str:
         "bucket": place.bucket,
         "private_network": place.private_network,
         "example_workers": min(8, MOST * worker.gpus) if worker and gpu else 8,
-        "switches": "".join([f" --gpu {gpu}" if gpu else "", " --efa" if efa else ""]),
+        "switches": f" --instance {instance}" * bool(instance) or f"{f' --gpu {gpu}' * bool(gpu)}{' --efa' * efa}",
     }
     template = _templates().get_template(f"{cloud}.yaml.j2")
     first = template.render(known, fill_ins="")
@@ -79,7 +88,8 @@ def fill_ins(text: str) -> list[int]:
 def _place(cloud: str) -> Place:
     if cloud in PLACES:
         return PLACES[cloud]
-    raise ConfigError([Problem("--cloud", cloud, "unknown", f"write one of {', '.join(PLACES)}")])
+    fix = f"write one of {', '.join(PLACES)}; rtrain cluster kubernetes prints manifests for KubeRay"
+    raise ConfigError([Problem("--cloud", cloud, "unknown", fix)])
 
 
 def _worker(cloud: str, place: Place, gpu: str | None, efa: bool) -> Instance | None:
@@ -92,7 +102,21 @@ def _worker(cloud: str, place: Place, gpu: str | None, efa: bool) -> Instance | 
     if found is None:
         have = ", ".join(instances.gpus(cloud, efa))
         reason = f"no machine of {cloud} with such a GPU{' and the adapter' if efa else ''} is in the table"
-        raise ConfigError([Problem("--gpu", gpu, reason, f"write one of {have}")])
+        fix = f"write one of {have}, and put the type of another one into the file"
+        raise ConfigError([Problem("--gpu", gpu, reason, fix)])
+    return found
+
+
+def _instance(cloud: str, name: str, gpu: str | None, efa: bool) -> Instance:
+    """The type of that name. Raises `ConfigError` where the table has none such, and beside what chooses one too."""
+    if gpu is not None or efa:
+        reason = "chooses the workers' type as --gpu and --efa do"
+        raise ConfigError([Problem("--instance", name, reason, "leave it out, or these")])
+    found = BY_NAME.get(name)
+    if found is None or found.cloud != cloud:
+        have = ", ".join(one.name for one in instances.INSTANCES if one.cloud == cloud)
+        fix = f"write one of {have}, and put another one into the file" if have else "leave it out"
+        raise ConfigError([Problem("--instance", name, f"no such type of {cloud} is in the table", fix)])
     return found
 
 

@@ -5,7 +5,7 @@ at once, with the nearest one that would not.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from rtrain.cluster import feasible, preflight, supply
 from rtrain.cluster.instances import BY_NAME, Instance
@@ -15,9 +15,6 @@ from rtrain.cluster.supply import Host, Needs, Room
 from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem
 from rtrain.network import device
-
-LIMIT: Final = 2
-"""Nodes that Ray starts at most where its file names no `max_workers`."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,8 @@ def of_document(document: Mapping[str, Any]) -> Cluster:
         raise ConfigError([Problem("provider.type of the cluster's file", provider, "is no text", fix)])
     known = {node.name: node for node in clouds.nodes(Document("", document, {}))}
     found: list[tuple[bool, Kind]] = []
-    head, limit = document.get("head_node_type"), int(number(document.get("max_workers", LIMIT), "max_workers"))
+    head = document.get("head_node_type")
+    limit = int(number(document.get("max_workers", supply.MAX_WORKERS), "max_workers"))
     unlimited = max(limit, supply.ANY_NUMBER)
     for name, kind in kinds.items():
         node = known.get(name)
@@ -160,7 +158,7 @@ def laid_out(config: Config, cluster: Cluster, *, searches: bool = False) -> Lay
 # ------------------------------------------------------------------------------------------------- which nodes, and how
 
 
-Price = Callable[[Kind], float]
+Price = Callable[[Kind], float | None]
 Holds = Callable[[Kind], int]
 Nodes = Mapping[str, int]
 """Number of nodes by the name of their type."""
@@ -171,8 +169,9 @@ def fewest(
 ) -> Nodes | None:
     """The cheapest nodes with room for `need`, which is of `needs`; None where there are none.
 
-    `price`: what a node of a type costs, by default one as much as the other. `holds`: how many workers' memory a node
-    has; None where that is not asked for.
+    `price`: what a node of a type costs, by default one as much as the other; None where nobody knows. A type without a
+    price is used only where the types with a price have no room; the fewest nodes are chosen then, since their sum is
+    unknown. `holds`: how many workers' memory a node has; None where that is not asked for.
     """
 
     def offered(kind: Kind) -> Room:
@@ -181,7 +180,11 @@ def fewest(
 
     has = Room(*map(sum, zip(Room(0, 0, 0), *map(offered, cluster.heads), strict=True)))
     offers, most = [offered(kind) for kind in cluster.kinds], [kind.most for kind in cluster.kinds]
-    found = feasible.numbers(offers, most, cluster.limit, need.beyond(has), [price(kind) for kind in cluster.kinds])
+    lacking, dollars = need.beyond(has), [price(kind) for kind in cluster.kinds]
+    priced = [number if cost is not None else 0 for number, cost in zip(most, dollars, strict=True)]
+    found = feasible.numbers(offers, priced, cluster.limit, lacking, [cost or 0.0 for cost in dollars])
+    if found is None and None in dollars:
+        found = feasible.numbers(offers, most, cluster.limit, lacking, [1.0] * len(offers))
     if found is None:
         return None
     return {kind.name: count for kind, count in zip(cluster.kinds, found, strict=True) if count}

@@ -95,9 +95,9 @@ def choose(
     """The first way that fits, on the cheapest nodes; no later one is asked for. Raises `ConfigError` where none
     does."""
 
-    def price(kind: Kind) -> float:
+    def price(kind: Kind) -> float | None:
         known = table.get(kind.type or "")
-        return 1.0 if known is None else known.spot if kind.is_spot else known.on_demand
+        return known.hourly(is_spot=kind.is_spot) if known else None
 
     larger: list[str] = []
     for way, need in needs:

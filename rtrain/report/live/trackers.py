@@ -1,7 +1,8 @@
 """Experiment trackers: TensorBoard or MLflow is told what a run logs while it runs, by one line of configuration.
 
-The process that follows the run's events feeds the trackers, and the workers know nothing of them. A tracker that fails
-is dropped with a line that says so; the run goes on.
+The process that follows the run's events feeds the trackers, and the workers know nothing of them. What a tracker fails
+to take is kept and sent again; what it lacks when the process ends is sent by the next command on the run. The run goes
+on meanwhile.
 """
 
 import importlib.util
@@ -9,6 +10,7 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +28,10 @@ Say = Callable[[Event], None]
 MODULES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 """Modules that a tracker imports, which its extra installs."""
 RUN_ID = "mlflow.json"
+UNTRACKED = "untracked"
+"""The event of a tracker that has failed, with the update `since` which it lacks figures; None once it has all."""
+RETRY_S = 30.0
+"""Seconds from a failure of a tracker to the next try."""
 
 
 class Tracker(Protocol):
@@ -61,7 +67,7 @@ def following(config: Config, run: Run, say: Say) -> Iterator[None]:
     outcome: Outcome = "failed"
     try:
         for name in config.deploy.report.trackers:  # where one is refused, those before it are closed
-            feeds.append(Feed(name, _OPEN[name](config, run), past, say))
+            feeds.append(Feed(name, _OPEN[name](config, run), run, past, say))
         with ExitStack() as stack:
             for feed in feeds:  # each by a thread of its own: a slow server must not hold up the others
                 stack.enter_context(events.Follow([(run.folder, {})], feed))
@@ -75,18 +81,37 @@ def following(config: Config, run: Run, say: Say) -> Iterator[None]:
             feed.close(outcome)
 
 
+def fill(config: Config, run: Run, say: Say) -> None:
+    """Send trackers of a finished run the figures that they lack."""
+    logged = run.events(UNTRACKED)
+    if any(_first_missing_update(name, logged) is not None for name in config.deploy.report.trackers):
+        try:
+            with following(config, run, say):
+                pass
+        except UserError as error:  # its server is still away
+            say({"kind": "stage", "text": str(error)})
+
+
+def _first_missing_update(name: str, past: Sequence[Event]) -> int | None:
+    """The update from which on a tracker lacks figures, by the run's log."""
+    events_of_tracker = [event for event in past if event["kind"] == UNTRACKED and event["tracker"] == name]
+    return events_of_tracker[-1]["since"] if events_of_tracker else None
+
+
 class Feed:
     """Tells one tracker each update once: a restart repeats updates, with the same figures. The scores of the test rows
     are told once more where the end of a run has chosen something, a threshold say, by which they are the run's."""
 
-    def __init__(self, name: str, tracker: Tracker, past: Sequence[Event], say: Say):
-        self._name, self._say = name, say
-        self._tracker: Tracker | None = tracker
+    def __init__(self, name: str, tracker: Tracker, run: Run, past: Sequence[Event], say: Say):
+        self._name, self._tracker, self._run, self._say = name, tracker, run, say
         self._told: dict[tuple[str, bool], int] = {}
         """The newest update that was told, by name, and whether by what was chosen at the end."""
-        fresh = tracker.fresh
+        self._unsent: list[tuple[dict[str, float], int, float]] = []
+        self._retry_at = 0.0
+        since = _first_missing_update(name, past)
+        self._is_missing = since is not None
         for event in past:
-            self(event, tell=fresh)
+            self(event, tell=tracker.fresh or (since is not None and figures(event)[1] >= since))
 
     def __call__(self, event: Event, tell: bool = True) -> None:
         values, update = figures(event)
@@ -94,21 +119,45 @@ class Feed:
         new = {name: value for name, value in values.items() if update > self._told.get((name, chosen), -1)}
         self._told |= {(name, chosen): update for name in new}
         if new and tell:
-            self._guard(lambda tracker: tracker.log(new, update, event["time"]))
+            self._unsent.append((new, update, event["time"]))
+            if time.monotonic() >= self._retry_at:
+                self._send()
 
     def close(self, outcome: Outcome) -> None:
-        self._guard(lambda tracker: tracker.close(outcome))
-
-    def _guard(self, act: Callable[[Tracker], None]) -> None:
-        if self._tracker is None:
+        self._send()
+        if self._unsent:
+            self._say_line(f"{self._name} lacks the figures from update {self._unsent[0][1]} on; --resume sends them")
             return
         try:
-            act(self._tracker)
+            self._tracker.close(outcome)
+        except Exception as error:
+            self._say_line(f"{self._name} was not closed: {_first_line(error)}")
+
+    def _send(self) -> None:
+        try:
+            while self._unsent:
+                self._tracker.log(*self._unsent[0])
+                del self._unsent[0]
         except Exception as error:  # a server that is gone, a full disk: nothing that should end a training
-            self._tracker = None
-            first = (str(error).splitlines() or [""])[0][:200]
-            text = f"{self._name} failed and is told no more: {type(error).__name__}: {first}"
-            self._say({"kind": "stage", "text": text})
+            if not self._is_missing:
+                self._say_line(f"{self._name} failed; its figures are kept and sent again: {_first_line(error)}")
+                self._log_missing(self._unsent[0][1])
+            self._retry_at = time.monotonic() + RETRY_S
+        else:
+            if self._is_missing:
+                self._say_line(f"{self._name} has all figures again")
+                self._log_missing(None)
+
+    def _log_missing(self, since: int | None) -> None:
+        self._is_missing = since is not None
+        self._run.append(UNTRACKED, tracker=self._name, since=since)
+
+    def _say_line(self, text: str) -> None:
+        self._say({"kind": "stage", "text": text})
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def figures(event: Event) -> tuple[dict[str, float], int]:

@@ -84,11 +84,11 @@ def _cost(found: Mapping[str, Any] | None) -> list[Block]:
         rows.append(("tokens for 1 of it", f"{found['tokens_per_money']:,}"))
     if found["utilisation"] is not None:
         rows.append(("cores busy while training", f"{100 * found['utilisation']:.0f} %"))
-    note = "From the first line of each command's log to its last, with all cores of the machines that its workers had."
+    note = "From the first line of each command's log to its last, with all cores of its workers' machines."
     if found["money"] is None:
-        note += " No price is known for these machines: tune.price is that of a worker's hour."
+        note += " The price of one of them or of the head is unknown: tune.price is that of a worker's hour."
     else:
-        note += f" Money: at {found['price']}."
+        note += f" Money: at {found['price']}, the head included."
     return [Table("What it cost", ("what", "how much"), rows, note)]
 
 

@@ -17,8 +17,11 @@ CHANGING = {
     *("modprobe", "curl", "wget", "git", "aws", "gcloud", "az"),
 }
 """Programs that change the system, or fetch something: a command that calls one is left out."""
-WRAPPERS = {"nohup", "setsid", "exec", "env", "time", "command", "nice"}
-"""Programs that call the one behind them."""
+WRAPPERS = {
+    *("nohup", "setsid", "exec", "env", "time", "command", "nice"),
+    *("if", "then", "elif", "else", "while", "until", "do", "!"),
+}
+"""Programs that call the one behind them, and words of the shell before a command."""
 BEFORE = ("initialization_commands", "setup_commands")
 GCS_PORT, DASHBOARD_PORT = 6379, 8265
 """Ray's own, where the file names none."""
