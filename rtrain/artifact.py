@@ -25,7 +25,10 @@ DESCRIBING = (NAME, "config.json", "tokenizer.json")
 """The files that are read of every artefact, beside the model's."""
 REWRITTEN = (NAME, manifest.NAME)
 """The files that a gate's verdict changes."""
-COLUMNS = ("format", "text", "text_pair", "label", "separator", "slices", "split_by", "max_row_bytes", "max_bad_rows")
+COLUMNS = (
+    *("format", "text", "text_pair", "label", "separator", "slices", "split", "split_by"),
+    *("max_row_bytes", "max_bad_rows"),
+)
 """Settings of `data` that say how a file of rows is read, and so how `rtrain evaluate` reads another one."""
 
 GOLDEN_INPUTS = (

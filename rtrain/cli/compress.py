@@ -137,11 +137,8 @@ def evaluate(
 
     overrides = {"data.path": data, **dict(config.parse_assignment(text) for text in assignments or ())}
     folder = answering(artifact)
-    settings = score.settings(artifacts.read(folder), overrides)
+    settings = score.labelled_settings(artifacts.read(folder), overrides)
     into = None if out is None else out.expanduser().absolute()
     report = score.run(folder, settings) if into is None else scored.run(folder, settings, into, overwrite)
-    rate = f"{report['bad_rows']} bad rows, {report['rows_per_second']} rows/s"
-    unknown = report["unknown_labels"]
-    where = f"{unknown['rows']} row{'' if unknown['rows'] == 1 else 's'}"
-    named = f"; labels that the artefact lacks, in {where}, such as {' and '.join(unknown['examples'])}"
-    show(report, as_json, f"{scores.text(report)}\n\n{rate}{named if unknown['rows'] else ''}", used(folder))
+    lines = (scores.text(report), "", *score.caveats(report, settings))
+    show(report, as_json, "\n".join(lines), used(folder))

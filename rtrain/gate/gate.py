@@ -53,7 +53,8 @@ class Sides:
     timed: bool = True
     """Whether latency is measured. Not of two models that are computed alike: a ratio would be the machine's."""
     further: tuple[Store, ...] = ()
-    """Where the rows are a store's: others with the same rows, as one of the sides has read them."""
+    """Where the rows are a store's: others with the same rows, as one of the sides has read them. Where they are a
+    file's: the stores that the sides were trained from, as far as they are still there."""
 
 
 def run(
@@ -146,7 +147,7 @@ def _answers(sides: Sides, on_event: Say) -> tuple[Both | None, Judged, str]:
     try:
         if isinstance(sides.rows, Data):
             on_event(events.doing("both models answer the rows of the file", "answers"))
-            both = rows.of_file(base, candidate, sides.rows)
+            both = rows.of_file(base, candidate, sides.rows, sides.further)
         else:
             split = next((name for name in SPLITS if sides.rows.rows(name)), None)
             positions = None

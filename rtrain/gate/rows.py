@@ -77,7 +77,8 @@ class Both:
     otherwise: int = 0
     """Rows that the candidate reads as other tokens than its base does."""
     trained_on: int | None = 0
-    """Rows that were left out since the candidate was trained on them; None where its store does not tell."""
+    """Rows that were left out since the candidate was trained on them, and of a file those of its base and the
+    validation rows of both too; None where the stores do not tell."""
 
     @property
     def lengths(self) -> Int32s:
@@ -100,14 +101,22 @@ class Unequal(UserError):
 # --------------------------------------------------------------------------------------------------------- answering
 
 
-def of_file(base: Predictor, candidate: Predictor, data: Data) -> Both:
-    """Both sides on the rows of a file. Raises `ConfigError` where no row of it can be used, or judged: of two models
-    without one right answer, none would be worse."""
+def of_file(base: Predictor, candidate: Predictor, data: Data, stores: Sequence[Store] = ()) -> Both:
+    """Both sides on the test rows of a file without those that one of them has learned from, as far as `stores` tell.
+    Raises `ConfigError` where no row is left, or none can be judged: of two models without one right answer, none
+    would be worse."""
     _same_task(base, candidate)
-    rows = score.rows_of(records.inspect(data), data, base.task)
+    rows, _ = score.rows_of(records.inspect(data), data, base.task)
     good = [row for row in rows if row.reason is None]
     if not good:
         raise ConfigError([Problem("data.path", data.path, "no row can be used", "give rows with text and label")])
+    seen = unseen.of_file((base.artifact, candidate.artifact), stores, good)
+    if seen is not None:
+        good = [row for row, is_seen in zip(good, seen.tolist(), strict=True) if not is_seen]
+        if not good:
+            reason = f"each of its {len(seen):,} rows is a training or validation row of the two models"
+            fix = "name rows that neither has seen, or leave --data out to take the run's test rows"
+            raise ConfigError([Problem("data.path", data.path, reason, fix)])
     columns = {name: [row.slices[place] for row in good] for place, name in enumerate(data.slices)}
 
     def side(predictor: Predictor) -> Side:
@@ -122,7 +131,9 @@ def of_file(base: Predictor, candidate: Predictor, data: Data) -> Both:
         return Side(predictor, asked.tokens, answered, asked.targets, asked.head, asked.unknown)
 
     first, other = side(base), side(candidate)
-    return Both(first, other, columns, str(data.path), _otherwise(first.tokens, other.tokens))
+    trained_on = None if seen is None else int(seen.sum())
+    otherwise = _otherwise(first.tokens, other.tokens)
+    return Both(first, other, columns, str(data.path), otherwise, trained_on)
 
 
 class Reading(NamedTuple):

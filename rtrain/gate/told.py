@@ -69,9 +69,9 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"{unknown:,} of {found['rows']:,} rows have a label that the base lacks, and count as wrong for both"
     trained_on = found.get("trained_on", 0)  # as above
     if trained_on is None:
-        yield "whether the candidate was trained on these rows is not known: it has another split, and no keys of texts"
+        yield "whether the candidate was trained on these rows is not known: a token store or its keys are gone"
     elif trained_on:
-        yield f"{trained_on:,} more rows are left out: the candidate was trained on them, by another split"
+        yield f"{trained_on:,} more rows are left out: the candidate was trained on them, or one side was tuned by them"
     yield from _rivals(found.get("rivals") or [])
     yield ""
     yield from (f"{one['word']:<8} {one['text']}" for one in found["findings"])
