@@ -3,8 +3,9 @@
 The document that `run` returns, and that artifact.json keeps as `gate`:
 {"schema_version", "verdict", "reasons", "findings": [{"word", "text"}], "version": of the candidate, "against":
 {"name", "version", "folder"}, "student", "rows", "source", "headline", "scores": [difference], "mcnemar", "slices",
-"latency": [speed by bucket], "megabytes", "base_megabytes", "memory_mb", "base_memory_mb", "read_otherwise",
-"unknown_labels", "trained_on", "limits", "host", "made", "seconds", "rivals": [`rtrain.gate.rivals.Rival`]}.
+"classes": [`rtrain.metrics.per_class`], "latency": [speed by bucket], "megabytes", "base_megabytes", "memory_mb",
+"base_memory_mb", "read_otherwise", "unknown_labels", "trained_on", "limits", "host", "made", "seconds",
+"rivals": [`rtrain.gate.rivals.Rival`]}.
 """
 
 import platform
@@ -120,6 +121,7 @@ def run(
         "scores": [asdict(one) for one in judged.scores],
         "mcnemar": None if judged.flipped is None else asdict(judged.flipped),
         "slices": [asdict(one) for one in judged.slices],
+        "classes": list(judged.classes),
         "latency": [asdict(one) for one in speeds],
         "megabytes": round(measured.megabytes, 2),
         "base_megabytes": round(footprint.files_mb(sides.base), 2),

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from rtrain.data import records
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError, quoted
 from rtrain.gate import unseen
+from rtrain.metrics import per_class
 from rtrain.metrics.additive import Additive
 from rtrain.metrics.by_output import ACCURACY_WITH_REFUSALS, metric_for
 from rtrain.metrics.scores import LENGTH
@@ -366,6 +367,8 @@ class Judged:
     right: int
     slices: tuple[Slice, ...]
     unscored: str = ""
+    classes: Sequence[per_class.Class] = ()
+    """Scores of each class by the base (`first`) and the candidate (`other`)."""
 
 
 def judge(both: Both) -> Judged:
@@ -396,12 +399,17 @@ def judge(both: Both) -> Judged:
     if LENGTH not in columns:
         columns[LENGTH] = quantiles(both.lengths)
     only = [_alone(side, name) for side in (first, other)]
+    classes: list[dict[str, Any]] = []
+    if metric.tables is not None:
+        tables = (metric.tables(side.answered.outcomes, side.targets, side.head) for side in sides)
+        classes = per_class.beside(*map(per_class.of_tables, tables))
     return Judged(
         headline,
         tuple(scores.values()),
         flipped,
         0 if rights is None else int(rights[0].sum()),
         tuple(slices(only[0], only[1], name, columns)),
+        classes=classes,
     )
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from rtrain.metrics import per_class
+
 MOST_SLICES = 5
 """Slices that are shown: those where the candidate is worst."""
 
@@ -54,6 +56,10 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         own = one["difference"]
         name = f"{own['name']}, {one['column']} {one['value']}"[:33]
         yield f"{name:<34}{own['first']:>11.4f}{own['other']:>11.4f}  {own['difference']:+.4f} ({own['rows']:,} rows)"
+    if classes := found.get("classes"):  # verdicts of earlier versions have none
+        yield ""
+        yield from per_class.lines_of_two(classes, ("base", "cand."))
+        yield ""
     for one in found["latency"]:
         faster = (
             f"  {one['ratio']:.2f} times as fast ({one['low']:.2f} to {one['high']:.2f}), {one['calls']} calls each"

@@ -22,7 +22,7 @@ from rtrain.doctor.forecast import guess
 from rtrain.errors import UserError
 from rtrain.exchange import ranks, whole
 from rtrain.exchange.alive import Watch
-from rtrain.metrics import scores
+from rtrain.metrics import per_class, scores
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import (
     beside,
@@ -317,7 +317,8 @@ def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged], aliv
         predictions.write(job.run.predictions(split), split, job.store, job.task, job.head, found, tokenizer, alive)
         document = predictions.measured(job.store, split, job.task, job.head, found, alive)
         scores.write(job.run.scores(split), document)
-        job.run.append("sliced", split=split, slices=scores.headlines(document))
+        classes = per_class.of_tables(document["tables"])
+        job.run.append("sliced", split=split, slices=scores.headlines(document), classes=classes)
         if unseen := document.get("unseen"):
             job.run.append("unseen", split=split, **unseen)
 
