@@ -20,16 +20,21 @@ from rtrain.data.records import Record
 from rtrain.data.stores.store import Store, open_store
 from rtrain.errors import ConfigError, Problem, quoted
 from rtrain.metrics.by_output import metric_for
+from rtrain.metrics.entities import entities
 from rtrain.metrics.scores import measure, without
 from rtrain.predict import BATCH_ROWS, MOST_TOKENS, Predictor
 from rtrain.run import Run
 from rtrain.tasks.base import Input, Task
+from rtrain.tasks.token_tags import tags_of
 from rtrain.training.evaluate import SEED
+from rtrain.words import running_text
 
 ABSENT = -100.0
 """Logit of a label that a side lacks."""
 MASKED_TOKENS = 1 << 11
 """Most tokens of an engine call on masked text: one of XLM-R's 250,000 pieces takes a megabyte for each of them."""
+RUNNING_ROWS = 2000
+"""Most rows that are answered a second time, as running text."""
 EXAMPLES = 3
 """Most labels that are named of those that an artefact lacks."""
 
@@ -148,6 +153,11 @@ def measured(folder: Path, data: Data) -> Measured:
     if has_answers:
         answers = task.decode(answered.outputs, asked.inputs, asked.encoded, predictor.head, {})
         found["scores"] |= task.judge(answers, [row.label for row in good])
+    if task.output == "tags":
+        some = good[:RUNNING_ROWS]
+        words = [row.text.split(" ") for row in some]
+        own = on_running_text(predictor, words, [tags_of(row.label) for row in some])
+        found["scores"] |= {f"running_text_{name}": value for name, value in own.items()}
     if seen is not None and seen.any.any():
         found["unseen"] = without(task, asked.head, outcomes, targets, seen.any)
     report = {
@@ -161,6 +171,22 @@ def measured(folder: Path, data: Data) -> Measured:
     is_right = metric_for(task.output).right
     right = None if is_right is None else is_right(outcomes, targets, asked.head) & ~asked.unknown
     return Measured(report, rows, answers, right)
+
+
+def on_running_text(
+    predictor: Predictor, words: Sequence[Sequence[str]], tags: Sequence[Sequence[str]]
+) -> dict[str, float]:
+    """Precision, recall and F1 of entities where rows of words are put together as running text (`words.running_text`)
+    and cut again as those of requests are: right are those that begin and end at the same characters."""
+    joined = [running_text(row) for row in words]
+    answers = predictor([text for text, _ in joined])
+    right = given = true = 0
+    for (_, spans), row, answer in zip(joined, tags, answers, strict=True):
+        wanted = {(one.type, spans[one.start][0], spans[one.end - 1][1]) for one in entities(row)}
+        have = {(one["entity_group"], one["start"], one["end"]) for one in answer}
+        right, given, true = right + len(wanted & have), given + len(have), true + len(wanted)
+    parts = {"precision": (right, given), "recall": (right, true), "f1": (2 * right, given + true)}
+    return {name: above / below if below else 0.0 for name, (above, below) in parts.items()}
 
 
 def caveats(report: Mapping[str, Any], data: Data) -> Iterator[str]:

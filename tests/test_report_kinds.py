@@ -2,18 +2,24 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 
+from rtrain.data.stores.store import Store
 from rtrain.metrics import by_output, summary_rows
+from rtrain.metrics.scores import read as read_scores
 from rtrain.report import collect, html
 from rtrain.report.drawing.blocks import Block, Cards, Figure, Section, Table
 from rtrain.report.kinds import entities, numbers, questions, summaries
 from rtrain.report.sections import answers, curves, data, hardest, outcome, slices
+from rtrain.report.summary import summarise
 from rtrain.run import Run
+from rtrain.runs import running_text
+from rtrain.tasks import base
 from tests.reports import Page, make_answered
 from tests.test_report_page import table
 
@@ -132,6 +138,20 @@ def test_each_head_has_its_confusion(runs: dict[str, collect.Collected]) -> None
     for head in ("intent: ", "mood: "):
         assert any(title.startswith(head) and "answers are wrong" in title for title in titles(answers.section(run)))
         assert any(title.startswith(head) and "labels: " in title for title in titles(data.section(run)))
+
+
+def test_a_run_tells_what_its_answers_to_running_text_are_worth(tmp_path: Path) -> None:
+    folder = Run(make_answered(tmp_path, "token_tags"))
+    assert folder.store is not None
+    store = Store(folder.store)
+    running_text.measure(folder, base.get("token_tags"), store)
+    document = read_scores(folder.scores("test"))
+    assert document is not None
+    # These words are parted by blanks alone, so that the text is cut into the same ones again.
+    assert document["running_text"]["rows"] == document["rows"]
+    assert document["running_text"]["scores"]["f1"] == pytest.approx(document["scores"]["f1"])
+    assert summarise(folder)["running_text"] == document["running_text"]["scores"]
+    assert f"F1 is {document['scores']['f1']:.3f}" in words(answers.section(collect.read(folder)))
 
 
 def test_mistakes_of_entities_by_kind() -> None:

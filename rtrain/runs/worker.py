@@ -38,7 +38,7 @@ from rtrain.network import (
 )
 from rtrain.report import cost
 from rtrain.run import Run
-from rtrain.runs import decisions, machines, notice, predictions, recovery, smaller
+from rtrain.runs import decisions, machines, notice, predictions, recovery, running_text, smaller
 from rtrain.runs.start import Start
 from rtrain.strategies import choose as strategies, ways
 from rtrain.tasks import base
@@ -263,6 +263,8 @@ class _Worker:
                 self.watch.alive()
                 formats.narrow(self.network)
                 export(self.network, self._source, chosen, scored, answers.get("valid"), weights=weights)
+                self.watch.alive()
+                running_text.measure(job.run, job.task, job.store)
 
         ranks.together(self.watch, write)  # no rank leaves, and so ends the run, before the artefact is written
 
@@ -365,6 +367,7 @@ def export(
             **({pooling.FACT: "mean"} if mean else {}),
             **({local.FACT: reach} if reach is not None else {}),
             **abstains,
+            **running_text.cuts(job.task, job.store),
         },
         data=job.recipe.data.model_dump(mode="json", include=set(artifact.COLUMNS)),
         metrics=outcome.scores,

@@ -8,7 +8,7 @@ import numpy as np
 
 from rtrain.metrics.entities import Entity, entities
 from rtrain.report.collect import Collected
-from rtrain.report.drawing.blocks import Block, Table
+from rtrain.report.drawing.blocks import Block, Note, Table
 from rtrain.report.drawing.svg import short
 from rtrain.report.kinds import confusion
 
@@ -35,6 +35,14 @@ def blocks(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
     answers = run.answers
     assert answers is not None  # section
     found: list[Block] = [confusion.bars(tables, "By type of entity.", "type"), confusion.worst(tables, unit="type")]
+    if (running := (run.scores or {}).get("running_text")) is not None:
+        text = (
+            "Requests are running text, and the scores are by the words that the rows are cut into. Of "
+            f"{running['rows']:,} rows put together as running text and cut again, F1 is "
+            f"{running['scores']['f1']:.3f} (precision "
+            f"{running['scores']['precision']:.3f}, recall {running['scores']['recall']:.3f})."
+        )
+        found.append(Note(text))
     each = [mistakes(true, said) for true, said in zip(answers.target, answers.prediction, strict=True)]
     counts = Counter((kind, _type(true, said)) for row in each for kind, true, said in row)
     if not counts:
