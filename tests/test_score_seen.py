@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rtrain import artifact, config
+from rtrain import artifact, config, manifest
 from rtrain.data.stores.store import Store
 from rtrain.gate import gate, sides, told
 from rtrain.run import Run
@@ -62,7 +62,7 @@ def make_run(folder: Path, path: Path, **overrides: Any) -> Made:
         document["data"] = recipe.data.model_dump(mode="json", include=set(artifact.COLUMNS))
         (target / artifact.NAME).write_text(json.dumps(document))
         (target / "MANIFEST.json").unlink()
-        artifact.manifest.write(target)
+        manifest.write(target)
     return Made(run.folder, store, path)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rtrain.metrics import classification, entities
 
@@ -23,6 +24,7 @@ SCORES = ("precision", "recall", "f1")
 TOO_FEW = "too few rows to judge"
 WIDTH = 24
 Class = Mapping[str, Any]
+Objects = npt.NDArray[np.object_]
 
 
 def of_tables(tables: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -36,7 +38,7 @@ def of_tables(tables: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def of_answers(
-    output: str, target: Sequence[Any], prediction: Sequence[Any], heads: Sequence[str] = ()
+    output: str, target: Sequence[Any] | Objects, prediction: Sequence[Any] | Objects, heads: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """The classes of rows whose answers are known as labels: a label ("" for none), a list of labels or tags, or a
     label for each of the `heads`."""
@@ -48,7 +50,8 @@ def of_answers(
             every += [{**one, "class": f"{name}: {one['class']}"} for one in own]
         return every
     if output == "tags":
-        return [{"class": name, **one._asdict()} for name, one in entities.per_type(target, prediction).items()]
+        found = entities.per_type(list(target), list(prediction))
+        return [{"class": name, **one._asdict()} for name, one in found.items()]
     if output not in ("classes", "labels"):
         return []
     sides = [[{one} - {""} if isinstance(one, str) else set(one) for one in side] for side in (target, prediction)]

@@ -100,7 +100,8 @@ def _matrix(found: Mapping[str, Any], head: str, unit: str) -> Figure:
     chart = charts.heat(counts[np.ix_(order, order)], [names[code] for code in order], unit)
     note = (
         f"A row per true {unit}, a column per predicted one, {near}. Blue, on the diagonal: right; orange: wrong; the "
-        "darker, the larger the share of the row. Point at a cell for its rows; scroll sideways where it is cut."
+        "darker, the larger the share of the row. Numbers are rows, where there is room; scroll sideways where it "
+        "is cut."
     )
     if len(order) < len(names):
         note += f" Drawn are {len(order)} of {len(names)}, those with the most mistakes."

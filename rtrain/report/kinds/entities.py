@@ -133,16 +133,22 @@ def named(tags: Sequence[str], words: Sequence[str] | None) -> str:
 
 
 def words(run: Collected, rows: Sequence[int]) -> dict[int, list[str]]:
-    """The words of each row, as its tokens spell them. Rows of several windows are left out; without a store, all."""
+    """The words of each row as they are written; where these are not kept whole, as its tokens spell them. Then rows
+    of several windows are left out; without a store, all."""
     answers = run.answers
     if answers is None or run.store is None or run.tokenizer is None or not rows:
         return {}
     import tokenizers
 
     spelling = tokenizers.Tokenizer.from_file(str(run.tokenizer))
-    tokens = run.store.read(answers.split, np.array(rows, dtype=np.int64))
+    positions = np.array(rows, dtype=np.int64)
+    tokens, texts = run.store.read(answers.split, positions), run.store.texts(answers.split, positions)
     found = {}
     for place, row in enumerate(rows):
+        written = texts[place]
+        if written is not None and len(kept := written[0].split(" ")) == len(answers.target[row]):
+            found[row] = kept
+            continue
         one = tokens.pick([place])
         starts = np.flatnonzero(one.targets >= -1)  # a word is answered at its first token
         ends = [*starts[1:].tolist(), len(one.ids)]
