@@ -282,13 +282,13 @@ def test_evaluate_leaves_each_row_with_its_answer_and_what_is_right(run: Cli, ar
     found = read_csv(tmp_path / "a.csv")
     assert [(row["text"], row["label"]) for row in found] == rows
     assert list(found[0]) == [
-        *("text", "label", "label (answer)", "score", "abstained", "expected", "right", "reason"),
+        *("text", "label", "label (answer)", "score", "abstained", "target", "right", "reason"),
     ]
     assert found[20]["reason"] == "line 22: column 'text' is empty; write a text or remove the row"
     assert (found[20]["right"], found[21]["right"]) == ("", "false")
     answered = [row for row in found if not row["reason"]]
     assert {row["right"] == "true" for row in answered} == {True, False}
-    assert all((row["right"] == "true") == (row["expected"] == row["label (answer)"]) for row in answered)
+    assert all((row["right"] == "true") == (row["target"] == row["label (answer)"]) for row in answered)
     right = sum(row["right"] == "true" for row in answered)
     assert right / len(answered) == pytest.approx(report["scores"]["accuracy"])
     assert run("evaluate", artifact, "--data", "rows.csv", "--out", "a.csv")[0] == 2
@@ -357,7 +357,7 @@ def test_rows_whose_label_is_the_answer_are_right(
     assert report["scores"]["rows"] == len(rows)
     expected = [None if task == "regression" else not number % 2 for number in range(len(rows))]
     assert [row["right"] for row in answered] == expected
-    assert all(row["expected"] for row in answered if task in ("token_tags", "multi_head", "regression"))
+    assert all(row["target"] for row in answered if task in ("token_tags", "multi_head", "regression"))
 
 
 def tags_of(text: str, entities: list[dict[str, Any]]) -> list[str]:
