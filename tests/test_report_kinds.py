@@ -154,6 +154,19 @@ def test_a_run_tells_what_its_answers_to_running_text_are_worth(tmp_path: Path) 
     assert f"F1 is {document['scores']['f1']:.3f}" in words(answers.section(collect.read(folder)))
 
 
+def test_rows_are_named_by_the_column_that_people_know_them_by(tmp_path: Path) -> None:
+    run = Run(make_answered(tmp_path, "regression", **{"data.id": "kind"}))
+    html.make(run)
+    collected = collect.read(run)
+    assert collected.answers is not None
+    named = pyarrow.parquet.read_table(run.predictions("test"), columns=["id", "kind"])
+    assert named["id"].to_pylist() == named["kind"].to_pylist()
+    assert set(collected.answers.slices) == {"kind"}
+    row = int(collected.answers.hardest(1)[0])
+    place = f"essays.csv:{collected.answers.line[row]} ({named['id'][row].as_py()})"
+    assert place in Page((run.folder / "report.html").read_text(encoding="utf-8")).text
+
+
 def test_mistakes_of_entities_by_kind() -> None:
     true = ["B-a", "I-a", "O", "B-b", "O", "B-a", "O", "B-b", "I-b", "O"]
     said = ["B-a", "O", "O", "B-a", "O", "B-a", "O", "O", "B-a", "I-a"]

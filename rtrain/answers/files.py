@@ -133,8 +133,8 @@ def _settled(asked: Asked) -> tuple[artifacts.Artifact, Data]:
     """The artefact, and how its rows are read: without labels, and without what only scores need."""
     made = artifacts.read(asked.artifact)
     data = score.settings(made, asked.overrides)
-    unlabelled = {"label": None, "separator": None, "slices": (), "split_by": None, "split": None, "outside": None}
-    return made, data.model_copy(update=unlabelled)
+    columns_of_scores = dict.fromkeys(("label", "separator", "split_by", "split", "outside", "id"))
+    return made, data.model_copy(update={**columns_of_scores, "slices": ()})
 
 
 def _opened(asked: Asked, format: Format, on_event: OnEvent) -> tuple[Work, Survey, str]:

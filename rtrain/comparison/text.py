@@ -97,7 +97,13 @@ def _kind(kind: Kind, a: str, b: str) -> Iterator[str]:
     for flip in kind.shown[:SHOWN]:
         true = f"{short(flip.target, WIDEST)}: " if flip.target else ""
         said = f"{a} {_said(flip.first, flip.first_score)}, {b} {_said(flip.other, flip.other_score)}"
-        yield f"    {true}{said}  {short(flip.text, TEXT)}  ({flip.where.rsplit('/', 1)[-1]})"
+        yield f"    {true}{said}  {short(flip.text, TEXT)}  ({_file(flip.where)})"
+
+
+def _file(where: str) -> str:
+    """A row's place without the folders of its file."""
+    path, mark, called = where.partition(" (")
+    return path.rsplit("/", 1)[-1] + mark + called
 
 
 def _said(answer: str, score: float | None) -> str:

@@ -206,4 +206,4 @@ def _suspects(run: Collected) -> list[str]:
         return []
     right = answers.right
     rows = [int(row) for row in answers.hardest(SHOWN) if not right[row] and answers.score[row] >= SURE]
-    return [f"{answers.source[row]}:{answers.line[row]}" for row in rows]
+    return [answers.place(row) for row in rows]

@@ -215,8 +215,7 @@ def _hardest(run: Collected) -> list[tuple[str, str, str]]:
     rows = rows[:EACH]
     found = []
     for row, text in zip(rows, known.texts(rows), strict=True):
-        place = f"{known.source[row]}:{known.line[row]}"
-        found.append(("hardest row", f"{short(text, TEXT)} ({short(place, 60)})", _mistake(run, row)))
+        found.append(("hardest row", f"{short(text, TEXT)} ({short(known.place(row), 90)})", _mistake(run, row)))
     return found
 
 
