@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,14 @@ def quoted(value: object, limit: int = 60) -> str:
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 
+def nearest_file(name: str, names: Iterable[str]) -> str | None:
+    """The file's name most like one that is not there; None where none is. Endings do not count: most names share
+    them."""
+    stems = {each.partition(".")[0] or each: each for each in sorted(names, reverse=True)}
+    near = difflib.get_close_matches(name.partition(".")[0] or name, list(stems), n=1)
+    return stems[near[0]] if near else None
+
+
 def meant(path: Path) -> str | None:
     """`did you mean ...?` of a path that is not there: what stands beside it under the name most like its own. None
     where nothing is like it. Hidden names are nobody's meaning."""
@@ -77,10 +85,10 @@ def meant(path: Path) -> str | None:
         missing = missing.parent
     readable = os.access(missing.parent, os.R_OK)
     beside = [name for name in os.listdir(missing.parent) if name[0] != "."] if readable else []
-    near = difflib.get_close_matches(missing.name, beside, n=1)
-    if not near or missing.exists():
+    near = nearest_file(missing.name, beside)
+    if near is None or missing.exists():
         return None
-    found = missing.with_name(near[0])
+    found = missing.with_name(near)
     whole = found / path.relative_to(missing)
     return f"did you mean {whole if whole.exists() else found}?"
 

@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,21 +14,27 @@ import numpy.typing as npt
 from rtrain.artifact import Artifact
 from rtrain.batch import Encoded, Floats, Head, Int32s, Ints, Ragged, Tokens, batches, pack
 from rtrain.config import Data, parse
-from rtrain.data import records
+from rtrain.data import overlap, quarantine, records
 from rtrain.data.formats import files
 from rtrain.data.records import Record
-from rtrain.data.stores.store import Store
+from rtrain.data.stores.store import Store, open_store
 from rtrain.errors import ConfigError, Problem, quoted
 from rtrain.metrics.by_output import metric_for
-from rtrain.metrics.scores import measure
+from rtrain.metrics.entities import entities
+from rtrain.metrics.scores import measure, without
 from rtrain.predict import BATCH_ROWS, MOST_TOKENS, Predictor
+from rtrain.run import Run
 from rtrain.tasks.base import Input, Task, flaw_of
+from rtrain.tasks.token_tags import tags_of
 from rtrain.training.evaluate import SEED
+from rtrain.words import running_text
 
 ABSENT = -100.0
 """Logit of a label that a side lacks."""
 MASKED_TOKENS = 1 << 11
 """Most tokens of an engine call on masked text: one of XLM-R's 250,000 pieces takes a megabyte for each of them."""
+RUNNING_ROWS = 2000
+"""Most rows that are answered a second time, as running text."""
 EXAMPLES = 3
 """Most labels that are named of those that an artefact lacks, and most bad rows."""
 
@@ -87,9 +93,18 @@ def settings(made: Artifact, overrides: Mapping[str, Any]) -> Data:
     data = dict(made.data)
     if files.tells_format(str(overrides.get("data.path", ""))):
         data["format"] = None
-    data["split_by"] = None  # nothing is split
+    data["split"] = data["split_by"] = None  # nothing is split
     document = {"name": made.name, "task": made.task, "data": data}
     return parse(document, overrides).recipe.data
+
+
+def labelled_settings(made: Artifact, overrides: Mapping[str, Any]) -> Data:
+    """As `settings`, for rows that are scored: where the file has the column that split the training run, it says here
+    too which rows are test rows."""
+    data, column = settings(made, overrides), made.data.get("split")
+    if column is None or "data.split" in overrides or column not in records.inspect(data).columns:
+        return data
+    return data.model_copy(update={"split": column})
 
 
 @dataclass(frozen=True)
@@ -97,11 +112,13 @@ class Measured:
     """The scores of an artefact on the rows of a file, and what they are made of."""
 
     report: dict[str, Any]
-    """As `rtrain.metrics.scores` has it of a run's splits; `bad_rows`, which could not be read, and `bad_row_examples`
-    of them; `cut_rows`, which are longer than what the artefact reads; `unknown_labels`: how
-    many `rows` have a label that the artefact lacks, and `examples` of such labels; `rows_per_second`."""
+    """As `rtrain.metrics.scores` has it of a run's splits, `unseen` where rows are training or validation rows; `seen`:
+    how many of the rows are `train` and `valid` rows of the artefact, None where that is not known; `left_out`: rows of
+    other splits than the test, by split; `bad_rows`, which could not be read, and `bad_row_examples` of them;
+    `cut_rows`, which are longer than what the artefact reads; `unknown_labels`: how many `rows` have a label that the
+    artefact lacks, and `examples` of such labels; `rows_per_second`."""
     rows: list[Record]
-    """All rows of the file. A row that could not be used has its reason, and no answer."""
+    """All rows of the file. A row that could not be used, or is no test row, has its reason, and no answer."""
     answers: list[Any]
     """In the task's HTTP form, of the rows without a reason; none of masked text, of which a row has no one answer."""
     right: npt.NDArray[np.bool_] | None
@@ -119,8 +136,9 @@ def measured(folder: Path, data: Data) -> Measured:
     source = records.inspect(data)
     predictor = Predictor.load(folder)
     task = predictor.task
-    rows = rows_of(source, data, task)
+    rows, left_out = rows_of(source, data, task)
     good = sound_rows(rows, data)
+    seen = seen_rows(trained_from(folder, predictor.artifact), good)
     start = time.perf_counter()
     asked = ask(predictor, good)
     tokens, targets = asked.tokens, asked.targets
@@ -134,10 +152,19 @@ def measured(folder: Path, data: Data) -> Measured:
     if has_answers:
         answers = task.decode(answered.outputs, asked.inputs, asked.encoded, predictor.head, {})
         found["scores"] |= task.judge(answers, [row.label for row in good])
-    flaws = (f"line {row.line}: {row.reason}" for row in rows if row.reason is not None)
+    if task.output == "tags":
+        some = good[:RUNNING_ROWS]
+        words = [row.text.split(" ") for row in some]
+        own = on_running_text(predictor, words, [tags_of(row.label) for row in some])
+        found["scores"] |= {f"running_text_{name}": value for name, value in own.items()}
+    if seen is not None and seen.any.any():
+        found["unseen"] = without(task, asked.head, outcomes, targets, seen.any)
+    flaws = (f"line {row.line}: {row.reason}" for row in rows if row.reason not in (None, *map(_other_split, left_out)))
     report = {
         **found,
-        "bad_rows": len(rows) - len(good),
+        "seen": None if seen is None else seen.counts(),
+        "left_out": left_out,
+        "bad_rows": len(rows) - len(good) - sum(left_out.values()),
         "bad_row_examples": list(itertools.islice(flaws, EXAMPLES)),
         "cut_rows": sum(row.truncated for row in asked.encoded),
         "unknown_labels": {"rows": int(asked.unknown.sum()), "examples": examples(good, asked)},
@@ -148,9 +175,109 @@ def measured(folder: Path, data: Data) -> Measured:
     return Measured(report, rows, answers, right)
 
 
-def rows_of(source: records.Source, data: Data, task: Task) -> list[Record]:
-    """All rows of a file. One that the task cannot use has the reason."""
-    return [_with_flaw(record, task) for piece in source.pieces for record in records.read(piece, data)]
+def on_running_text(
+    predictor: Predictor, words: Sequence[Sequence[str]], tags: Sequence[Sequence[str]]
+) -> dict[str, float]:
+    """Precision, recall and F1 of entities where rows of words are put together as running text (`words.running_text`)
+    and cut again as those of requests are: right are those that begin and end at the same characters."""
+    joined = [running_text(row) for row in words]
+    answers = predictor([text for text, _ in joined])
+    right = given = true = 0
+    for (_, spans), row, answer in zip(joined, tags, answers, strict=True):
+        wanted = {(one.type, spans[one.start][0], spans[one.end - 1][1]) for one in entities(row)}
+        have = {(one["entity_group"], one["start"], one["end"]) for one in answer}
+        right, given, true = right + len(wanted & have), given + len(have), true + len(wanted)
+    parts = {"precision": (right, given), "recall": (right, true), "f1": (2 * right, given + true)}
+    return {name: above / below if below else 0.0 for name, (above, below) in parts.items()}
+
+
+def caveats(report: Mapping[str, Any], data: Data, labels: Sequence[str]) -> Iterator[str]:
+    """What a reader of a report's scores must know of its rows, a line each. `labels`: the artifact's."""
+    if left := report["left_out"]:
+        splits = " and ".join(f"{rows:,} {split}" for split, rows in left.items())
+        every = "; --set data.split=null scores all" if data.split else ""
+        yield f"{splits} rows are left out: the test rows alone are scored{every}"
+    seen = report["seen"]
+    if seen is None:
+        yield "whether the model was trained on these rows is not known: its run's token store is not here"
+    elif "unseen" in report:
+        unseen, headline = report["unseen"], report["headline"]
+        yield (
+            f"of these {report['rows']:,} rows {seen['train']:,} are training rows of the model, and {seen['valid']:,} "
+            "its validation rows: the scores above say little of new rows"
+        )
+        alone = f"{headline} {unseen['scores'][headline]:.4f}" if headline in unseen["scores"] else "no score"
+        yield f"on the {unseen['rows']:,} rows that it has not seen: {alone}"
+    bad = "".join(f"; {example}" for example in report["bad_row_examples"])
+    cut = f", {report['cut_rows']:,} cut rows" if report["cut_rows"] else ""
+    yield f"{report['bad_rows']} bad rows{bad}{cut}, {report['rows_per_second']} rows/s"
+    if rows := report["unknown_labels"]["rows"]:
+        named = " and ".join(report["unknown_labels"]["examples"])
+        where = f"{rows} row{'' if rows == 1 else 's'}"
+        known = quarantine.list_labels(labels)
+        yield f"labels that the artefact lacks, in {where}, such as {named}; it has {known}"
+
+
+def rows_of(source: records.Source, data: Data, task: Task) -> tuple[list[Record], dict[str, int]]:
+    """(all rows of a file, how many good ones are left out by split). A row that the task cannot use has the reason.
+    So has a row of another split than the test, where the file or a column names splits.
+
+    Raises `ConfigError` where splits are named and no row is a test row.
+    """
+    every = [(piece.role, _with_flaw(record, task)) for piece in source.pieces for record in records.read(piece, data)]
+    if data.split is None and not source.has_test:
+        return [record for _, record in every], {}
+    rows: list[Record] = []
+    left_out: Counter[str] = Counter()
+    for role, record in every:
+        split = record.split or role
+        if record.reason is None and split != "test":
+            left_out[split] += 1
+            record = record._replace(reason=_other_split(split))
+        rows.append(record)
+    if left_out and all(record.reason is not None for record in rows):
+        reason, fix = "no row is a test row", "name another file, or write --set data.split=null to score all rows"
+        raise ConfigError([Problem("data.split", data.split, reason, fix)])
+    return rows, dict(left_out)
+
+
+def _other_split(split: str) -> str:
+    return f"a row of the split {split!r}; only test rows are scored"
+
+
+def trained_from(folder: Path, made: Artifact, beside: Store | None = None) -> Store | None:
+    """The token store that an artefact was trained from, where its run lies around it and the store is still there; or
+    where it lies beside another one."""
+    run, digest = Run(folder.parent), made.lineage.get("data_digest")
+    places = [run.store if run.exists else None, None if beside is None else beside.folder.with_name(str(digest))]
+    for place in places:
+        if place is not None and (place / "manifest.json").is_file() and open_store(place).manifest.digest == digest:
+            return open_store(place)
+    return None
+
+
+class Seen(NamedTuple):
+    """Which of some rows a model has learned from: it was trained on `train`, and its weights and thresholds were
+    chosen by `valid`. No row is both."""
+
+    train: npt.NDArray[np.bool_]
+    valid: npt.NDArray[np.bool_]
+
+    @property
+    def any(self) -> npt.NDArray[np.bool_]:
+        return self.train | self.valid
+
+    def counts(self) -> dict[str, int]:
+        return {split: int(mask.sum()) for split, mask in self._asdict().items()}
+
+
+def seen_rows(store: Store | None, rows: Sequence[Record]) -> Seen | None:
+    """Rows whose texts are training or validation rows of a store; None where it is gone, or kept no keys of texts."""
+    if store is None or not all(len(store.keys(split)) == store.rows(split) for split in Seen._fields):
+        return None
+    keys = np.array([overlap.key(row) for row in rows], np.uint64)
+    train, valid = (overlap.seen([store.keys(split)], keys) for split in Seen._fields)
+    return Seen(train, valid & ~train)
 
 
 def sound_rows(rows: Sequence[Record], data: Data) -> list[Record]:

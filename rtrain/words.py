@@ -5,7 +5,8 @@ harakat of Arabic and at an accent behind its letter, and it cuts an emoji of se
 """
 
 import re
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import regex
 
@@ -18,17 +19,84 @@ an invisible control character."""
 _WORD = regex.compile(rf"{LETTER}(?:\S*{LETTER})?|{PIECE}")
 
 
-def word_spans(text: str) -> list[tuple[int, int]]:
-    """The characters [start, end) of each word, cut as annotators cut words.
-
-    Punctuation inside a word stays in it; punctuation before or behind a word is a word of its own. Scripts without
-    blanks between words (Thai, Chinese) are cut only at punctuation, since finding their words takes a dictionary.
-    """
-    return [match.span() for match in _WORD.finditer(text)]
-
-
 Span = tuple[int, int]
 """Characters [start, end)."""
+
+
+def word_spans(text: str, cut_before: str = "", cut_after: str = "") -> list[Span]:
+    """The characters [start, end) of each word, cut as annotators cut words.
+
+    Punctuation inside a word stays in it, but for the signs before or after which `word_cuts` has found that the words
+    of a data set end; punctuation before or behind a word is a word of its own. Scripts without blanks between words
+    (Thai, Chinese) are cut only at punctuation, since finding their words takes a dictionary.
+    """
+    found: list[Span] = []
+    for match in _WORD.finditer(text):
+        first, end = match.span()
+        for place in range(first + 1, end):
+            if text[place] in cut_before or text[place - 1] in cut_after:
+                found.append((first, place))
+                first = place
+        found.append((first, end))
+    return found
+
+
+_SIGN = regex.compile(r"[^\p{L}\p{N}\p{M}\p{Cf}_\s]")
+_LETTER = regex.compile(LETTER)
+
+
+def word_cuts(words: Iterable[str]) -> dict[str, str]:
+    """The signs inside of running words at which a data set cuts: `cut_before` those that begin words and never follow
+    a letter of one, `cut_after` those that end words and never precede a letter. So "AG's" is cut as the data set cuts
+    it: not at all, before the apostrophe, or on both sides of it."""
+    begin, end, follow, precede = set[str](), set[str](), set[str](), set[str]()
+    for word in words:
+        for match in _SIGN.finditer(word):
+            sign, place = match[0], match.start()
+            (begin if place == 0 else follow if _LETTER.fullmatch(word[place - 1]) else set[str]()).add(sign)
+            last = place == len(word) - 1
+            (end if last else precede if _LETTER.match(word, place + 1) else set[str]()).add(sign)
+    found = {"cut_before": begin - follow, "cut_after": end - precede}
+    return {name: "".join(sorted(signs)) for name, signs in found.items() if signs}
+
+
+_NONE_BEFORE, _NONE_BEHIND = frozenset(".,;:!?)]}%\u2026\u00bb\u201d"), frozenset("([{\u00ab\u201e\u00bf\u00a1")
+_BETWEEN_WORDS, _BETWEEN_DIGITS = frozenset("'\u2019-/&@_"), frozenset(".,:")
+_CONTRACTED = re.compile(r"['\u2019]\w+|n['\u2019]t")
+
+
+def running_text(words: Sequence[str]) -> tuple[str, list[Span]]:
+    """(a text that the words may be of, where each word stands in it): blanks are left out where most texts have none,
+    as before a comma or around an apostrophe."""
+    text, spans = "", list[Span]()
+    for place, word in enumerate(words):
+        before = words[place - 1] if place else ""
+        two_before, behind = words[place - 2] if place > 1 else "", words[place + 1] if place + 1 < len(words) else ""
+        glued = (
+            not before
+            or word[:1] in _NONE_BEFORE
+            or before in _NONE_BEHIND
+            or _CONTRACTED.fullmatch(word) is not None
+            or _joins(before, word, behind)
+            or _joins(two_before, before, word)
+        )
+        text += "" if glued else " "
+        spans.append((len(text), len(text) + len(word)))
+        text += word
+    return text, spans
+
+
+def _joins(before: str, sign: str, behind: str) -> bool:
+    """Whether a word of one sign is written without blanks between these two words."""
+    if sign in _BETWEEN_DIGITS:
+        return before[-1:].isdigit() and behind[:1].isdigit()
+    return sign in _BETWEEN_WORDS and before[-1:].isalnum() and behind[:1].isalnum()
+
+
+def cuts_of(facts: Mapping[str, Any]) -> dict[str, str]:
+    """The arguments of `word_spans` that a model's facts hold."""
+    return {name: facts[name] for name in ("cut_before", "cut_after") if name in facts}
+
 
 # The ends of sentences in Latin script, Hindi (dandas), Arabic and Urdu, and then the marks that close a quotation. The
 # full-width marks of Chinese and Japanese need no blank behind them.

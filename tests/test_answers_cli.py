@@ -239,6 +239,32 @@ def test_options_that_contradict_each_other_are_refused(
     assert told in err
 
 
+def test_scores_of_all_labels_stand_in_columns(run: Cli, artifact: Path, labels: Path, tmp_path: Path) -> None:
+    every = texts(20)
+    write_csv(tmp_path / "rows.csv", every)
+    for folder in (artifact, labels):
+        code, _, err = run("predict", folder, "--data", "rows.csv", "--out", "a.csv", "--scores", "--overwrite")
+        assert code == 0, err
+        found, answers = read_csv(tmp_path / "a.csv"), Predictor.load(folder)(every)
+        for row, answer in zip(found, answers, strict=True):
+            for entry in answer:
+                assert float(row[f"score {entry['label']}"]) == pytest.approx(entry["score"])
+        assert list(found[0])[-4:] == ["score a", "score b", "score c", "reason"]
+    assert run("predict", artifact, "a text", "--scores")[0] == 2
+
+
+def test_scores_of_heads_are_named_and_answers_without_labels_refused(run: Cli, tmp_path: Path) -> None:
+    write_csv(tmp_path / "rows.csv", texts(3))
+    folder = make_task_artifact(tmp_path / "heads", "multi_head", HEADS)
+    code, out, err = run("predict", folder, "--data", "rows.csv", "--scores")
+    assert code == 0, err
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert all(row["mood score x"] + row["mood score y"] == pytest.approx(1) for row in rows)
+    assert all(max(row["intent score p"], row["intent score q"]) == row["intent score"] for row in rows)
+    number = make_task_artifact(tmp_path / "number", "regression", Head(("score",), {"mean": 3.0, "std": 1.0}))
+    assert run("predict", number, "--data", "rows.csv", "--scores")[0] == 2
+
+
 # ------------------------------------------------------------------------------------------------------------ evaluate
 
 
@@ -256,13 +282,13 @@ def test_evaluate_leaves_each_row_with_its_answer_and_what_is_right(run: Cli, ar
     found = read_csv(tmp_path / "a.csv")
     assert [(row["text"], row["label"]) for row in found] == rows
     assert list(found[0]) == [
-        *("text", "label", "label (answer)", "score", "abstained", "expected", "right", "reason"),
+        *("text", "label", "label (answer)", "score", "abstained", "target", "right", "reason"),
     ]
     assert found[20]["reason"] == "line 22: column 'text' is empty; write a text or remove the row"
     assert (found[20]["right"], found[21]["right"]) == ("", "false")
     answered = [row for row in found if not row["reason"]]
     assert {row["right"] == "true" for row in answered} == {True, False}
-    assert all((row["right"] == "true") == (row["expected"] == row["label (answer)"]) for row in answered)
+    assert all((row["right"] == "true") == (row["target"] == row["label (answer)"]) for row in answered)
     right = sum(row["right"] == "true" for row in answered)
     assert right / len(answered) == pytest.approx(report["scores"]["accuracy"])
     assert run("evaluate", artifact, "--data", "rows.csv", "--out", "a.csv")[0] == 2
@@ -358,7 +384,7 @@ def test_rows_whose_label_is_the_answer_are_right(
     assert report["scores"]["rows"] == len(rows)
     expected = [None if task == "regression" else not number % 2 for number in range(len(rows))]
     assert [row["right"] for row in answered] == expected
-    assert all(row["expected"] for row in answered if task in ("token_tags", "multi_head", "regression"))
+    assert all(row["target"] for row in answered if task in ("token_tags", "multi_head", "regression"))
 
 
 def tags_of(text: str, entities: list[dict[str, Any]]) -> list[str]:

@@ -200,6 +200,23 @@ def test_shown_recipe_can_be_saved_edited_and_given_back(run: Cli, tmp_path: Pat
     assert (code, "train.epochs=0" in err) == (2, True)
 
 
+def test_recipes_are_listed_with_what_they_are_for(run: Cli) -> None:
+    lines = run("recipes", "list")[1].splitlines()
+    assert [line.split()[0] for line in lines] == config.recipe_names()
+    assert all(len(line.split()) > 2 for line in lines)
+
+
+def test_a_task_is_no_recipe_and_a_far_name_is_not_meant(run: Cli, tmp_path: Path) -> None:
+    _, _, err = run("train", "classification", "--data", "x.csv")
+    assert "contract-clauses, demo, intent" in err
+    assert "entities" not in err
+    _, _, err = run("train", "tickets", "--data", "x.csv")
+    assert "did you mean" not in err
+    csv_of(tmp_path, labelled_rows(9), "over.csv")
+    _, _, err = run("train", "intent", "--data", "nothere.csv")
+    assert ("did you mean" not in err, "over.csv" in err) == (True, True)
+
+
 def test_unknown_recipe_offers_the_nearest(run: Cli) -> None:
     code, _, err = run("recipes", "show", "intend")
     assert code == 2

@@ -11,7 +11,7 @@ from rtrain.comparison import by_row
 from rtrain.comparison.by_row import Sheet
 from rtrain.config.recipe import TASKS
 from rtrain.data.stores.store import Store
-from rtrain.metrics import scores
+from rtrain.metrics import per_class, scores
 from rtrain.metrics.by_output import metric_for
 from rtrain.report import answer_rows
 from rtrain.run import Run
@@ -53,6 +53,14 @@ def test_over_all_rows_the_scores_are_those_of_the_run(task: str, tmp_path: Path
     common = own.keys() & measured["scores"].keys()
     assert found.headline in common
     assert {name: own[name] for name in common} == pytest.approx({name: measured["scores"][name] for name in common})
+    # So are those of each class, of classes that occur in truth or answers.
+    ours, theirs = (
+        {one["class"]: {name: one[name] for name in (*per_class.SCORES, "support", "predicted")} for one in side}
+        for side in (found.classes, per_class.of_tables(measured["tables"]))
+    )
+    theirs = {name: one for name, one in theirs.items() if one["support"] + one["predicted"]}
+    assert ours == {name: pytest.approx(one) for name, one in theirs.items()}
+    assert bool(ours) == (output in ("classes", "labels", "heads", "tags"))
 
 
 def answers(target: list[Any], prediction: list[Any], **facts: Any) -> Sheet:

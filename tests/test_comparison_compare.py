@@ -70,6 +70,10 @@ def test_the_better_run_is_named_first_with_its_figures(base: Path, tmp_path: Pa
     back = of(tmp_path / "wide", tmp_path / "a")
     assert back.verdict.startswith("B (a) is worse: accuracy 0.")
     assert "-" in back.verdict.partition("points")[0]
+    assert {each["class"] for each in compare.document(found)["rows"]["against"][0]["classes"]} == set(LABELS)
+    assert all(each["other"]["recall"] >= each["first"]["recall"] for each in one.classes)
+    lines = text.text(found).splitlines()
+    assert all(any(line.split()[:1] == [label] for line in lines) for label in LABELS)
 
 
 def test_runs_that_cannot_be_told_apart_say_how_many_rows_it_would_take(base: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from rtrain.compress import vocabulary
 from rtrain.config import Data, Gate
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, UserError
-from rtrain.gate import gate, rows as answered, sides, told
+from rtrain.gate import gate, rows as answered, told
 from rtrain.network import trimming
 from rtrain.runs import smaller
 from rtrain.tasks import base
@@ -172,11 +172,11 @@ def test_a_wrong_tokenizer_beside_a_store_of_its_own_is_still_seen(tags: Pair, t
 def test_the_verb_finds_both_stores(tags: Pair) -> None:
     """The base lies in no run: its store is found beside the candidate's."""
     made = artifact.read(tags.base)
-    assert sides.trained_from(tags.base, made) is None
-    beside = sides.trained_from(tags.base, made, beside=tags.store)
+    assert score.trained_from(tags.base, made) is None
+    beside = score.trained_from(tags.base, made, beside=tags.store)
     assert beside is not None
     assert beside.folder == tags.whole.folder
-    assert sides.trained_from(tags.base, replace(made, lineage={}), beside=tags.store) is None
+    assert score.trained_from(tags.base, replace(made, lineage={}), beside=tags.store) is None
 
 
 def folded(folder: Path, *folds: tuple[int, int]) -> tuple[gate.Sides, list[Store]]:

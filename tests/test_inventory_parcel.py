@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 
 from rtrain import manifest
@@ -75,6 +76,41 @@ def test_a_run_goes_to_another_folder_and_answers_and_reports_there(whole: Path,
         assert summary.summarise(came) == summary.summarise(Run(whole / "run"))
     finally:
         store.rename(whole / ".tokens")
+
+
+def test_texts_of_rows_are_told_and_left_out_where_that_is_asked_for(whole: Path, run: Cli) -> None:
+    text = page_texts(whole / "run")
+    code, out, err = run("export", whole / "run", "--out", "all.tar", "--json")
+    assert code == 0, err
+    told = json.loads(out)["with_texts"]
+    assert {"predictions-test.parquet", "report.html"} <= set(told)
+    assert {"run/report.html"} <= set(holding(Path("all.tar"), text)) <= {f"run/{name}" for name in told}
+    code, out, err = run("export", whole / "run", "--out", "none.tar", "--no-texts", "--json")
+    assert (code, json.loads(out)["with_texts"]) == (0, []), err
+    assert holding(Path("none.tar"), text) == []
+    assert run("import", "none.tar")[0] == 0
+    assert run("report", "runs/run")[0] == 0
+
+
+def page_texts(folder: Path) -> list[str]:
+    """Texts of the run's test rows."""
+    every: list[str] = pyarrow.parquet.read_table(Run(folder).predictions("test"), columns=["text"])["text"].to_pylist()
+    return every
+
+
+def holding(file: Path, texts: list[str]) -> list[str]:
+    """Members of a parcel that hold a text."""
+    found = []
+    with tarfile.open(file) as tar:
+        for member in tar.getmembers():
+            taken = tar.extractfile(member)
+            assert taken is not None
+            content = taken.read()
+            if member.name.endswith(".parquet"):
+                content = str(pyarrow.parquet.read_table(io.BytesIO(content)).to_pydict()).encode()
+            if any(text.encode() in content for text in texts):
+                found.append(member.name)
+    return found
 
 
 def test_equal_runs_give_equal_bytes(tmp_path: Path) -> None:

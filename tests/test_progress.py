@@ -24,6 +24,7 @@ SUMMARY: dict[str, Any] = {
     "padded_tokens": 1040,
     "noise_scale": None,
     "metrics": {"valid": None, "test": {"accuracy": 0.87654, "macro_f1": 0.8, "rows": 1000}},
+    "classes": {},
 }
 
 

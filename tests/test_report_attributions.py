@@ -99,6 +99,18 @@ def test_a_stored_row_is_explained_like_its_text(classes: Predictor) -> None:
     assert [part[3] for part in answer["words"]] == pytest.approx(shares, rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.parametrize("text", ["Where is MY parcel?", "Viele Grüße, Jörg 🙂 </a>"])
+def test_a_text_that_is_kept_is_explained_as_it_is_written(classes: Predictor, text: str) -> None:
+    known: list[tuple[str, str | None] | None] = [(text, None)]
+    document = rows.explain(classes, stored(classes, text), paired=False, texts=known)
+    assert document["rows"][0]["texts"] == [["text", text]]
+    spelt = rows.explain(classes, stored(classes, text), paired=False)
+    values = [one["rows"][0]["answers"][0]["value"] for one in (document, spelt)]
+    assert values[0] == pytest.approx(values[1])
+    # A text that was cut does not make the row's tokens, which then spell it.
+    assert rows.explain(classes, stored(classes, text), paired=False, texts=[(text[:9], None)]) == spelt
+
+
 def test_the_work_is_bounded_by_tokens() -> None:
     assert rows.plan([10] * 20, budget=33 * 200) == (20, 32)
     assert rows.plan([10] * 20, budget=33 * 200 - 1) == (20, 16)

@@ -178,6 +178,23 @@ def test_heat_map_draws_the_cells_that_have_rows() -> None:
     assert float(wrong[0].get("x", "")) > float(wrong[0].get("y", ""))  # to the right of the diagonal
 
 
+def test_cells_of_few_labels_have_their_numbers_and_fill_a_phone_s_column() -> None:
+    counts = np.array([[1234, 7], [0, 56]])
+    chart = charts.heat(counts, ["yes", "no"])
+    assert {"1.2k", "7", "56"} <= set(texts(chart))
+    assert float(of_class(chart, "rect", "s0")[0].get("width", "")) > 40
+    wide = charts.heat(np.ones((20, 20), dtype=np.int64), [f"label {code}" for code in range(20)])
+    assert texts(wide).count("1") == 400
+    assert "min-width" in str(wide)  # scrolled, not shrunk
+
+
+@pytest.mark.parametrize("name", ["MONEY", "WWWWWWWWWWWW", "a label of ordinary length", "日本語の長い長い名前です"])
+def test_names_beside_bars_are_not_clipped(name: str) -> None:
+    chart = charts.bars([charts.Bar(name, 0.5)], "F1")
+    (label,) = [found for found in parse(chart).iter("text") if (found.text or "")[:1] == name[0]]
+    assert float(label.get("x", "")) >= svg.text_width(label.text or "") > 0
+
+
 def test_heat_map_of_many_labels_is_bounded() -> None:
     chart = charts.heat(np.ones((100, 100), dtype=np.int64), [f"label {code}" for code in range(100)])
     assert len(of_class(chart, "rect", "s0")) + len(of_class(chart, "rect", "s1")) == charts.CELLS
@@ -188,6 +205,13 @@ def test_shares_of_a_stack_add_up_to_its_width() -> None:
     widths = [float(found.get("width", "")) for found in parse(chart).iter("rect") if found.get("height") == "26"]
     assert widths == pytest.approx([svg.WIDTH * 0.75, svg.WIDTH * 0.25], abs=0.01)
     assert {"75.0 %", "25.0 %"} <= set(texts(chart))
+
+
+def test_the_line_of_a_calibration_leaves_out_bins_of_few_rows() -> None:
+    chart = charts.reliability(np.array([0.2, 0.5, 0.9]), np.array([0.3, 1.0, 0.8]), [50, 1, 100])
+    (line,) = of_class(chart, "polyline", "s0")
+    assert len(line.get("points", "").split()) == 2
+    assert len(of_class(chart, "circle", "bubble")) == 3
 
 
 def test_calibration_dots_grow_with_their_rows() -> None:

@@ -2,18 +2,24 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 
+from rtrain.data.stores.store import Store
 from rtrain.metrics import by_output, summary_rows
+from rtrain.metrics.scores import read as read_scores
 from rtrain.report import collect, html
 from rtrain.report.drawing.blocks import Block, Cards, Figure, Section, Table
 from rtrain.report.kinds import entities, numbers, questions, summaries
 from rtrain.report.sections import answers, curves, data, hardest, outcome, slices
+from rtrain.report.summary import summarise
 from rtrain.run import Run
+from rtrain.runs import running_text
+from rtrain.tasks import base
 from tests.reports import Page, make_answered
 from tests.test_report_page import table
 
@@ -122,7 +128,7 @@ def test_several_labels_have_scores_of_each(runs: dict[str, collect.Collected]) 
     each = {row[0]: row[1] for row in table(found, "The labels with the lowest F1").rows}
     true = run.store.targets("test").matrix(4).sum(axis=0)
     named = dict(zip(run.store.manifest.labels, true.tolist(), strict=True))
-    assert each == {name: count for name, count in named.items() if count >= 5}
+    assert each == named
     assert "A label is given from a chance of" in words(found)
     assert any("labels per training row" in title for title in titles(data.section(run)))
 
@@ -132,6 +138,33 @@ def test_each_head_has_its_confusion(runs: dict[str, collect.Collected]) -> None
     for head in ("intent: ", "mood: "):
         assert any(title.startswith(head) and "answers are wrong" in title for title in titles(answers.section(run)))
         assert any(title.startswith(head) and "labels: " in title for title in titles(data.section(run)))
+
+
+def test_a_run_tells_what_its_answers_to_running_text_are_worth(tmp_path: Path) -> None:
+    folder = Run(make_answered(tmp_path, "token_tags"))
+    assert folder.store is not None
+    store = Store(folder.store)
+    running_text.measure(folder, base.get("token_tags"), store)
+    document = read_scores(folder.scores("test"))
+    assert document is not None
+    # These words are parted by blanks alone, so that the text is cut into the same ones again.
+    assert document["running_text"]["rows"] == document["rows"]
+    assert document["running_text"]["scores"]["f1"] == pytest.approx(document["scores"]["f1"])
+    assert summarise(folder)["running_text"] == document["running_text"]["scores"]
+    assert f"F1 is {document['scores']['f1']:.3f}" in words(answers.section(collect.read(folder)))
+
+
+def test_rows_are_named_by_the_column_that_people_know_them_by(tmp_path: Path) -> None:
+    run = Run(make_answered(tmp_path, "regression", **{"data.id": "kind"}))
+    html.make(run)
+    collected = collect.read(run)
+    assert collected.answers is not None
+    named = pyarrow.parquet.read_table(run.predictions("test"), columns=["id", "kind"])
+    assert named["id"].to_pylist() == named["kind"].to_pylist()
+    assert set(collected.answers.slices) == {"kind"}
+    row = int(collected.answers.hardest(1)[0])
+    place = f"essays.csv:{collected.answers.line[row]} ({named['id'][row].as_py()})"
+    assert place in Page((run.folder / "report.html").read_text(encoding="utf-8")).text
 
 
 def test_mistakes_of_entities_by_kind() -> None:

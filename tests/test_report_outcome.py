@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rtrain import events
+from rtrain.metrics import per_class
 from rtrain.report import baseline, collect
 from rtrain.report.drawing import page
 from rtrain.report.drawing.blocks import Note, Steps, Table
@@ -108,6 +109,15 @@ def test_the_worst_of_each_kind_in_one_glance(finished: Path) -> None:
     assert f"rows.csv:{wrong[0] + 2}" in str(rows[kinds.index("hardest row")][1])
     most = next_steps.confused_pairs(run)[0]
     assert rows[kinds.index("confusion")][1:] == (f"{most[0]} → {most[1]}", f"{most[2]} rows")
+
+
+def test_a_label_with_too_few_rows_is_named_before_another_is_called_the_worst(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_predictions(run, ["no"] * 147 + ["yes"] * 3, ["no"] * 145 + ["yes"] * 2 + ["no", "no", "yes"])
+    rows = [row for row in table(outcome.section(collect.read(Run(run))), "What is wrong most").rows if "label" in row]
+    assert [row[1] for row in rows] == ["yes", "no"]
+    assert str(rows[0][2]).startswith(per_class.TOO_FEW)
+    assert per_class.TOO_FEW not in str(rows[1][2])
 
 
 def test_facts_call_for_their_steps(finished: Path) -> None:

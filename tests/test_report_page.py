@@ -248,6 +248,7 @@ def test_labels_that_are_all_alike_are_said_to_be() -> None:
     assert figure.title == "2 labels of 7 rows each"
     assert "rarest" not in figure.note
     assert labels._bars(["a", "b"], np.array([6, 3])).title == "2 labels: a has 6 rows, 2.0 times the rarest"
+    assert labels._bars(["a", "b"], np.array([960, 5])).title == "2 labels: a has 960 rows, 192 times the rarest"
 
 
 def test_columns_of_dashes_are_no_figures() -> None:

@@ -18,6 +18,7 @@ from rtrain.data.stores import store as token_store
 from rtrain.errors import TryAgain, UserError
 from rtrain.predict import Predictor
 from rtrain.proof import ledger
+from rtrain.report.live import progress
 from rtrain.run import Run
 from rtrain.runs import driver, group, preparing
 from rtrain.runs.kept import Kept
@@ -47,6 +48,10 @@ def test_summary_has_every_contracted_key(trained: Trained) -> None:
     assert trained.summary == json.loads((trained.run / "summary.json").read_text())
     assert trained.summary["status"] == "finished"
     assert trained.summary["workers"] == 2
+    classes = trained.summary["classes"]["test"]
+    assert sum(one["support"] for one in classes) == trained.summary["metrics"]["test"]["rows"]
+    lines = progress.summary_text(trained.summary, Run(trained.run)).splitlines()
+    assert all(any(line.split()[:1] == [one["class"]] for line in lines) for one in classes)
     assert trained.summary["restarts"] == 0
 
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from rtrain import config, events
+from rtrain import artifact, config, events
 from rtrain.checkpoints import checkpoint
 from rtrain.compress import distill, quantize
 from rtrain.config import Config
@@ -90,6 +90,11 @@ def test_from_rows_to_an_int8_student_s_answer(task: str, ray_session: Path, kep
     lines = store.manifest.tokens["train"] if base.get(task).by_token else store.rows("train")
     assert teacher.shape == (lines, len(store.manifest.labels))
     answers_in_int8(task, chosen, student)
+    if task == "token_tags":
+        told = Run(student).last("running_text")
+        assert told is not None
+        assert 0 <= told["scores"]["f1"] <= 1
+        assert "," in artifact.read(Run(student).artifact).facts["cut_before"]  # commas are words of these rows
 
 
 @pytest.mark.slow
@@ -139,8 +144,6 @@ def answers_in_int8(task: str, chosen: Config, run: Path) -> None:
 
 
 def _version(run: Path) -> str:
-    from rtrain import artifact
-
     return artifact.read(run / "artifact").version
 
 

@@ -25,7 +25,7 @@ def test_signals_to_a_command_s_own_process() -> None:
 
 def test_a_job_for_a_file_is_gone_on_with_and_one_for_a_stream_is_not(tmp_path: Path) -> None:
     def way_on(data: str, out: Path | None) -> str | None:
-        options = answers.Given(tmp_path / "my artifact", [], data, out, False, True, None, 8, False, False)
+        options = answers.Given(tmp_path / "my artifact", [], data, out, False, True, None, 8, False, False, False)
         return answers._again(options, ["data.text=my text"], None)
 
     assert way_on("rows.csv", Path("out.csv")) == (

@@ -10,11 +10,11 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 
-from rtrain.data import quarantine as bad_rows
+from rtrain.data import quarantine as bad_rows, records
 from rtrain.data.records import Record
 from rtrain.data.splits import content_hashes
 from rtrain.data.stores.store import Store
-from rtrain.errors import UserError
+from rtrain.errors import ConfigError, UserError
 from rtrain.report.live import said
 from rtrain.tasks.encode import load_tokenizer
 from tests import test_tokens
@@ -62,6 +62,21 @@ def test_a_slice_may_be_called_as_what_says_where_a_row_came_from(tmp_path: Path
         "source": given[2],
         "line": given[3],
     }
+
+
+def test_a_column_names_the_rows_for_people(tmp_path: Path, encoder: Path) -> None:
+    path = tmp_path / "rows.csv"
+    lines = [f"{text},{label},T-{number}" for number, (text, label) in enumerate(labelled_rows(90))]
+    path.write_text("\n".join(["text,label,id", *lines]) + "\n")
+    for slices in ([], ["id"]):
+        recipe = recipe_of(path, id="id", slices=slices)
+        made = make_store(recipe, encoder, tmp_path)
+        origins = made.origins("test").to_pylist()
+        assert [row["id"] for row in origins] == [f"T-{row['line'] - 2}" for row in origins]
+        assert list(made.slices("test")) == slices
+        assert recipe.identity() == recipe_of(path, slices=slices).identity()
+    with pytest.raises(ConfigError, match=r"data\.id"):
+        records.inspect(recipe_of(path, id="nothing").data)
 
 
 def test_bad_rows_are_kept_in_quarantine_with_file_and_line(tmp_path: Path, encoder: Path) -> None:

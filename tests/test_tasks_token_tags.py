@@ -263,6 +263,18 @@ def test_entities_over_http_have_their_characters(tmp_path: Path) -> None:
     assert (scored["rows"], scored["bad_rows"]) == (120, 1)
 
 
+@pytest.mark.parametrize(("facts", "word"), [({}, "anna's"), ({"cut_before": "'", "cut_after": "'"}, "anna")])
+def test_a_request_is_cut_at_the_signs_at_which_the_rows_are(encoder: Path, facts: dict[str, str], word: str) -> None:
+    text, head = "anna's parcel", Head(("O", "B-PER", "I-PER"), facts)
+    encoded = encode(encoder, text)
+    logits = np.zeros((len(encoded.ids), 3), dtype=np.float32)
+    logits[:, 0] = 1.0
+    first = next(place for place, (start, end) in enumerate(encoded.spans) if (start, end) != (start, start))
+    logits[first] = [0.0, 2.0, 0.0]
+    [[entity]] = TASK.decode([logits], [text], [encoded], head, {})
+    assert (entity["word"], entity["start"], entity["end"]) == (word, 0, len(word))
+
+
 def test_words_that_are_a_list_written_as_text_are_refused() -> None:
     """As csv has them that was written from lists: the brackets would become words."""
     reason = TASK.flaw('["EU", "rejects"]', None, '["B-ORG", "O"]')

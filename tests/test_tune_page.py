@@ -73,6 +73,8 @@ def test_the_verdict_comes_first_and_the_tiles_have_both_scores(whole: tuple[str
         assert f"{held.score:.4f}" in drawn_page.words
     assert known.chosen == 8
     assert "8, the winner" in drawn_page.text
+    # Scrolled on a phone, the table of trials keeps their names in view.
+    assert ("class", "many") in drawn_page.attributes
 
 
 def test_every_part_of_the_page_is_there(whole: tuple[str, Page]) -> None:

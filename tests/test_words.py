@@ -6,11 +6,42 @@ import re
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rtrain.words import word_spans
+from rtrain.words import running_text, word_cuts, word_spans
 
 
 def cut(text: str) -> list[str]:
     return [text[start:end] for start, end in word_spans(text)]
+
+
+@pytest.mark.parametrize(
+    ("words", "cuts", "running", "expected"),
+    [
+        # Every sign is a word.
+        (
+            ["Siemens", "AG", "'", "s", "e", "-", "mail", "."],
+            {"cut_before": "'-.", "cut_after": "'-."},
+            "Siemens AG's e-mail.",
+            ["Siemens", "AG", "'", "s", "e", "-", "mail", "."],
+        ),
+        # Contractions apart from their words.
+        (
+            ["Siemens", "AG", "'s", "e-mail"],
+            {"cut_before": "'"},
+            "Siemens AG's e-mail",
+            ["Siemens", "AG", "'s", "e-mail"],
+        ),
+        (["It", "is", "O'Brien", "'s", "car"], {}, "It is O'Brien's car", ["It", "is", "O'Brien's", "car"]),
+        (["(", "1", ",", "200", ")", ",", "no"], {"cut_before": "(),", "cut_after": "(),"}, "(1,200), no", None),
+    ],
+)
+def test_running_text_is_cut_as_the_rows_are(
+    words: list[str], cuts: dict[str, str], running: str, expected: list[str] | None
+) -> None:
+    assert word_cuts(words) == cuts
+    text, spans = running_text(words)
+    assert text == running
+    assert [text[start:end] for start, end in spans] == words
+    assert [text[start:end] for start, end in word_spans(text, **cuts)] == (expected or words)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from rtrain import artifact as artifacts, engines
 from rtrain.answers import writing
-from rtrain.answers.columns import Layout
+from rtrain.answers.columns import Layout, label_scores, scores_by_column
 from rtrain.answers.source import Chunk, Portion, Reader
 from rtrain.answers.writing import Format
 from rtrain.batch import Encoded, Floats
@@ -34,6 +34,8 @@ class Work:
     layout: Layout
     format: Format
     batch_rows: int = BATCH_ROWS
+    scores: bool = False
+    """Whether the score of each label has a column."""
 
 
 class Counts(NamedTuple):
@@ -103,7 +105,10 @@ class Answerer:
         (number, chunk, asked, encoded), outputs = computed
         task, head = self._predictor.task, self._predictor.head
         answers = task.decode(outputs, asked, encoded, head, {}) if asked else []
-        added = [*beside(chunk, task.columns(head), answers), reasons(chunk)]
+        added = beside(chunk, task.columns(head), answers)
+        if self._work.scores:
+            added += beside(chunk, label_scores(task, head), [scores_by_column(answer) for answer in answers])
+        added.append(reasons(chunk))
         body = writing.encode(self._work.format, self._work.layout, chunk, added)
         return Answered(number, body, Counts(len(asked), chunk.empty, len(chunk.records) - len(asked) - chunk.empty))
 

@@ -8,17 +8,21 @@ Where these have several types, or are objects, a Parquet file holds them as tex
 import functools
 import json
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
+from rtrain.batch import Head
 from rtrain.data import records
 from rtrain.data.formats import readers
 from rtrain.data.formats.files import Piece
 from rtrain.data.formats.values import printable, string
-from rtrain.tasks.base import Column
+from rtrain.errors import ConfigError, Problem
+from rtrain.tasks.base import Column, Task
+from rtrain.tasks.multi_head import heads
 
 REASON = Column("reason", str, lambda reason: reason)
 """Why a row has no answer. The column is always there, empty where a row is answered."""
@@ -78,6 +82,27 @@ def layout(given: Mapping[str, pa.DataType], answer: Sequence[Column]) -> Layout
         taken.add(name)
         added[name] = arrow_type(column.kind)
     return Layout(dict(given), added, renamed)
+
+
+def label_scores(task: Task, head: Head) -> list[Column]:
+    """A column for the score of each label; their values are of `scores_by_column`. Raises `ConfigError` for a task
+    whose answers have no score for each label."""
+    if task.output not in ("classes", "labels", "heads"):
+        reason = f"answers of the task {task.name} have no score for each label"
+        raise ConfigError([Problem("--scores", None, reason, "leave it out: an answer has its own score")])
+    each = [(name, label) for name, own, _ in heads(head) for label in own] if task.output == "heads" else []
+    names = [_score_name(name, label) for name, label in each or (("", label) for label in head.labels)]
+    return [Column(name, float, operator.itemgetter(name)) for name in names]
+
+
+def scores_by_column(answer: Any) -> dict[str, float]:
+    """An answer with all labels, as values of `label_scores`."""
+    parts = answer.items() if isinstance(answer, dict) else (("", answer),)
+    return {_score_name(head, entry["label"]): entry["score"] for head, entries in parts for entry in entries}
+
+
+def _score_name(head: str, label: str) -> str:
+    return f"{head} score {label}".strip()
 
 
 def arrow_type(kind: Any) -> pa.DataType:

@@ -24,6 +24,7 @@ from rtrain.data.formats import readers
 from rtrain.errors import UserError
 from rtrain.predict import BATCH_ROWS, Predictor
 from rtrain.tasks import base
+from rtrain.tasks.base import Column
 
 STREAM_ROWS = 1024
 """Rows of a stream that are answered at a time."""
@@ -42,6 +43,13 @@ class Asked:
     overrides: Mapping[str, Any]
     """Settings of `data`, its `path` among them."""
     batch_rows: int = BATCH_ROWS
+    scores: bool = False
+    """Whether each label's score has a column of its own."""
+
+    def columns(self, made: artifacts.Artifact) -> list[Column]:
+        """The answers' columns."""
+        task, head = base.get(made.task), Head(made.labels, made.facts)
+        return task.columns(head) + (columns.label_scores(task, head) if self.scores else [])
 
 
 def here(work: Work, portions: list[Portion]) -> Iterator[Answered]:
@@ -101,12 +109,13 @@ def stream(asked: Asked, lines: IO[bytes], file: IO[bytes], on_event: OnEvent = 
     start = time.perf_counter()
     made, data = _settled(asked)
     data = data.model_copy(update={"format": "jsonl"})
-    answer = base.get(made.task).columns(Head(made.labels, made.facts))
+    answer = asked.columns(made)
     predictor = Predictor.load(asked.artifact)
     chunks = _chunks(lines, data)
     first = next(chunks, None)
     given = {} if first is None else {name: columns.kind_of(None) for row in first.columns for name in row}
-    work = Work(asked.artifact, records.Source((), ()), data, columns.layout(given, answer), "jsonl", asked.batch_rows)
+    layout = columns.layout(given, answer)
+    work = Work(asked.artifact, records.Source((), ()), data, layout, "jsonl", asked.batch_rows, asked.scores)
     _say_renamed(work, on_event)
     total = Counts(0, 0, 0)
     every = iter(()) if first is None else _with_clashes(first, chunks, work)
@@ -124,18 +133,19 @@ def _settled(asked: Asked) -> tuple[artifacts.Artifact, Data]:
     """The artefact, and how its rows are read: without labels, and without what only scores need."""
     made = artifacts.read(asked.artifact)
     data = score.settings(made, asked.overrides)
-    unlabelled = {"label": None, "separator": None, "slices": (), "split_by": None, "split": None, "outside": None}
-    return made, data.model_copy(update=unlabelled)
+    columns_of_scores = dict.fromkeys(("label", "separator", "split_by", "split", "outside", "id"))
+    return made, data.model_copy(update={**columns_of_scores, "slices": ()})
 
 
 def _opened(asked: Asked, format: Format, on_event: OnEvent) -> tuple[Work, Survey, str]:
     """The work, its portions, and the artefact's version."""
     made, data = _settled(asked)
-    answer = base.get(made.task).columns(Head(made.labels, made.facts))
+    answer = asked.columns(made)
     found = records.inspect(data)
     on_event({"kind": "stage", "text": "counting rows"})
     survey = source.survey(found, data)
-    work = Work(asked.artifact, found, data, columns.layout(survey.kinds, answer), format, asked.batch_rows)
+    layout = columns.layout(survey.kinds, answer)
+    work = Work(asked.artifact, found, data, layout, format, asked.batch_rows, asked.scores)
     _say_renamed(work, on_event)
     return work, survey, made.version
 
@@ -147,7 +157,11 @@ def _say_renamed(work: Work, on_event: OnEvent) -> None:
 
 def _settings(work: Work) -> dict[str, Any]:
     """What else an answer's bytes depend on."""
-    return {"data": work.data.model_dump(mode="json", exclude={"path"}), "batch": work.batch_rows}
+    return {
+        "data": work.data.model_dump(mode="json", exclude={"path"}),
+        "batch": work.batch_rows,
+        "scores": work.scores,
+    }
 
 
 def _digest(work: Work) -> str:

@@ -20,8 +20,8 @@ from rtrain.score import Measured
 from rtrain.tasks import base
 from rtrain.tasks.base import Column
 
-EXPECTED = Column("expected", str, lambda row: row)
-"""The label as it was read: the one that counts as right."""
+TARGET = Column("target", str, lambda row: row)
+"""The label as it was read, the one that counts as right; so it is called in a run's predictions too."""
 RIGHT = Column("right", bool, lambda row: row)
 """Empty for tasks whose answers are nearer to the truth or farther from it, and for rows without an answer."""
 
@@ -36,7 +36,7 @@ def run(artifact: Path, data: Data, out: Path, overwrite: bool = False) -> dict[
     refuse_among_rows(own, data, out)
     found = score.measured(artifact, data)
     survey = source.survey(own, data)
-    layout = columns.layout(survey.kinds, [*answer, EXPECTED, RIGHT])
+    layout = columns.layout(survey.kinds, [*answer, TARGET, RIGHT])
     reader, values = source.Reader(own, data), _Values(found)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -69,5 +69,5 @@ class _Values:
         has = [row.reason is None for row in rows]
         answers = list(islice(self._answers, sum(has)))
         right = [next(self._right) if one and self._right else None for one in has]
-        expected = [row.label if one else None for row, one in zip(rows, has, strict=True)]
-        return chunk, [*beside(chunk, answer, answers), expected, right, reasons(chunk)]
+        targets = [row.label if one else None for row, one in zip(rows, has, strict=True)]
+        return chunk, [*beside(chunk, answer, answers), targets, right, reasons(chunk)]

@@ -40,6 +40,7 @@ class Given:
     batch: int | None
     as_json: bool
     as_texts: bool
+    scores: bool
 
     def check(self, assignments: list[str] | None, address: str | None) -> None:
         """Raise `ConfigError` with all options that contradict each other."""
@@ -51,13 +52,15 @@ class Given:
 
         file_options = (
             *(("--out", self.out), ("--resume", self.resume), ("--overwrite", self.overwrite)),
-            *(("--set", assignments), ("--address", address)),
+            *(("--set", assignments), ("--address", address), ("--scores", self.scores)),
         )
         for name, value in file_options:
             refuse(bool(value) and self.data is None, name, "is for rows of files", "name them with --data FILE")
         if self.data is not None:
             refuse(bool(self.texts), "--data", "there are texts too", "leave out one of the two")
-            refuse(self.top is not None, "--top", "is for texts", "leave it out: rows get the answer itself")
+            refuse(
+                self.top is not None, "--top", "is for texts", "leave it out, or write --scores for each label's score"
+            )
             for name, value in (("--resume", self.resume), ("--overwrite", self.overwrite), ("--json", self.as_json)):
                 refuse(value and self.out is None, name, "the answers go to stdout", "name a file with --out")
             refuse(self.resume and self.overwrite, "--resume", "--overwrite begins anew", "leave out one of the two")
@@ -136,7 +139,8 @@ def answer_rows(options: Given, assignments: list[str] | None, address: str | No
 
     assert options.data is not None
     overrides = dict(config.parse_assignment(text) for text in assignments or ())
-    asked = files.Asked(options.artifact, {"data.path": options.data, **overrides}, options.batch or BATCH_ROWS)
+    rows = {"data.path": options.data, **overrides}
+    asked = files.Asked(options.artifact, rows, options.batch or BATCH_ROWS, options.scores)
     out = None if options.out is None else options.out.expanduser().absolute()
     try:
         with told_how(lambda: _again(options, assignments, address)), Line() as line:
@@ -161,7 +165,8 @@ def _again(options: Given, assignments: list[str] | None, address: str | None) -
     if options.out is None or options.data == STDIN:
         return None
     same = as_given(str(options.artifact), assignments, data=options.data, batch=options.batch, address=address)
-    return then("predict", *same, "--out", options.out, "--resume")
+    more = ("--scores",) if options.scores else ()
+    return then("predict", *same, *more, "--out", options.out, "--resume")
 
 
 def _report(asked: "Asked", out: Path | None, options: Given, address: str | None, line: "Line") -> dict[str, Any]:

@@ -132,20 +132,14 @@ def evaluate(
     training rows, but for what --set data.label=... and so on say."""
     from rtrain import artifact as artifacts, config, score
     from rtrain.answers import scored
-    from rtrain.data import quarantine
     from rtrain.metrics import scores
     from rtrain.report.live.progress import used
 
     overrides = {"data.path": data, **dict(config.parse_assignment(text) for text in assignments or ())}
     folder = answering(artifact)
-    settings = score.settings(artifacts.read(folder), overrides)
+    settings = score.labelled_settings(artifacts.read(folder), overrides)
     into = None if out is None else out.expanduser().absolute()
     report = score.run(folder, settings) if into is None else scored.run(folder, settings, into, overwrite)
-    bad = "".join(f"; {example}" for example in report["bad_row_examples"])
-    cut = f", {report['cut_rows']:,} cut rows" if report["cut_rows"] else ""
-    rate = f"{report['bad_rows']} bad rows{bad}{cut}, {report['rows_per_second']} rows/s"
-    unknown = report["unknown_labels"]
-    where = f"{unknown['rows']} row{'' if unknown['rows'] == 1 else 's'}"
-    named = f"; labels that the artefact lacks, in {where}, such as {' and '.join(unknown['examples'])}"
-    named += f"; it has {quarantine.list_labels(artifacts.read(folder).labels)}"
-    show(report, as_json, f"{scores.text(report)}\n\n{rate}{named if unknown['rows'] else ''}", used(folder))
+    labels = artifacts.read(folder).labels
+    lines = (scores.text(report), "", *score.caveats(report, settings, labels))
+    show(report, as_json, "\n".join(lines), used(folder))

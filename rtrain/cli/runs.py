@@ -139,6 +139,9 @@ def export(
     wheels_for: Annotated[
         WheelsFor, typer.Option("--wheels-for", help="What these packages must do; all: train as well.")
     ] = WheelsFor.SERVE,
+    no_texts: Annotated[
+        bool, typer.Option("--no-texts", help="Leave out predictions, explained rows and the report: they hold texts.")
+    ] = False,
     ungated: Annotated[bool, typer.Option("--ungated", help="Carry what the gate has refused, too.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -164,14 +167,20 @@ def export(
                 print(doubt, file=sys.stderr)
             fetched = wheels.fetch(wheels_for.value, engines, Path(folder))
             install = wheels.instructions(name, file.name, wheels_for.value)
-        sent = sending.send(found, name, file, int8, fetched, install)
+        sent = sending.send(found, name, file, int8, fetched, install, texts=not no_texts)
     carried = f"{sent.files} files, {sizes.text(sent.size)}"
-    lines = [f"{shown(file)}: the run {name}, {carried}; its checkpoints and token store stay here"]
+    lines = [f"{shown(file)}: the run {name}, {carried}"]
+    if sent.with_texts:
+        lines.append(f"WARNING: texts of rows are in {', '.join(sent.with_texts)}; --no-texts leaves these files out")
+    else:
+        lines.append("it holds no texts of rows")
+    lines.append("not in it: checkpoints, and the token store")
     lines += [f"not carried, as rtrain does not know it: {', '.join(sent.stayed)}"] if sent.stayed else []
     lines += [f"gate: {one}" for one in verdicts]
     lines += [install] if install else []
     lines.append(f"next, on the other machine: rtrain import {shown(file)}")
     document = {"file": str(file), "run": name, "bytes": sent.size, "files": sent.files, "left": list(sent.stayed)}
+    document["with_texts"] = list(sent.with_texts)
     document["gate"] = {one.name: one.verdict for one in verdicts}
     show({**document, "wheels": [path.name for path in fetched]}, as_json, "\n".join(lines))
 

@@ -44,6 +44,7 @@ def predict(
         int | None,
         typer.Option("--top", help="Labels per text; default: the best, or those past the threshold.", min=1),
     ] = None,
+    scores: Annotated[bool, typer.Option("--scores", help="With --data: a column for each label's score.")] = False,
     batch: Annotated[int | None, typer.Option("--batch", help="Most texts of one engine call.", min=1)] = None,
     assignments: Set = None,
     address: Address = None,
@@ -53,7 +54,7 @@ def predict(
     from rtrain.cli import answers
 
     folder = answering(artifact)
-    given = answers.Given(folder, texts or [], data, out, resume, overwrite, top, batch, as_json, as_texts)
+    given = answers.Given(folder, texts or [], data, out, resume, overwrite, top, batch, as_json, as_texts, scores)
     given.check(assignments, address)
     if data is None:
         answers.print_texts(given)

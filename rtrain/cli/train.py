@@ -1,6 +1,7 @@
 """Verbs about runs: the recipes, train, tune, report, and the demo. Heavy imports are inside the verbs."""
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,14 +28,16 @@ from rtrain.cli.options import (
 from rtrain.cli.output import show
 from rtrain.cli.search import searched
 from rtrain.errors import ConfigError, UserError
-from rtrain.run import Run
+from rtrain.run import Run, near
 
 
 def recipes_list() -> None:
-    """Names of the recipes that come with rtrain."""
+    """The recipes that come with rtrain, each with what it is for."""
     from rtrain import config
 
-    print("\n".join(config.recipe_names()))
+    for name in config.recipe_names():
+        paragraph = config.recipe_text(name).partition("\n#\n")[0].replace("\n#", "").removeprefix("# ")
+        print(f"{name:<20}{re.split('[.:] ', paragraph.removesuffix('.'))[0]}")
 
 
 def recipes_show(
@@ -80,7 +83,17 @@ def train(
         prepared = preparing.prepare(config, folder, reuse, source=source)
         summary = driver.fit(prepared, on_event=line)
     run = prepared.run
-    show(summary, as_json, summary_text(summary, run), context.obj.text(), after(run, "train"))
+    show(summary, as_json, summary_text(summary, run), _disk(run), context.obj.text(), after(run, "train"))
+
+
+def _disk(run: Run) -> str:
+    """What a run takes on the disk, and what of it can go."""
+    from rtrain.inventory import sizes
+
+    parts = sizes.parts(run)
+    held = parts.get(sizes.CHECKPOINTS, 0)
+    freed = f", checkpoints {sizes.text(held)} of it: rtrain clean {near(run.folder)} removes these" if held else ""
+    return f"disk: {sizes.text(sum(parts.values()))}{freed}"
 
 
 def tune(

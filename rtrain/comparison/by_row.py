@@ -7,7 +7,7 @@ outside of all classes, the accuracy is that of all rows with those refused.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from rtrain.batch import Head, Ragged
 from rtrain.data.stores.store import Store
-from rtrain.metrics import by_output, classification, entities, spans, summary_rows, text
+from rtrain.metrics import by_output, classification, entities, per_class, spans, summary_rows, text
 from rtrain.metrics.additive import Additive, Bools, Floats, Ints, joined, means, ratio
 from rtrain.metrics.by_output import ACCURACY_WITH_REFUSALS, MACRO
 
@@ -49,13 +49,18 @@ class Judged:
     """Where answers are right or wrong; None where they are more or less good."""
     main: Additive
     """The headline alone, or among few: it is resampled for each slice."""
+    classes: Sequence[per_class.Class] = ()
+    """Scores of each class; none where answers are no labels."""
 
 
 def judge(output: str, sheet: Sheet) -> Judged:
     """Judge answers. Where the kind has no answer that can be judged, e.g. one that a later task brings, their loss
     counts."""
     found = JUDGES[output](sheet) if output in JUDGES else None
-    return found or _losses(sheet)
+    if found is None:
+        return _losses(sheet)
+    heads = _names_of_heads(sheet) if output == "heads" else ()
+    return replace(found, classes=per_class.of_answers(output, sheet.target, sheet.prediction, heads))
 
 
 def reconciled(output: str, targets: Sequence[Column]) -> tuple[Column, Bools]:
@@ -141,10 +146,8 @@ def _labels(sheet: Sheet) -> Judged:
 
 
 def _heads(sheet: Sheet) -> Judged:
-    width = max((len(row) for row in sheet.target), default=0)
-    known = [name for name, _ in sheet.facts.get("heads", ())]
-    names = known if len(known) == width else [f"head_{place + 1}" for place in range(width)]
-    parts, present = [], np.zeros((len(sheet.target), width))
+    names = _names_of_heads(sheet)
+    parts, present = [], np.zeros((len(sheet.target), len(names)))
     good = np.zeros_like(present)
     for place, name in enumerate(names):
         target, given = ([row[place] for row in side] for side in (sheet.target, sheet.prediction))
@@ -154,6 +157,12 @@ def _heads(sheet: Sheet) -> Judged:
     scores = by_output.with_mean(joined(*parts), "mean_accuracy", [f"{name}_accuracy" for name in names], present)
     right = np.asarray((good == present).all(axis=1))
     return Judged(scores, "mean_accuracy", right.astype(np.float64), right, scores)
+
+
+def _names_of_heads(sheet: Sheet) -> list[str]:
+    width = max((len(row) for row in sheet.target), default=0)
+    known = [name for name, _ in sheet.facts.get("heads", ())]
+    return known if len(known) == width else [f"head_{place + 1}" for place in range(width)]
 
 
 def _share(name: str, part: Floats, whole: Floats) -> Additive:

@@ -93,6 +93,7 @@ def _measured(found: Measured) -> dict[str, Any]:
                 "scores": [asdict(score) for score in one.scores],
                 "mcnemar": None if one.mcnemar is None else asdict(one.mcnemar),
                 "slices": [{**asdict(slice_), "verdict": slice_.verdict} for slice_ in one.slices],
+                "classes": list(one.classes),
                 "rows": [asdict(kind) for kind in one.kinds],
             }
             for one in found.against

@@ -104,7 +104,7 @@ def _flips(
             said(output, other.prediction[two]) + _worth(output, float(worth[1][row])),
             _score(first.score, one) if sure else None,
             _score(other.score, two) if sure else None,
-            f"{first.source[one]}:{first.line[one]}",
+            first.place(one),
         )
         for text, one, two, row in zip(texts, places, others, rows.tolist(), strict=True)
     ]

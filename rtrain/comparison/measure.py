@@ -12,6 +12,7 @@ from rtrain.comparison.chance import Difference
 from rtrain.comparison.sides import Side
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
+from rtrain.metrics import per_class
 from rtrain.metrics.additive import Additive, Bools, Ints
 from rtrain.metrics.scores import LENGTH, MOST_SLICES
 from rtrain.metrics.slices import LEAST, Group, groups, quantiles
@@ -58,6 +59,8 @@ class Against:
     slices: tuple[Slice, ...]
     """Those where the side is worst first."""
     kinds: tuple[flips.Kind, ...]
+    classes: Sequence[per_class.Class] = ()
+    """Scores of each class by both sides."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,7 @@ def _against(
         mcnemar=flipped,
         slices=tuple(slices(first.main, other.main, first.headline, columns)),
         kinds=tuple(flips.kinds(sides[0].output, first, other, both, (at[0], at[place]), letters)),
+        classes=per_class.beside(first.classes, other.classes),
     )
 
 

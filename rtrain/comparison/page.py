@@ -10,6 +10,7 @@ from rtrain.comparison.flips import Flip, Kind
 from rtrain.comparison.measure import Against
 from rtrain.comparison.settings import Setting
 from rtrain.comparison.training import Curves, Point
+from rtrain.metrics import per_class
 from rtrain.metrics.by_output import metric_for
 from rtrain.report import stats
 from rtrain.report.drawing import charts
@@ -22,6 +23,8 @@ from rtrain.run import Run
 SHOWN = 10
 """Rows of a kind."""
 MOST_SLICES = 20
+MOST_CLASSES = 20
+"""Classes that are shown of those with too few rows, and of the others."""
 LONGEST = 500
 """Characters of a text."""
 VALUE = 120
@@ -40,7 +43,7 @@ def write(found: Compared, path: Path) -> Path:
 
 
 def page(found: Compared) -> str:
-    sections = [_outcome(found), _settings(found), *_slices(found), *_rows(found), _training(found)]
+    sections = [_outcome(found), _settings(found), *_classes(found), *_slices(found), *_rows(found), _training(found)]
     title = ", ".join(f"{side.letter}: {side.name}" for side in found.sides)
     about = f"Models by rtrain beside each other, by the task {found.sides[0].config.recipe.task}"
     return render(title, about, _tiles(found), sections, lead=f"{found.verdict}.")
@@ -141,6 +144,28 @@ def _card(flip: Flip, a: str, b: str) -> Card:
     for letter, answer, score in ((a, flip.first, flip.first_score), (b, flip.other, flip.other_score)):
         facts.append((letter, short(answer, VALUE) + ("" if score is None else f" ({score:.2f})")))
     return Card(flip.text if len(flip.text) <= LONGEST else f"{flip.text[:LONGEST]} …", facts, flip.where)
+
+
+def _classes(found: Compared) -> Iterator[Section]:
+    against = () if found.measured is None else found.measured.against
+    blocks: list[Block] = []
+    for one in against:
+        letters = (found.sides[0].letter, one.side.letter)
+        rows: list[Sequence[Cell]] = [
+            (
+                *(short(str(each["class"]), 40), each["support"]),
+                *(f"{each[side][score]:.3f}" for score in per_class.SCORES for side in ("first", "other")),
+                per_class.TOO_FEW if each["support"] < per_class.LEAST_SUPPORT else "",
+            )
+            for part in per_class.parted(one.classes)
+            for each in part[:MOST_CLASSES]
+        ]
+        if rows:
+            names = [f"{score} {letter}" for score in ("precision", "recall", "F1") for letter in letters]
+            title = f"{letters[1]} beside {letters[0]} by class"
+            blocks.append(Table(title, ("class", "rows", *names, ""), rows, wide=True))
+    if blocks:
+        yield Section("classes", "Classes", "Scores of each class on the common rows.", blocks)
 
 
 def _slices(found: Compared) -> Iterator[Section]:

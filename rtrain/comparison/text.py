@@ -8,6 +8,7 @@ from rtrain.comparison.compare import Compared
 from rtrain.comparison.flips import Kind
 from rtrain.comparison.measure import Against, Measured
 from rtrain.comparison.settings import Setting
+from rtrain.metrics import per_class
 from rtrain.report.drawing.svg import duration, rate, short, visible
 
 SHOWN = 3
@@ -68,6 +69,10 @@ def _against(found: Compared, one: Against) -> Iterator[str]:
     )
     if one.mcnemar is not None:
         yield mcnemar(one, a, b)
+    if one.classes:
+        yield ""
+        yield from per_class.lines_of_two(one.classes, (a, b))
+        yield ""
     beyond = [slice_ for slice_ in one.slices if slice_.verdict]
     for slice_ in beyond:
         side = "better" if slice_.verdict > 0 else "worse"
@@ -92,7 +97,13 @@ def _kind(kind: Kind, a: str, b: str) -> Iterator[str]:
     for flip in kind.shown[:SHOWN]:
         true = f"{short(flip.target, WIDEST)}: " if flip.target else ""
         said = f"{a} {_said(flip.first, flip.first_score)}, {b} {_said(flip.other, flip.other_score)}"
-        yield f"    {true}{said}  {short(flip.text, TEXT)}  ({flip.where.rsplit('/', 1)[-1]})"
+        yield f"    {true}{said}  {short(flip.text, TEXT)}  ({_file(flip.where)})"
+
+
+def _file(where: str) -> str:
+    """A row's place without the folders of its file."""
+    path, mark, called = where.partition(" (")
+    return path.rsplit("/", 1)[-1] + mark + called
 
 
 def _said(answer: str, score: float | None) -> str:

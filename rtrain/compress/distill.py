@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rtrain import artifact, config as configuration, documents, engines, events, run as runs
+from rtrain import artifact, config as configuration, documents, engines, events, run as runs, score
 from rtrain.compress import ranges, student, teacher as answers
 from rtrain.config import Config
 from rtrain.config.recipe import OF_STUDENTS
@@ -14,7 +14,7 @@ from rtrain.data import records
 from rtrain.data.augment import replaced
 from rtrain.data.formats import digests
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.gate import gate, sides
+from rtrain.gate import gate
 from rtrain.network import model, pooling, positions
 from rtrain.runs import driver, group, opening, preparing
 from rtrain.tasks import base
@@ -71,7 +71,7 @@ def run(
     if prepared.run.finished:
         store, threads = prepared.store, config.deploy.serve.threads
         # A trimmed student, or one by name, reads the rows as other tokens than its teacher.
-        whole = sides.trained_from(teacher.folder, teacher.made, beside=store)
+        whole = score.trained_from(teacher.folder, teacher.made, beside=store)
         further = () if whole is None else (whole,)
         both = gate.Sides(prepared.run.artifact, teacher.folder, store, whole, threads, further=further)
         summary["gate"] = gate.run(both, config.recipe.gate, on_event=say)

@@ -97,6 +97,9 @@ class Data(Section):
     tells them from the others."""
     slices: tuple[str, ...] = ()
     """Columns, e.g. a language: each of their values gets scores of its own, beside those of the whole."""
+    id: str | None = None
+    """Column that names each row for people, e.g. the number of a ticket: predictions and reports have its values
+    beside file and line."""
     split_by: str | None = None
     """Column, e.g. an essay or a contract: rows of one value stay in one split. By default rows of one text do."""
     max_tokens: Annotated[int, Field(ge=8, le=8192)] = 64

@@ -79,7 +79,12 @@ def recipe_names() -> list[str]:
 def recipe_text(name: str) -> str:
     """The commented YAML of a recipe that comes with rtrain."""
     if name not in recipe_names():
-        raise ConfigError([_unknown("recipe", name, recipe_names())])
+        near = difflib.get_close_matches(name, recipe_names(), n=1, cutoff=0.7)
+        of_task = [each for each in recipe_names() if f"\ntask: {name}\n" in recipe_text(each)]
+        fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(of_task or recipe_names())}"
+        raise ConfigError(
+            [Problem("recipe", name, "a task, of which there are recipes" if of_task else "unknown", fix)]
+        )
     return (resources.files("rtrain.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
 
 

@@ -207,7 +207,7 @@ exception is dropout: which activations it drops depends on the workers and thei
 ADDED = {"lr_scaling": "none", "lr_rows": None, "beta2_scaling": "none", "layer_decay": 1.0}
 """Settings of `optim` that came later, and their neutral values. `identity` omits a neutral one, so that older runs
 can be resumed."""
-ADDED_TO_DATA: dict[str, Any] = {"outside": None, "valid_part": 0, "delimiter": None, "escape": None}
+ADDED_TO_DATA: dict[str, Any] = {"id": None, "outside": None, "valid_part": 0, "delimiter": None, "escape": None}
 """The same for `data`."""
 ADDED_TO_MODEL: dict[str, Any] = {
     **{"attention_dropout": None, "dropout": None, "pooling": "own", "freeze": "none"},
@@ -415,6 +415,7 @@ class Recipe(Section):
         for name, neutral in ADDED_TO_DATA.items():
             if document["data"][name] == neutral:
                 del document["data"][name]
+        document["data"].pop("id", None)  # it names rows, and changes none
         for name in ("teachers", "copied"):  # where they lie; what they are is in co_teachers, and follows from copies
             document.get("distill", {}).pop(name, None)
         for name, neutral in ADDED_TO_DISTILL.items():

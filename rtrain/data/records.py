@@ -45,6 +45,8 @@ class Record(NamedTuple):
     """Value of the column `data.split_by`; None where none is named."""
     split: str | None = None
     """`train`, `valid` or `test` by the column `data.split`; None where no such column is named."""
+    id: str = ""
+    """Value of the column `data.id`; empty where none is named."""
 
 
 UNNAMED = "(unnamed)"
@@ -256,6 +258,7 @@ def _columns_named(data: Data, role: str) -> list[tuple[str, str]]:
     found = [("text", data.text), *([("text_pair", data.text_pair)] if data.text_pair else [])]
     found += [("split_by", data.split_by)] if data.split_by and role == "train" else []
     found += [("split", data.split)] if data.split else []
+    found += [("id", data.id)] if data.id else []
     return found + [("label", name) for name in data.labels] + [("slices", name) for name in data.slices]
 
 
@@ -348,7 +351,8 @@ def _record(line: int, row: Mapping[str, Any], data: Data) -> Record:
     reason = not_words(data, row) or _absent(data, row) or _reason(data, text, pair, label)
     if split is not None and split.lower() not in ROLES:
         reason = reason or f"column {data.split!r} names no split ({quoted(split)}); write train, valid or test"
-    return Record(line, text, pair, label, reason, slices, group, ROLES.get((split or "").lower()))
+    row_id = "" if data.id is None else printable(name_of(row.get(data.id)))
+    return Record(line, text, pair, label, reason, slices, group, ROLES.get((split or "").lower()), row_id)
 
 
 def _label(row: Mapping[str, Any], data: Data) -> str:

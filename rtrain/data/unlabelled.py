@@ -40,7 +40,8 @@ class Chosen(NamedTuple):
 
 def without_labels(data: Data, path: str | None) -> Data:
     """How the rows of `path` are read: as others, but for labels and for what only scores and splits need."""
-    neutral = {"label": None, "separator": None, "slices": (), "split_by": None, "split": None, "outside": None}
+    columns = dict.fromkeys(("label", "separator", "split_by", "split", "outside", "id"))
+    neutral = {**columns, "slices": ()}
     splits = {"valid": None, "test": None, "folds": None, "fold": 0, "valid_part": 0, "valid_share": 0.0}
     # A name that tells no format is read as the labelled rows are, and one that ends as theirs does: a .json may be one
     # of SQuAD's, a .tsv one of sentences with a word in each line.

@@ -1,10 +1,12 @@
-"""Explanations of rows of a token store, whose texts are what their tokens spell.
+"""Explanations of rows of a token store, by their texts as they are written, or else as their tokens spell them.
 
 The work is bounded by a number of tokens, not by a clock: the same rows get the same explanations on every machine.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from rtrain.batch import Encoded, Tokens, Window
 from rtrain.explain import words
@@ -34,8 +36,15 @@ def plan(lengths: Sequence[int], budget: int = BUDGET) -> tuple[int, int]:
     return number, STEPS[-1]
 
 
-def explain(predictor: Predictor, tokens: Tokens, paired: bool, budget: int = BUDGET) -> dict[str, Any]:
-    """{"steps", "rows": one per row that was explained}, as JSON; `paired`: the rows are of two texts.
+def explain(
+    predictor: Predictor,
+    tokens: Tokens,
+    paired: bool,
+    budget: int = BUDGET,
+    texts: Sequence[tuple[str, str | None] | None] = (),
+) -> dict[str, Any]:
+    """{"steps", "rows": one per row that was explained}, as JSON; `paired`: the rows are of two texts. `texts`: those
+    of the rows as they are written, as far as they are kept (`Store.texts`).
 
     A row is {"texts": [[field, text], ...], "answers": [{"label", "span", "value", "baseline", "completeness_error",
     "words", "sentences"}, ...]}; a word or a sentence is [number of its text, start, end, attribution]. Raises
@@ -45,10 +54,24 @@ def explain(predictor: Predictor, tokens: Tokens, paired: bool, budget: int = BU
     number, steps = plan(tokens.lengths_of_rows.tolist(), budget)
     rows = []
     for place in range(number):
-        asked, encoded = read(predictor, tokens.pick([place]), paired)
+        row = tokens.pick([place])
+        known = _as_written(predictor, row, texts[place]) if place < len(texts) else None
+        asked, encoded = known or read(predictor, row, paired)
         [output] = predictor.run([encoded])
         rows.append(_row(explainer.explain(asked, encoded, output, steps=steps).answers, asked, predictor.task))
     return {"steps": steps, "rows": rows}
+
+
+def _as_written(predictor: Predictor, row: Tokens, text: tuple[str, str | None] | None) -> tuple[Input, Encoded] | None:
+    """A row's texts and tokens; None where its texts are not kept, or too little of them to make the row's tokens."""
+    if text is None:
+        return None
+    fields = predictor.task.fields
+    asked: Input = text[0] if text[1] is None else dict(zip(fields, (text[0], text[1]), strict=True))
+    if predictor.flaw(asked) is not None:
+        return None
+    [encoded] = predictor.encode([asked])
+    return (asked, encoded) if np.array_equal(encoded.ids, row.ids) else None
 
 
 def read(predictor: Predictor, row: Tokens, paired: bool) -> tuple[Input, Encoded]:

@@ -3,8 +3,9 @@
 The document that `run` returns, and that artifact.json keeps as `gate`:
 {"schema_version", "verdict", "reasons", "findings": [{"word", "text"}], "version": of the candidate, "against":
 {"name", "version", "folder"}, "student", "rows", "source", "headline", "scores": [difference], "mcnemar", "slices",
-"latency": [speed by bucket], "megabytes", "base_megabytes", "memory_mb", "base_memory_mb", "read_otherwise",
-"unknown_labels", "trained_on", "limits", "host", "made", "seconds", "rivals": [`rtrain.gate.rivals.Rival`]}.
+"classes": [`rtrain.metrics.per_class`], "latency": [speed by bucket], "megabytes", "base_megabytes", "memory_mb",
+"base_memory_mb", "read_otherwise", "unknown_labels", "trained_on", "limits", "host", "made", "seconds",
+"rivals": [`rtrain.gate.rivals.Rival`]}.
 """
 
 import platform
@@ -53,7 +54,8 @@ class Sides:
     timed: bool = True
     """Whether latency is measured. Not of two models that are computed alike: a ratio would be the machine's."""
     further: tuple[Store, ...] = ()
-    """Where the rows are a store's: others with the same rows, as one of the sides has read them."""
+    """Where the rows are a store's: others with the same rows, as one of the sides has read them. Where they are a
+    file's: the stores that the sides were trained from, as far as they are still there."""
 
 
 def run(
@@ -119,6 +121,7 @@ def run(
         "scores": [asdict(one) for one in judged.scores],
         "mcnemar": None if judged.flipped is None else asdict(judged.flipped),
         "slices": [asdict(one) for one in judged.slices],
+        "classes": list(judged.classes),
         "latency": [asdict(one) for one in speeds],
         "megabytes": round(measured.megabytes, 2),
         "base_megabytes": round(footprint.files_mb(sides.base), 2),
@@ -146,7 +149,7 @@ def _answers(sides: Sides, on_event: Say) -> tuple[Both | None, Judged, str]:
     try:
         if isinstance(sides.rows, Data):
             on_event(events.doing("both models answer the rows of the file", "answers"))
-            both = rows.of_file(base, candidate, sides.rows)
+            both = rows.of_file(base, candidate, sides.rows, sides.further)
         else:
             split = next((name for name in SPLITS if sides.rows.rows(name)), None)
             positions = None

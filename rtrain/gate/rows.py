@@ -9,7 +9,7 @@ shows in the score.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from rtrain.data.formats import digests
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError, quoted
 from rtrain.gate import unseen
+from rtrain.metrics import per_class
 from rtrain.metrics.additive import Additive
 from rtrain.metrics.by_output import ACCURACY_WITH_REFUSALS, metric_for
 from rtrain.metrics.scores import LENGTH
@@ -77,7 +78,8 @@ class Both:
     otherwise: int = 0
     """Rows that the candidate reads as other tokens than its base does."""
     trained_on: int | None = 0
-    """Rows that were left out since the candidate was trained on them; None where its store does not tell."""
+    """Rows that were left out since the candidate was trained on them, and of a file those of its base and the
+    validation rows of both too; None where the stores do not tell."""
 
     @property
     def lengths(self) -> Int32s:
@@ -100,11 +102,20 @@ class Unequal(UserError):
 # --------------------------------------------------------------------------------------------------------- answering
 
 
-def of_file(base: Predictor, candidate: Predictor, data: Data) -> Both:
-    """Both sides on the rows of a file. Raises `ConfigError` where no row of it can be used, or judged: of two models
-    without one right answer, none would be worse."""
+def of_file(base: Predictor, candidate: Predictor, data: Data, stores: Sequence[Store] = ()) -> Both:
+    """Both sides on the test rows of a file without those that one of them has learned from, as far as `stores` tell.
+    Raises `ConfigError` where no row is left, or none can be judged: of two models without one right answer, none
+    would be worse."""
     _same_task(base, candidate)
-    good = score.sound_rows(score.rows_of(records.inspect(data), data, base.task), data)
+    rows, _ = score.rows_of(records.inspect(data), data, base.task)
+    good = score.sound_rows(rows, data)
+    seen = unseen.of_file((base.artifact, candidate.artifact), stores, good)
+    if seen is not None:
+        good = [row for row, is_seen in zip(good, seen.tolist(), strict=True) if not is_seen]
+        if not good:
+            reason = f"each of its {len(seen):,} rows is a training or validation row of the two models"
+            fix = "name rows that neither has seen, or leave --data out to take the run's test rows"
+            raise ConfigError([Problem("data.path", data.path, reason, fix)])
     columns = {name: [row.slices[place] for row in good] for place, name in enumerate(data.slices)}
 
     def side(predictor: Predictor) -> Side:
@@ -119,7 +130,9 @@ def of_file(base: Predictor, candidate: Predictor, data: Data) -> Both:
         return Side(predictor, asked.tokens, answered, asked.targets, asked.head, asked.unknown)
 
     first, other = side(base), side(candidate)
-    return Both(first, other, columns, str(data.path), _otherwise(first.tokens, other.tokens))
+    trained_on = None if seen is None else int(seen.sum())
+    otherwise = _otherwise(first.tokens, other.tokens)
+    return Both(first, other, columns, str(data.path), otherwise, trained_on)
 
 
 class Reading(NamedTuple):
@@ -353,6 +366,8 @@ class Judged:
     right: int
     slices: tuple[Slice, ...]
     unscored: str = ""
+    classes: Sequence[per_class.Class] = ()
+    """Scores of each class by the base (`first`) and the candidate (`other`)."""
 
 
 def judge(both: Both) -> Judged:
@@ -383,12 +398,17 @@ def judge(both: Both) -> Judged:
     if LENGTH not in columns:
         columns[LENGTH] = quantiles(both.lengths)
     only = [_alone(side, name) for side in (first, other)]
+    classes: list[dict[str, Any]] = []
+    if metric.tables is not None:
+        tables = (metric.tables(side.answered.outcomes, side.targets, side.head) for side in sides)
+        classes = per_class.beside(*map(per_class.of_tables, tables))
     return Judged(
         headline,
         tuple(scores.values()),
         flipped,
         0 if rights is None else int(rights[0].sum()),
         tuple(slices(only[0], only[1], name, columns)),
+        classes=classes,
     )
 
 

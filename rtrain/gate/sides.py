@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import artifact, config as configuration, score
-from rtrain.artifact import Artifact
 from rtrain.config import Gate
 from rtrain.data import records
-from rtrain.data.stores.store import Store, open_store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.gate.gate import Sides
 from rtrain.run import Run
@@ -31,12 +29,12 @@ def find(candidate: Path, base: Path, overrides: Mapping[str, Any]) -> tuple[Sid
     settings = {name: value for name, value in overrides.items() if not name.startswith("data.")}
     chosen = configuration.load(NO_RECIPE, settings) if run is None else opening.stored(run.folder, settings)
     base_made = artifact.read(base)
-    own = trained_from(candidate, artifact.read(candidate))
-    theirs = trained_from(base, base_made, beside=own)
+    own = score.trained_from(candidate, artifact.read(candidate))
+    theirs = score.trained_from(base, base_made, beside=own)
     stores = [store for store in (theirs, own) if store is not None]
     of_rows = {name: value for name, value in overrides.items() if name.startswith("data.")}
     if "data.path" in of_rows:
-        rows: Any = score.settings(base_made, of_rows)
+        rows: Any = score.labelled_settings(base_made, of_rows)
         records.inspect(rows)  # before two models are loaded for them
     elif of_rows:
         fix = "write --data with a file of rows, or leave it out"
@@ -47,15 +45,5 @@ def find(candidate: Path, base: Path, overrides: Mapping[str, Any]) -> tuple[Sid
     else:
         rows = stores[0]
     threads = chosen.deploy.serve.threads
-    return Sides(candidate, base, rows, theirs, threads, further=tuple(stores[1:])), chosen.recipe.gate
-
-
-def trained_from(folder: Path, made: Artifact, beside: Store | None = None) -> Store | None:
-    """The token store that an artefact was trained from, where its run lies around it and the store is still there; or
-    where it lies beside another one."""
-    run, digest = Run(folder.parent), made.lineage.get("data_digest")
-    places = [run.store if run.exists else None, None if beside is None else beside.folder.with_name(str(digest))]
-    for place in places:
-        if place is not None and (place / "manifest.json").is_file() and open_store(place).manifest.digest == digest:
-            return open_store(place)
-    return None
+    further = tuple(store for store in stores if store is not rows)
+    return Sides(candidate, base, rows, theirs, threads, further=further), chosen.recipe.gate

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from rtrain.metrics import per_class
+
 MOST_SLICES = 5
 """Slices that are shown: those where the candidate is worst."""
 
@@ -54,6 +56,10 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         own = one["difference"]
         name = f"{own['name']}, {one['column']} {one['value']}"[:33]
         yield f"{name:<34}{own['first']:>11.4f}{own['other']:>11.4f}  {own['difference']:+.4f} ({own['rows']:,} rows)"
+    if classes := found.get("classes"):  # verdicts of earlier versions have none
+        yield ""
+        yield from per_class.lines_of_two(classes, ("base", "cand."))
+        yield ""
     for one in found["latency"]:
         faster = (
             f"  {one['ratio']:.2f} times as fast ({one['low']:.2f} to {one['high']:.2f}), {one['calls']} calls each"
@@ -69,9 +75,9 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"{unknown:,} of {found['rows']:,} rows have a label that the base lacks, and count as wrong for both"
     trained_on = found.get("trained_on", 0)  # as above
     if trained_on is None:
-        yield "whether the candidate was trained on these rows is not known: it has another split, and no keys of texts"
+        yield "whether the candidate was trained on these rows is not known: a token store or its keys are gone"
     elif trained_on:
-        yield f"{trained_on:,} more rows are left out: the candidate was trained on them, by another split"
+        yield f"{trained_on:,} more rows are left out: the candidate was trained on them, or one side was tuned by them"
     yield from _rivals(found.get("rivals") or [])
     yield ""
     yield from (f"{one['word']:<8} {one['text']}" for one in found["findings"])

@@ -1,4 +1,4 @@
-"""Which held-out rows of a base's store its candidate was not trained on.
+"""Which rows say something of a candidate and its base: those that neither has learned from.
 
 A candidate of another split of the same texts, as of another `data.fold`, was trained on rows that its base has held
 out: it has learned their answers, which say nothing of other rows.
@@ -6,9 +6,14 @@ out: it has learned their answers, which say nothing of other rows.
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+from rtrain import score
 from rtrain.artifact import Artifact
 from rtrain.batch import Ints
 from rtrain.data import overlap
+from rtrain.data.records import Record
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 
@@ -36,6 +41,18 @@ def rows(candidate: Artifact, stores: Sequence[Store], split: str, positions: In
             "split (data.fold, data.test)"
         )
     return left, len(positions) - len(left)
+
+
+def of_file(sides: Sequence[Artifact], stores: Sequence[Store], rows: Sequence[Record]) -> npt.NDArray[np.bool_] | None:
+    """Which rows of a file are training or validation rows of a side; None where the store of one is not among
+    `stores`, or kept no keys of texts."""
+    found = np.zeros(len(rows), dtype=np.bool_)
+    for digest in {side.lineage.get("data_digest") for side in sides}:
+        seen = score.seen_rows(next((one for one in stores if one.manifest.digest == digest), None), rows)
+        if seen is None:
+            return None
+        found |= seen.any
+    return found
 
 
 def _has_keys(store: Store, split: str) -> bool:

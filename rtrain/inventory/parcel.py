@@ -31,11 +31,11 @@ class NoParcel(UserError):
     """A file that no `rtrain export` has made, or that was changed or cut short since."""
 
 
-def carried(run: Run, int8: bool = False) -> tuple[list[str], list[str]]:
+def carried(run: Run, int8: bool = False, texts: bool = True) -> tuple[list[str], list[str]]:
     """(files of a run that go, those that stay behind), by their paths in its folder, sorted.
 
     Checkpoints, Ray's own files and leftovers are in neither: they are never carried. With `int8` nor is the float
-    artefact.
+    artefact, and without `texts` no file that holds the texts of rows.
     """
     never = (run.lock, run.notice, run.placement_group, run.folder / trackers.RUN_ID, *([run.artifact] if int8 else []))
     go: list[str] = []
@@ -43,6 +43,8 @@ def carried(run: Run, int8: bool = False) -> tuple[list[str], list[str]]:
     for top in sorted(run.folder.iterdir()):
         part = sizes.part_of(run, top)
         if part in (sizes.CHECKPOINTS, sizes.RAY, sizes.LEFT, sizes.TRIALS) or top in never:
+            continue
+        if not texts and sizes.TEXTS.fullmatch(top.name):
             continue
         if part in (sizes.OTHER, sizes.WHEELS) or top.is_symlink():
             stay.append(top.name)

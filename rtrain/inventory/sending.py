@@ -12,7 +12,7 @@ from typing import Any
 
 from rtrain import __version__, artifact, manifest
 from rtrain.errors import UserError
-from rtrain.inventory import parcel
+from rtrain.inventory import parcel, sizes
 from rtrain.run import ARTIFACT, Run, shown
 
 
@@ -26,6 +26,8 @@ class Sent:
     files: int
     stayed: tuple[str, ...]
     """What of the folder was not carried, beside checkpoints."""
+    with_texts: tuple[str, ...]
+    """Carried files that hold the texts of rows."""
 
 
 def check(run: Run, out: Path, int8: bool = False) -> None:
@@ -81,14 +83,24 @@ def admit(found: Iterable[Verdict]) -> None:
             )
 
 
-def send(run: Run, name: str, out: Path, int8: bool = False, wheels: Iterable[Path] = (), install: str = "") -> Sent:
+def send(
+    run: Run,
+    name: str,
+    out: Path,
+    int8: bool = False,
+    wheels: Iterable[Path] = (),
+    install: str = "",
+    *,
+    texts: bool = True,
+) -> Sent:
     """Write the parcel of a finished run, whole or not at all. Equal files give equal bytes, whenever they were made.
 
-    `name` is that of the folder that it becomes; with `int8` the int8 artefact goes alone. Raises `UserError` as
+    `name` is that of the folder that it becomes; with `int8` the int8 artefact goes alone; without `texts`
+    files that hold the texts of rows stay here. Raises `UserError` as
     `check` does, and where the disk refuses.
     """
     check(run, out, int8)
-    go, stayed = parcel.carried(run, int8)
+    go, stayed = parcel.carried(run, int8, texts)
     found = {f"{parcel.RUN}/{path}": run.folder / path for path in go}
     found |= {f"{parcel.WHEELS}/{path.name}": path for path in wheels}
     draft = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
@@ -99,7 +111,7 @@ def send(run: Run, name: str, out: Path, int8: bool = False, wheels: Iterable[Pa
         raise UserError(f"--out: {out} cannot be written: {error.strerror or error}") from None
     finally:
         draft.unlink(missing_ok=True)
-    return Sent(out, name, out.stat().st_size, len(found), tuple(stayed))
+    return Sent(out, name, out.stat().st_size, len(found), tuple(stayed), tuple(filter(sizes.TEXTS.fullmatch, go)))
 
 
 def _write(draft: Path, name: str, files: dict[str, Path], install: str) -> None:

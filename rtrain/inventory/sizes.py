@@ -20,6 +20,8 @@ RECORDS = re.compile(
     r"|quantizers\.safetensors|profile-\d+\.json"
     r"|(scores|attributions)-\w+\.json|predictions-[\w.-]+\.parquet|stalled-\d+\.txt|[\w.-]+-\d{8}-\d{6}\.txt"
 )
+TEXTS = re.compile(r"predictions-[\w.-]+\.parquet|attributions-\w+\.json|report\.html")
+"""Records that hold the texts of rows."""
 DRAFT = re.compile(
     r"\.(?P<name>.+)\.(?:[0-9a-f]{8}|old)|\..+\.draft|\.(?:predictions|attributions)-[\w.-]+|(?:decisions|config)\.draft"
 )

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from rtrain.batch import OUTSIDE, Head, Int32s, Ragged
 from rtrain.errors import UserError
-from rtrain.metrics import bootstrap, slices
+from rtrain.metrics import bootstrap, per_class, slices
 from rtrain.metrics.additive import Additive
 from rtrain.metrics.by_output import Metric, metric_for
 
@@ -133,12 +133,14 @@ def headlines(document: Mapping[str, Any]) -> dict[str, dict[str, dict[str, floa
 
 
 def text(document: Mapping[str, Any]) -> str:
-    """The document as a terminal shows it: figures with intervals, then slices, the worst first."""
+    """The document as a terminal shows it: figures with intervals, then classes and slices, the worst first."""
     spread = document.get("intervals", {}).get("scores", {})
     lines = []
     for name, value in document["scores"].items():
         interval = "  [{:.4f}, {:.4f}]".format(*spread[name]) if name in spread else ""
         lines.append(f"{name:>24}  {value:.4f}{interval}" if isinstance(value, float) else f"{name:>24}  {value}")
+    if classes := per_class.of_tables(document["tables"]):
+        lines += ["", *per_class.lines(classes)]
     headline = document["headline"]
     for column, every in document["slices"].items():
         lines.append(f"\n{column}: {headline} (rows), the worst first")

@@ -11,9 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from rtrain.errors import UserError, hide
+from rtrain.report.drawing.svg import short
 from rtrain.run import Run
 
 COLUMNS = ("position", "row_id", "source", "line", "tokens", "text", "target", "prediction", "score", "loss")
+ID = "id"
+"""The column of `data.id`, which a run need not have."""
 SPLITS = ("test", "valid")
 """The split that a report prefers comes first."""
 Kind = Literal["classes", "numbers", "lists"]
@@ -36,6 +39,8 @@ class AnswerRows:
     tokens: Ints
     source: Sequence[str]
     line: Ints
+    id: Sequence[str]
+    """Value of `data.id` of each row; empty where no such column was named."""
     slices: dict[str, list[str]]
     """Value of each row by the name of its column, for every further column of strings."""
 
@@ -47,6 +52,11 @@ class AnswerRows:
         """Rows whose answer is the target itself."""
         pairs = zip(self.target, self.prediction, strict=True)
         return np.fromiter((bool(a == b) for a, b in pairs), dtype=np.bool_, count=len(self))
+
+    def place(self, row: int) -> str:
+        """Where a row came from: file, line, and how people call it."""
+        called = f" ({short(self.id[row], 40)})" if self.id and self.id[row] else ""
+        return f"{self.source[row]}:{self.line[row]}{called}"
 
     def hardest(self, most: int) -> Ints:
         """Positions of the rows with the largest loss, the largest first."""
@@ -101,10 +111,11 @@ def read(run: Run, split: str) -> AnswerRows | None:
         tokens=table["tokens"].to_numpy().astype(np.int64),
         source=[hide(source) for source in table["source"].to_pylist()],
         line=table["line"].to_numpy(),
+        id=table[ID].to_pylist() if ID in schema.names else (),
         slices={
             name: ["" if value is None else value for value in table[name].to_pylist()]
             for name in schema.names
-            if name not in COLUMNS and _is_text(schema.field(name).type)
+            if name not in (*COLUMNS, ID) and _is_text(schema.field(name).type)
         },
     )
 

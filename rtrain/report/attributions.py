@@ -55,8 +55,9 @@ def ensure(run: Run) -> Path | None:
     from rtrain.explain import rows
     from rtrain.predict import Predictor
 
-    tokens = open_store(store).read(answers.split, hardest)
-    found = rows.explain(Predictor.load(run.artifact), tokens, config.recipe.data.text_pair is not None)
+    opened, paired = open_store(store), config.recipe.data.text_pair is not None
+    tokens, texts = opened.read(answers.split, hardest), opened.texts(answers.split, hardest)
+    found = rows.explain(Predictor.load(run.artifact), tokens, paired, texts=texts)
     explained = [
         {"row": position, **row} for position, row in zip(hardest.tolist(), found["rows"], strict=False)
     ]  # the first rows only, where the budget was too small for all

@@ -116,6 +116,8 @@ def summarise(run: Run) -> dict[str, Any]:
         },
         "overlap": overlap(log),
         "slices": {event["split"]: event["slices"] for event in log if event["kind"] == "sliced"},
+        "classes": {event["split"]: event.get("classes", []) for event in log if event["kind"] == "sliced"},
+        "running_text": next((event["scores"] for event in reversed(log) if event["kind"] == "running_text"), None),
         "best_update": best,
         "restarts": max(0, len(starts) - 1),
         "interrupted_by": interrupted_by(log),

@@ -3,7 +3,7 @@
 The parquet file has a line per row of the split, in index order: position (int64), row_id (uint64), source (string),
 line (int64), tokens (int32), text (its first characters as they are written; decoded from the tokens where an older
 store has not kept them), target, prediction (string, float or list of strings, by the kind of output), score (float64:
-how sure the model is), loss (float64), and a string column for each slice.
+how sure the model is), loss (float64), with `data.id` id (string), and a string column for each slice.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,8 +56,10 @@ def write(
         "score": pa.array(described.score, pa.float64(), from_pandas=True),
         "loss": pa.array(described.loss, pa.float64(), from_pandas=True),
     }
+    if "id" in origins.column_names:
+        columns["id"] = origins["id"]
     for name, values in store.slices(split).items():
-        columns[name if name not in columns else f"{name} (slice)"] = values
+        columns[name if name not in {*columns, "id"} else f"{name} (slice)"] = values
     draft = path.with_name(f".{path.name}")
     pyarrow.parquet.write_table(pa.table(columns), draft)
     draft.rename(path)

@@ -21,7 +21,7 @@ from rtrain.doctor.forecast import guess
 from rtrain.errors import UserError
 from rtrain.exchange import ranks, whole
 from rtrain.exchange.alive import Watch
-from rtrain.metrics import scores
+from rtrain.metrics import per_class, scores
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import (
     beside,
@@ -37,7 +37,7 @@ from rtrain.network import (
 )
 from rtrain.report import cost
 from rtrain.run import Run
-from rtrain.runs import decisions, machines, notice, predictions, recovery, smaller
+from rtrain.runs import decisions, machines, notice, predictions, recovery, running_text, smaller
 from rtrain.runs.start import Start
 from rtrain.strategies import choose as strategies, ways
 from rtrain.tasks import base
@@ -270,6 +270,8 @@ class _Worker:
                 self.watch.alive()
                 formats.narrow(self.network)
                 export(self.network, self._source, chosen, scored, answers.get("valid"), weights=weights)
+                self.watch.alive()
+                running_text.measure(job.run, job.task, job.store)
 
         ranks.together(self.watch, write)  # no rank leaves, and so ends the run, before the artefact is written
 
@@ -324,7 +326,8 @@ def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged], aliv
         predictions.write(job.run.predictions(split), split, job.store, job.task, job.head, found, tokenizer, alive)
         document = predictions.measured(job.store, split, job.task, job.head, found, alive)
         scores.write(job.run.scores(split), document)
-        job.run.append("sliced", split=split, slices=scores.headlines(document))
+        classes = per_class.of_tables(document["tables"])
+        job.run.append("sliced", split=split, slices=scores.headlines(document), classes=classes)
         if unseen := document.get("unseen"):
             job.run.append("unseen", split=split, **unseen)
 
@@ -364,6 +367,7 @@ def export(
             **({pooling.FACT: "mean"} if mean else {}),
             **({local.FACT: reach} if reach is not None else {}),
             **abstains,
+            **running_text.cuts(job.task, job.store),
         },
         data=job.recipe.data.model_dump(mode="json", include=set(artifact.COLUMNS)),
         metrics=outcome.scores,

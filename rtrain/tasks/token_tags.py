@@ -21,7 +21,7 @@ from rtrain.tasks.base import Column, Described, Input, Targets
 from rtrain.tasks.classification import divergence
 from rtrain.tasks.defaults import Defaults
 from rtrain.tasks.labels import flaw_of, listed
-from rtrain.words import word_spans
+from rtrain.words import cuts_of, word_spans
 
 if TYPE_CHECKING:
     import tokenizers
@@ -48,11 +48,11 @@ class TokenTags(Defaults):
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         """The text's words are separated by single blanks, as `records` joins a list of tokens."""
-        if bad_label := flaw_of(_tags, label):
+        if bad_label := flaw_of(tags_of, label):
             return bad_label
         if label.startswith("[") and _is_list(text):
             return "its words are a list written as text; write jsonl or parquet, or words with blanks between them"
-        tags, words = _tags(label), len(text.split(" "))
+        tags, words = tags_of(label), len(text.split(" "))
         if bad := [tag for tag in tags if not _TAG.fullmatch(tag)]:
             return f"tag {quoted(bad[0])} is not O, B-TYPE or I-TYPE; convert the tags to BIO"
         if len(tags) != words:
@@ -60,7 +60,7 @@ class TokenTags(Defaults):
         return None
 
     def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
-        found = {tag for label in counts for tag in _tags(label)} - {OUTSIDE}
+        found = {tag for label in counts for tag in tags_of(label)} - {OUTSIDE}
         if not found:
             raise UserError(
                 "data.label: no training row has an entity, all tags are O; "
@@ -79,7 +79,7 @@ class TokenTags(Defaults):
         values = np.full(len(marks.values), IGNORED, dtype=np.float32)
         unknown, end = np.zeros(len(labels), dtype=np.bool_), 0
         for row, (label, words) in enumerate(zip(labels, marks, strict=True)):
-            places = np.array([index.get(tag, -1) for tag in _tags(label)], dtype=np.float32)
+            places = np.array([index.get(tag, -1) for tag in tags_of(label)], dtype=np.float32)
             unknown[row] = (places < 0).any()
             start, end = end, end + len(words)
             answered = np.flatnonzero(words >= 0)
@@ -171,7 +171,7 @@ def located(
 ) -> list[tuple[dict[str, Any], list[int], list[int]]]:
     """Each entity as in the HTTP answer, the token at which each of its words is answered, and the tag found there."""
     text = asked if isinstance(asked, str) else asked["text"]
-    words = word_spans(text)
+    words = word_spans(text, **cuts_of(head.facts))
     answered = _answered(encoded, np.array([start for start, _ in words], dtype=np.int64))
     tokens = np.flatnonzero(answered >= 0)
     spans, chances = [words[word] for word in answered[tokens]], softmax(output[tokens])
@@ -217,7 +217,7 @@ def _answered(encoded: Encoded, starts: Ints) -> Ints:
     return result
 
 
-def _tags(label: str) -> list[str]:
+def tags_of(label: str) -> list[str]:
     """A JSON list, or tags separated by blanks. Raises `BadLabel`."""
     if label.startswith("["):
         return listed(label, '["O", "B-PER"]')

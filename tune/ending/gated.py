@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rtrain import artifact, documents, reference
+from rtrain import artifact, documents, reference, score
 from rtrain.config import Config
 from rtrain.data.stores.store import open_store
-from rtrain.gate import gate, sides
+from rtrain.gate import gate
 from rtrain.run import Run
 from tune.ending import held_back
 
@@ -37,7 +37,7 @@ def run(
         return dict(made.gate)
     store, other = open_store(won.store), teacher or base.artifact
     held = held_back.held(store, config.deploy.tune.held_back)
-    own = sides.trained_from(other, artifact.read(other, verify=False), beside=store)
+    own = score.trained_from(other, artifact.read(other, verify=False), beside=store)
     both = gate.Sides(
         won.artifact,
         other,

@@ -3,7 +3,6 @@
 An address is a file, a folder, a glob, a folder of `datasets`, or the name of a data set on the hub.
 """
 
-import difflib
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from rtrain import hub
 from rtrain.data.formats import addresses
 from rtrain.data.formats.addresses import COMPRESSIONS, is_glob, path_of, suffix
 from rtrain.data.formats.values import printable
-from rtrain.errors import ConfigError, Problem
+from rtrain.errors import ConfigError, Problem, nearest_file
 
 LOCAL = "file://"
 ENCRYPTED, UNPACKED = 1, (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
@@ -140,8 +139,8 @@ def _nearby(filesystem: Any, path: str) -> str:
     parent = str(Path(path).parent)
     found = filesystem.ls(parent, detail=False) if filesystem.isdir(parent) else []
     names = sorted(name for name in (Path(entry).name for entry in found) if name[0] != ".")
-    if near := difflib.get_close_matches(Path(path).name, names, n=1):
-        return f"did you mean {Path(parent) / near[0]}?"
+    if near := nearest_file(Path(path).name, names):
+        return f"did you mean {Path(parent) / near}?"
     listed = ", ".join(names[:8])
     return f"{parent} holds {listed}" if names else "write the path of an existing file, or a hub name (owner/name)"
 

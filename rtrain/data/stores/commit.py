@@ -191,8 +191,10 @@ def _write_indexes(
         listed = {name: pa.array(values[chosen]) for name, values in index.items()}
         write(f"index-{split}.arrow", {**listed, "targets": store.lists(columns.joined(targets.pop(split)))})
         origins = {"source": columns.named(names, rows.shard[chosen]), "line": pa.array(rows.lines[chosen])}
+        if "id" in rows.table.column_names:
+            origins["id"] = columns.chosen(rows.table["id"], mask)
         slices = {
-            f"{name}{store.SLICED}" if name in origins else name: columns.chosen(rows.table[SLICE + name], mask)
+            f"{name}{store.SLICED}" if name in store.ORIGINS else name: columns.chosen(rows.table[SLICE + name], mask)
             for name in job.recipe.data.slices
         }
         write(f"rows-{split}.arrow", {**origins, **slices})

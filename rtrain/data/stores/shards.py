@@ -184,6 +184,8 @@ def _encode(
         SLICE + name: pa.array([record.slices[place] if record.slices else "" for record in batch])
         for place, name in enumerate(data.slices)
     }
+    if data.id is not None:
+        further["id"] = pa.array([record.id for record in batch])
     if not task.packs:  # blocks of text are cut by the texts before them, and so repeat nothing as a whole
         further["key"] = pa.array([overlap.key(record) for record in batch], pa.uint64())
     kept = [row.split in HELD_OUT for row in rows]

@@ -45,8 +45,9 @@ SHARDS_OPEN = 1280
 
 PLACES = 5
 """How many rows a message names."""
-ORIGINS, SLICED = ("source", "line"), " (slice)"
-"""Columns of `rows-*.arrow` that say where a row came from, and what is added to the name of a slice called so."""
+ORIGINS, SLICED = ("source", "line", "id"), " (slice)"
+"""Columns of `rows-*.arrow` that say where a row came from and how people call it, and what is added to the name of a
+slice called so."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,8 @@ class Store:
         return sum(chunk.offsets[-1].as_py() - chunk.offsets[0].as_py() for chunk in array.chunks)
 
     def origins(self, split: str) -> pa.Table:
-        """Where each row came from, in index order: `source` (text), `line` (integer), a text column for each of
-        `data.slices` (`slices` has these by their names)."""
+        """Where each row came from, in index order: `source` (text), `line` (integer), with `data.id` `id` (text), a
+        text column for each of `data.slices` (`slices` has these by their names)."""
         return self._open(f"rows-{split}.arrow")
 
     def slices(self, split: str) -> dict[str, pa.ChunkedArray]:

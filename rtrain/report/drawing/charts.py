@@ -16,7 +16,6 @@ from rtrain.report.drawing.svg import (
     BOTTOM,
     HEIGHT,
     LEFT,
-    LETTER,
     RIGHT,
     SERIES,
     TOP,
@@ -25,6 +24,7 @@ from rtrain.report.drawing.svg import (
     Scale,
     axes,
     bottom_axis,
+    compact,
     legend,
     line,
     number,
@@ -34,6 +34,7 @@ from rtrain.report.drawing.svg import (
     svg,
     tag,
     text,
+    text_width,
 )
 from rtrain.report.stats import Box
 
@@ -44,6 +45,12 @@ KEYS = 4
 """Names of series on a line of a long legend."""
 CELLS = 4000
 """Most cells of a heat map; the faintest are left out."""
+NUMBERED, NUMBERED_CELL, LARGEST_CELL = 20, 24.0, 60.0
+"""Labels up to which the cells of a heat map have their numbers, and the sizes of such cells."""
+NAMES_WIDTH, MOST_LETTERS = 155.0, 23
+"""Width, and letters, of the longest name beside a chart."""
+MEASURED_BIN = 5
+"""Rows of a bin below which the line of a calibration leaves it out: it would jump between 0 and 1."""
 
 
 LINE_OF = {"epoch": 9, "crash": 21, "restart": 21, "best": 33}
@@ -99,7 +106,7 @@ def lines(
     taken: dict[float, list[tuple[float, float]]] = {}
     for mark in sorted(marks, key=lambda mark: -mark.x):  # the last one's name is kept
         parts.append(line(x(mark.x), y.start, x(mark.x), y.stop, f"mark {mark.kind}"))
-        wide = LETTER * len(mark.name)
+        wide = text_width(mark.name)
         anchor, left = ("end", x(mark.x) - 5 - wide) if x(mark.x) > x.stop - wide else ("start", x(mark.x) + 4)
         place = y.stop + LINE_OF[mark.kind]  # a row per kind: several may lie at one update
         row = taken.setdefault(place, [])
@@ -149,7 +156,7 @@ def histogram(
         parts.append(tag("polyline", points=points(px, py), class_=f"line s{place % SERIES}"))
     if at is not None:
         parts.append(line(x(at[0]), y.start, x(at[0]), y.stop, "mark best"))
-        left = x(at[0]) - LETTER * len(at[1]) > x.start
+        left = x(at[0]) - text_width(at[1]) > x.start
         parts.append(
             text(x(at[0]) + (-3 if left else 3), y.stop + 9, at[1], anchor="end" if left else "start", css="mute")
         )
@@ -166,7 +173,12 @@ class Bar:
 
 
 def _names_width(names: Sequence[str]) -> float:
-    return min(160.0, 10 + LETTER * max((len(short(name)) for name in names), default=0))
+    return 10 + max((text_width(_fitted(name)) for name in names), default=0.0)
+
+
+def _fitted(name: str) -> str:
+    """The name, cut to the width that charts leave for names."""
+    return next(cut for most in range(MOST_LETTERS, 0, -1) if text_width(cut := short(name, most)) <= NAMES_WIDTH)
 
 
 def bars(items: Sequence[Bar], x_label: str, at: tuple[float, str] | None = None, high: float | None = None) -> Markup:
@@ -178,7 +190,7 @@ def bars(items: Sequence[Bar], x_label: str, at: tuple[float, str] | None = None
     parts = [bottom_axis(x, TOP + height, TOP, x_label)]
     for place, bar in enumerate(items):
         top = TOP + place * ROW
-        parts.append(text(left - 6, top + 12, short(bar.name), anchor="end", full=bar.name))
+        parts.append(text(left - 6, top + 12, _fitted(bar.name), anchor="end", full=bar.name))
         parts.append(
             rect(min(x(0), x(bar.value)), top + 3, abs(x(bar.value) - x(0)), ROW - 6, "s0", bar.hint or bar.name)
         )
@@ -207,7 +219,7 @@ def boxes(items: Sequence[tuple[str, Box]], x_label: str) -> Markup:
         hint = (
             f"{name}: median {number(box.median)}, quartiles {number(box.q1)} and {number(box.q3)}, {box.rows:,} rows"
         )
-        parts.append(text(left - 6, top + 12, short(name), anchor="end", full=name))
+        parts.append(text(left - 6, top + 12, _fitted(name), anchor="end", full=name))
         parts.append(line(x(box.low), middle, x(box.high), middle, "whisker"))
         parts.append(rect(x(box.q1), top + 3, max(1.5, x(box.q3) - x(box.q1)), ROW - 6, "box", hint))
         parts.append(line(x(box.median), top + 3, x(box.median), top + ROW - 3, "median"))
@@ -256,7 +268,7 @@ def dots(
         path = points([x(at) for at, _ in front], [y(up) for _, up in front])
         parts.append(tag("polyline", points=path, class_="front"))
     for dot in items:
-        at, up, wide = x(dot.x), y(dot.y), LETTER * len(dot.name)
+        at, up, wide = x(dot.x), y(dot.y), text_width(dot.name)
         css = f"bubble s{dot.series % SERIES}"
         parts.append(tag("circle", tag("title", dot.hint or dot.name), cx=at, cy=up, r=5, class_=css))
         left = at + 8 if at + 8 + wide < WIDTH else at - 8 - wide
@@ -299,7 +311,7 @@ def stacked(items: Sequence[Stacked], names: Sequence[str], x_label: str) -> Mar
     parts = [*keys, bottom_axis(x, top + height, top, x_label)]
     for place, item in enumerate(items):
         up, whole, done = top + place * ROW, sum(item.values), 0.0
-        parts.append(text(left - 6, up + 12, short(item.name), anchor="end", full=item.name))
+        parts.append(text(left - 6, up + 12, _fitted(item.name), anchor="end", full=item.name))
         for series, value in enumerate(item.values):
             hint = f"{item.name}, {names[series]}: {number(round(value, 3))}, {100 * value / (whole or 1.0):.1f} %"
             wide = x(done + value) - x(done)
@@ -316,7 +328,9 @@ def reliability(confidence: Floats, accuracy: Floats, rows: Sequence[int]) -> Ma
     parts.append(line(x(0), y(0), x(1), y(1), "mark epoch"))
     most = max(rows, default=1)
     px, py = [x(v) for v in confidence], [y(v) for v in accuracy]
-    parts.append(tag("polyline", points=points(px, py), class_="line s0"))
+    kept = [place for place, count in enumerate(rows) if count >= MEASURED_BIN]
+    line_of = points([px[place] for place in kept], [py[place] for place in kept])
+    parts.append(tag("polyline", points=line_of, class_="line s0"))
     for at, up, said, true, count in zip(px, py, confidence, accuracy, rows, strict=True):
         hint = f"{count:,} rows: confidence {said:.2f}, right {true:.2f}"
         parts.append(
@@ -327,8 +341,10 @@ def reliability(confidence: Floats, accuracy: Floats, rows: Sequence[int]) -> Ma
 
 def heat(counts: npt.NDArray[np.int64], names: Sequence[str], unit: str = "label") -> Markup:
     """Counts [true, predicted] as cells, each row relative to its sum. Rows and columns have the same order."""
-    size = 22.0 if len(names) <= 20 else 11.0
-    left, top = _names_width(names) * (1.0 if size > 20 else 0.85), 18.0
+    has_numbers = len(names) <= NUMBERED
+    left, top = _names_width(names) * (1.0 if has_numbers else 0.85), 18.0
+    # Few labels fill a phone's column, in which nobody points at a cell; more are scrolled.
+    size = min(LARGEST_CELL, max(NUMBERED_CELL, (WIDTH - left - 4) / len(names))) if has_numbers else 11.0
     share = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
     rows, columns = np.nonzero(counts)
     strongest = np.argsort(-share[rows, columns], kind="stable")[:CELLS]
@@ -340,10 +356,19 @@ def heat(counts: npt.NDArray[np.int64], names: Sequence[str], unit: str = "label
         css, opacity = "s0" if row == column else "s1", round(0.12 + 0.88 * float(share[row, column]) ** 0.5, 2)
         at = left + size * column, top + size * row
         parts.append(rect(*at, size - 1, size - 1, css, hint, fill_opacity=opacity))
+        if has_numbers:
+            shown = compact(int(counts[row, column]))
+            middle = at[0] + (size - 1) / 2, at[1] + size / 2 + 3
+            parts.append(text(*middle, shown, anchor="middle", css="fine halo"))
     for place, name in enumerate(names):
         parts.append(
             text(
-                left - 6, top + size * (place + 0.5) + 3.5, short(name), anchor="end", css="fine" if size < 20 else None
+                left - 6,
+                top + size * (place + 0.5) + 3.5,
+                _fitted(name),
+                anchor="end",
+                css=None if has_numbers else "fine",
+                full=name,
             )
         )
     edge = size * len(names)

@@ -16,6 +16,8 @@ WIDTH, HEIGHT = 390, 240
 TOP, RIGHT, BOTTOM, LEFT = 22, 12, 38, 48
 LETTER = 6.7
 """Width of a letter of the charts' text in a wide font, on average."""
+CAPITAL = 9.0
+"""Width of a capital letter."""
 LINE = 14
 """Height of a line of text with some room."""
 SERIES = 8
@@ -42,6 +44,21 @@ def short(text: str, most: int = 23) -> str:
     """`text` on one line, cut to `most` characters."""
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def text_width(text: str) -> float:
+    """Width of a line of the charts' text: capitals are wider, and the characters of Chinese twice as wide."""
+    return sum(
+        2 * LETTER if unicodedata.east_asian_width(char) in "WF" else CAPITAL if char.isupper() else LETTER
+        for char in text
+    )
+
+
+def compact(count: int) -> str:
+    """A count in few characters: 999, 1.2k, 12k."""
+    if count < 1000:
+        return str(count)
+    return f"{count / 1000:.1f}k" if count < 9950 else f"{count / 1000:.0f}k"
 
 
 def tag(name: str, *content: str, **attributes: object) -> Markup:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from rtrain.metrics import per_class
 from rtrain.report import stats
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Cell, Figure, Table
@@ -17,8 +18,6 @@ FEW = 14
 """Labels up to which the heat map is no wider than other charts."""
 MOST_PAIRS = 15
 MOST_BARS = 30
-RARE = 5
-"""Rows below which the scores of a label say nothing."""
 
 
 def blocks(tables: Mapping[str, Any], head: str = "", unit: str = "label") -> list[Block]:
@@ -55,17 +54,24 @@ def bars(tables: Mapping[str, Any], note: str = "", unit: str = "label") -> Figu
 
 
 def worst(tables: Mapping[str, Any], head: str = "", unit: str = "label") -> Table:
-    enough = [one for one in tables["per_class"] if one["support"] >= RARE][:MOST_PAIRS]
+    few, enough = per_class.parted(tables["per_class"])
     rows: list[list[Cell]] = [
-        [short(one["class"], 40), one["support"], *(f"{one[name]:.2f}" for name in ("precision", "recall", "f1"))]
-        for one in enough
+        [
+            *(short(one["class"], 40), one["support"]),
+            *(f"{one[name]:.2f}" for name in per_class.SCORES),
+            per_class.TOO_FEW if one in few else "",
+        ]
+        for one in (*few[:MOST_PAIRS], *enough[:MOST_PAIRS])
     ]
     note = (
         f"Precision: share of the answers with this {unit} that are right; recall: share of the true ones that were "
-        f"found; F1: their harmonic mean. Of {unit}s that occur {RARE} times or more."
+        f"found; F1: their harmonic mean. Those with fewer than {per_class.LEAST_SUPPORT} true ones come first."
     )
     title = f"{head}The {unit}s with the lowest F1"
-    return Table(title, (unit, "true", "precision", "recall", "F1"), rows, note)
+    columns = [unit, "true", "precision", "recall", "F1", ""]
+    if not few:
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return Table(title, tuple(columns), rows, note)
 
 
 def _pairs(tables: Mapping[str, Any], head: str) -> Table:
@@ -94,7 +100,8 @@ def _matrix(found: Mapping[str, Any], head: str, unit: str) -> Figure:
     chart = charts.heat(counts[np.ix_(order, order)], [names[code] for code in order], unit)
     note = (
         f"A row per true {unit}, a column per predicted one, {near}. Blue, on the diagonal: right; orange: wrong; the "
-        "darker, the larger the share of the row. Point at a cell for its rows; scroll sideways where it is cut."
+        "darker, the larger the share of the row. Numbers are rows, where there is room; scroll sideways where it "
+        "is cut."
     )
     if len(order) < len(names):
         note += f" Drawn are {len(order)} of {len(names)}, those with the most mistakes."

@@ -8,7 +8,7 @@ import numpy as np
 
 from rtrain.metrics.entities import Entity, entities
 from rtrain.report.collect import Collected
-from rtrain.report.drawing.blocks import Block, Table
+from rtrain.report.drawing.blocks import Block, Note, Table
 from rtrain.report.drawing.svg import short
 from rtrain.report.kinds import confusion
 
@@ -35,6 +35,14 @@ def blocks(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
     answers = run.answers
     assert answers is not None  # section
     found: list[Block] = [confusion.bars(tables, "By type of entity.", "type"), confusion.worst(tables, unit="type")]
+    if (running := (run.scores or {}).get("running_text")) is not None:
+        text = (
+            "Requests are running text, and the scores are by the words that the rows are cut into. Of "
+            f"{running['rows']:,} rows put together as running text and cut again, F1 is "
+            f"{running['scores']['f1']:.3f} (precision "
+            f"{running['scores']['precision']:.3f}, recall {running['scores']['recall']:.3f})."
+        )
+        found.append(Note(text))
     each = [mistakes(true, said) for true, said in zip(answers.target, answers.prediction, strict=True)]
     counts = Counter((kind, _type(true, said)) for row in each for kind, true, said in row)
     if not counts:
@@ -125,16 +133,22 @@ def named(tags: Sequence[str], words: Sequence[str] | None) -> str:
 
 
 def words(run: Collected, rows: Sequence[int]) -> dict[int, list[str]]:
-    """The words of each row, as its tokens spell them. Rows of several windows are left out; without a store, all."""
+    """The words of each row as they are written; where these are not kept whole, as its tokens spell them. Then rows
+    of several windows are left out; without a store, all."""
     answers = run.answers
     if answers is None or run.store is None or run.tokenizer is None or not rows:
         return {}
     import tokenizers
 
     spelling = tokenizers.Tokenizer.from_file(str(run.tokenizer))
-    tokens = run.store.read(answers.split, np.array(rows, dtype=np.int64))
+    positions = np.array(rows, dtype=np.int64)
+    tokens, texts = run.store.read(answers.split, positions), run.store.texts(answers.split, positions)
     found = {}
     for place, row in enumerate(rows):
+        written = texts[place]
+        if written is not None and len(kept := written[0].split(" ")) == len(answers.target[row]):
+            found[row] = kept
+            continue
         one = tokens.pick([place])
         starts = np.flatnonzero(one.targets >= -1)  # a word is answered at its first token
         ends = [*starts[1:].tolist(), len(one.ids)]

@@ -178,10 +178,7 @@ def _examples(run: Collected) -> Block:
         fitting = [row for row in order if row not in rows and _fits(name, every[row])]
         rows |= dict.fromkeys(fitting[:EACH], name)
     drawn = marked(run, {row: every[row] for row in rows})
-    cards = [
-        Card("", [("chosen as", name)], f"{answers.source[row]}:{answers.line[row]}", [drawn[row]])
-        for row, name in rows.items()
-    ]
+    cards = [Card("", [("chosen as", name)], answers.place(row), [drawn[row]]) for row, name in rows.items()]
     note = "Sentences as the tokenizer spells them; the references themselves are not kept, open them by file and line."
     if len(answers) > EXAMINED:
         note += f" Chosen among the first {EXAMINED}."

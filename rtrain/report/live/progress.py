@@ -15,6 +15,7 @@ from rich.text import Text
 
 from rtrain import artifact
 from rtrain.errors import UserError
+from rtrain.metrics import per_class
 from rtrain.report import cost
 from rtrain.report.live import said
 from rtrain.report.live.waited import Waited
@@ -42,7 +43,7 @@ class Search(Protocol):
         """How far the search is, in a line."""
 
 
-SCORES = ("evaluated", "best", "unseen", "sliced")
+SCORES = ("evaluated", "best", "unseen", "sliced", "running_text")
 """Kinds of events of which a search says by itself what came of them."""
 ROWS = (
     "tokenised",
@@ -280,7 +281,8 @@ def _rows_text(event: dict[str, Any]) -> str:
 
 def summary_text(summary: dict[str, Any], run: Run) -> str:
     """The end of a training, for a person."""
-    seconds, test = summary["seconds"], summary["metrics"]["test"] or {}
+    seconds, test, classes = summary["seconds"], summary["metrics"]["test"] or {}, summary["classes"]
+    running = summary.get("running_text")
     scores = ", ".join(f"{name} {value:.4f}" for name, value in test.items() if name != "rows")
     padding = summary["padded_tokens"] / summary["real_tokens"] if summary["real_tokens"] else 1.0
     lines = [
@@ -288,6 +290,8 @@ def summary_text(summary: dict[str, Any], run: Run) -> str:
         f"{seconds['train']:.0f} s of training ({summary['rows_per_second']:.0f} rows/s), "
         f"input wait {seconds['input_wait']:.2f} s, padded/real tokens {padding:.2f}",
         f"test ({test.get('rows', 0)} rows): {scores}" if test else "no test score yet",
+        *per_class.lines(classes.get("test") or classes.get("valid") or []),
+        *([f"on running text, as requests have it: F1 {running['f1']:.4f}"] if running else []),
         f"run: {run}",
     ]
     if scale := summary["noise_scale"]:

@@ -165,6 +165,12 @@ def unseen(event: Event) -> str:
     return f"{text}{_scores(event['scores'])}  ({event['rows']} rows)" if event["rows"] else f"{text}no row is left"
 
 
+def running_text(event: Event) -> str:
+    """What the answers to running text are worth, beside the scores by the rows' own words."""
+    scored = _scores({f"running_text_{name}": value for name, value in event["scores"].items()})
+    return f"{event['split']}, words put together as running text and cut as requests are: {scored}"
+
+
 def sliced(event: Event) -> str | None:
     """The slices of the test rows that are too small to be judged; quarters by length are all alike in that."""
     small = [
@@ -225,6 +231,7 @@ TEXTS: Mapping[str, Callable[[Event], str | None]] = {
     "vocabulary": vocabulary,
     "strategy": strategy,
     "unseen": unseen,
+    "running_text": running_text,
     "sliced": sliced,
     "evaluated": evaluated,
     "best": best,

@@ -96,7 +96,7 @@ def _card(run: Collected, answers: AnswerRows, row: int, text: str) -> Card:
     facts += [(short(name), short(values[row], 40)) for name, values in answers.slices.items()]
     cut = _around(text, answers.target[row]) if run.output == "spans" else _around(text, "")
     drawn = marked.answers(explained, answers.kind == "numbers") if explained else []
-    return Card(cut, facts, f"{answers.source[row]}:{answers.line[row]}", drawn)
+    return Card(cut, facts, answers.place(row), drawn)
 
 
 def _around(text: str, answer: str) -> str:

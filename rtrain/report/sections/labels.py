@@ -75,7 +75,8 @@ def _bars(names: Sequence[str], counts: stats.Ints, head: str = "", unit: str = 
     most, least = int(order[0]), int(order[-1])
     shown = order if len(order) <= MOST_LABELS else np.concatenate([order[:ENDS], order[-ENDS:]])
     items = [Bar(names[code], float(counts[code]), f"{names[code]}: {counts[code]:,} {unit}") for code in shown]
-    ratio = f", {counts[most] / counts[least]:.1f} times the rarest" if counts[least] else ""
+    times = counts[most] / max(1, counts[least])
+    ratio = f", {times:{'.1f' if times < 10 else ',.0f'}} times the rarest" if counts[least] else ""
     alike = counts[most] == counts[least]
     note = "Training rows."
     if not alike:

@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow.parquet
 
 from rtrain import artifact
+from rtrain.metrics import per_class
 from rtrain.metrics.by_output import metric_for
 from rtrain.report import advice
 from rtrain.report.advice import Facts, Label, Weak
 from rtrain.report.collect import Collected
 from rtrain.report.drawing.blocks import Block, Note, Steps
-from rtrain.report.kinds import confusion
 from rtrain.report.sections import curves, slices
 from rtrain.report.sections.hardest import SHOWN
 from rtrain.run import Run
@@ -161,13 +161,16 @@ def tables(run: Collected) -> list[tuple[str, Mapping[str, Any]]]:
 
 def worst_labels(run: Collected) -> list[tuple[str, Mapping[str, Any]]]:
     """(name, scores) of the labels or types of entities that occur often enough, the lowest F1 first."""
-    found = [
-        (f"{head}{one['class']}", one)
-        for head, own in tables(run)
-        for one in own.get("per_class", ())
-        if one["support"] >= confusion.RARE
-    ]
-    return sorted(found, key=lambda item: item[1]["f1"])
+    return sorted(((one["class"], one) for one in _parted(run)[1]), key=lambda item: float(item[1]["f1"]))
+
+
+def rare_labels(run: Collected) -> list[per_class.Class]:
+    """Labels or types of entities with too few rows to judge, the rarest first."""
+    return _parted(run)[0]
+
+
+def _parted(run: Collected) -> tuple[list[per_class.Class], list[per_class.Class]]:
+    return per_class.parted([] if run.scores is None else per_class.of_tables(run.scores["tables"]))
 
 
 def confused_pairs(run: Collected) -> list[tuple[str, str, int]]:
@@ -203,4 +206,4 @@ def _suspects(run: Collected) -> list[str]:
         return []
     right = answers.right
     rows = [int(row) for row in answers.hardest(SHOWN) if not right[row] and answers.score[row] >= SURE]
-    return [f"{answers.source[row]}:{answers.line[row]}" for row in rows]
+    return [answers.place(row) for row in rows]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rtrain.metrics import per_class
 from rtrain.metrics.by_output import metric_for
 from rtrain.report.collect import Collected
 from rtrain.report.drawing.blocks import Block, Note, Section, Table, Tile
@@ -164,8 +165,14 @@ def _slices(run: Collected) -> list[tuple[str, str, str]]:
 
 
 def _labels(run: Collected) -> list[tuple[str, str, str]]:
-    kind = "type of entity" if run.output == "tags" else "label"
-    return [
+    kind, rare = "type of entity" if run.output == "tags" else "label", next_steps.rare_labels(run)
+    few = [
+        (kind, short(one["class"], 60), f"{per_class.TOO_FEW}: {one['support']:,}, recall {one['recall']:.2f}")
+        for one in rare[:EACH]
+    ]
+    if len(rare) > EACH:
+        few.append((kind, f"{len(rare) - EACH:,} more", per_class.TOO_FEW))
+    return few + [
         (
             kind,
             short(name, 60),
@@ -208,8 +215,7 @@ def _hardest(run: Collected) -> list[tuple[str, str, str]]:
     rows = rows[:EACH]
     found = []
     for row, text in zip(rows, known.texts(rows), strict=True):
-        place = f"{known.source[row]}:{known.line[row]}"
-        found.append(("hardest row", f"{short(text, TEXT)} ({short(place, 60)})", _mistake(run, row)))
+        found.append(("hardest row", f"{short(text, TEXT)} ({short(known.place(row), 90)})", _mistake(run, row)))
     return found
 
 
