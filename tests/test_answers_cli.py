@@ -33,7 +33,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    head = Head(("a", "b", "c"), {"threshold": 0.45})
+    head = Head(("a", "b", "c"), {"thresholds": dict.fromkeys(("a", "b", "c"), 0.45)})
     return make_task_artifact(tmp_path_factory.mktemp("labels") / "artifact", "multi_label", head)
 
 
@@ -276,7 +276,7 @@ def test_evaluate_leaves_each_row_with_its_answer_and_what_is_right(run: Cli, ar
     [
         (
             "multi_label",
-            Head(("a", "b"), {"threshold": 0.5}),
+            Head(("a", "b"), {"thresholds": dict.fromkeys(("a", "b"), 0.5)}),
             {},
             lambda answer: [e["label"] for e in answer if e["score"] >= 0.5],
         ),

@@ -123,7 +123,7 @@ def test_several_labels_have_scores_of_each(runs: dict[str, collect.Collected]) 
     true = run.store.targets("test").matrix(4).sum(axis=0)
     named = dict(zip(run.store.manifest.labels, true.tolist(), strict=True))
     assert each == {name: count for name, count in named.items() if count >= 5}
-    assert "A label is given from a chance of" in words(found)
+    assert "Each label is given from a chance of its own on" in words(found)
     assert any("labels per training row" in title for title in titles(data.section(run)))
 
 

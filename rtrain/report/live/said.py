@@ -24,7 +24,7 @@ def evaluated(event: Event) -> str:
     if split == "valid" and not chosen:
         head = f"update {update}  {split}"
     else:
-        by = ", ".join(f"{name} {value:.4f}" for name, value in (chosen or {}).items() if isinstance(value, float))
+        by = ", ".join(f"{name} {_range(value)}" for name, value in (chosen or {}).items() if value)
         head = f"{split}, by the weights of update {update}" + (f" and {by}" if by else "")
     return f"{head}: {scores}  ({event['scores']['rows']} rows)"
 
@@ -151,6 +151,11 @@ def _headline(scores: Mapping[str, float]) -> float:
 
 def _scores(scores: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in scores.items() if name != "rows")
+
+
+def _range(value: float | dict[str, float]) -> str:
+    """A threshold, or the lowest and the highest of several."""
+    return f"{value:.4f}" if isinstance(value, float) else f"{min(value.values()):.4f} to {max(value.values()):.4f}"
 
 
 def _types(event: Event) -> str:
