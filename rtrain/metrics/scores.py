@@ -8,6 +8,9 @@
   "slices": {"language": [...], "length": [...]},
   "tables": {...}                    what is no single figure, by the kind of output: see rtrain.metrics.tables
   "unseen": {"seen": 10, "rows": 290, "scores": {...}}   where 10 rows are training rows too: the scores without them
+  "sample": {"rows": 9000, "scores": {...}, "intervals": {...}}   where baselines are scored on fewer rows: on the same
+  "collapsed": [{"answer": "billing", "rows": 290, "of": 300, "others": 140, "given": 138}]   where almost all rows, and
+                                     those with another target too, get one answer; the last two are in runs alone
 }
 
 A slice is {"value", "rows", "scores", "interval": of its headline, "merged": how many values are in it, "examples":
@@ -102,6 +105,13 @@ def without(task: Task, head: Head, outcomes: Ragged, targets: Ragged, seen: npt
     rest = np.flatnonzero(~seen)
     found = metric_for(task.output).scores(outcomes.take(rest), targets.take(rest), head) if len(rest) else {}
     return {"seen": int(seen.sum()), "rows": len(rest), "scores": _finite(found)}
+
+
+def sampled(task: Task, head: Head, outcomes: Ragged, targets: Ragged, rows: npt.NDArray[np.int64]) -> dict[str, Any]:
+    """The main scores of some of the rows, those that baselines are scored on, and their intervals."""
+    metric, some = metric_for(task.output), (outcomes.take(rows), targets.take(rows), head)
+    intervals = {} if metric.additive is None else _intervals(metric.additive(*some))
+    return {"rows": len(rows), "scores": _finite(metric.scores(*some)), "intervals": intervals}
 
 
 def write(path: Path, document: dict[str, Any]) -> None:

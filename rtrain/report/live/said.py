@@ -128,6 +128,15 @@ def unseen(event: Event) -> str:
     return f"{text}{_scores(event['scores'])}  ({event['rows']} rows)" if event["rows"] else f"{text}no row is left"
 
 
+def collapsed(event: Event) -> str:
+    """That the model answers one thing to almost all rows."""
+    return (
+        f"WARNING: the model answers {quoted(event['answer'])} to {event['rows']:,} of {event['of']:,} "
+        f"{SPLITS[event['split']]} rows, and to {event['given']:,} of the {event['others']:,} whose right answer is "
+        "another one. Compare it with the baselines in the report; search optim.lr, or add rows of the other answers"
+    )
+
+
 def sliced(event: Event) -> str | None:
     """The slices of the test rows that are too small to be judged; quarters by length are all alike in that."""
     small = [
@@ -187,6 +196,7 @@ TEXTS: Mapping[str, Callable[[Event], str | None]] = {
     "vocabulary": vocabulary,
     "strategy": strategy,
     "unseen": unseen,
+    "collapsed": collapsed,
     "sliced": sliced,
     "evaluated": evaluated,
     "best": best,
