@@ -1,14 +1,16 @@
 """Explanations of rows of a token store, whose texts are what their tokens spell.
 
-The work is bounded by a number of tokens, not by a clock: the same rows get the same explanations on every machine.
+The work is bounded by a number of tokens: a row that is explained is explained alike on every machine. A caller may
+bound the time, too, which leaves out the last rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rtrain.batch import Encoded, Tokens, Window
 from rtrain.explain import words
 from rtrain.explain.explainer import Explained, Explainer, Reading
+from rtrain.explain.gradients import Stopped
 from rtrain.predict import Predictor
 from rtrain.tasks.base import Input, Task
 
@@ -34,8 +36,16 @@ def plan(lengths: Sequence[int], budget: int = BUDGET) -> tuple[int, int]:
     return number, STEPS[-1]
 
 
-def explain(predictor: Predictor, tokens: Tokens, paired: bool, budget: int = BUDGET) -> dict[str, Any]:
-    """{"steps", "rows": one per row that was explained}, as JSON; `paired`: the rows are of two texts.
+def explain(
+    predictor: Predictor,
+    tokens: Tokens,
+    paired: bool,
+    budget: int = BUDGET,
+    stop: Callable[[], bool] = lambda: False,
+    explained: Callable[[int], None] = lambda rows: None,
+) -> dict[str, Any]:
+    """{"steps", "rows": one per row that was explained}, as JSON; `paired`: the rows are of two texts. No row is begun
+    or ended once `stop()` is true; `explained` is told how many there are after each.
 
     A row is {"texts": [[field, text], ...], "answers": [{"label", "span", "value", "baseline", "completeness_error",
     "words", "sentences"}, ...]}; a word or a sentence is [number of its text, start, end, attribution]. Raises
@@ -45,9 +55,16 @@ def explain(predictor: Predictor, tokens: Tokens, paired: bool, budget: int = BU
     number, steps = plan(tokens.lengths_of_rows.tolist(), budget)
     rows = []
     for place in range(number):
+        if stop():
+            break
         asked, encoded = read(predictor, tokens.pick([place]), paired)
         [output] = predictor.run([encoded])
-        rows.append(_row(explainer.explain(asked, encoded, output, steps=steps).answers, asked, predictor.task))
+        try:
+            answers = explainer.explain(asked, encoded, output, steps=steps, stop=stop).answers
+        except Stopped:
+            break
+        rows.append(_row(answers, asked, predictor.task))
+        explained(len(rows))
     return {"steps": steps, "rows": rows}
 
 

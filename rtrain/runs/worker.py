@@ -1,5 +1,6 @@
 """What each Ray Train worker runs: build the model, follow the order, train, and (rank 0) make the artefact."""
 
+import contextlib
 import os
 import shutil
 import time
@@ -56,7 +57,7 @@ class _TrainReporter:
     """Events go to the run's log (rank 0), scores to Ray Train (every rank: it is a barrier)."""
 
     def __init__(self, run: Run, rank: int):
-        self._run, self._rank = run, rank
+        self._run, self._rank, self.look = run, rank, notice.Look(run)
 
     def event(self, kind: str, **fields: Any) -> None:
         if self._rank == 0:
@@ -68,7 +69,7 @@ class _TrainReporter:
         ray.train.report(metrics)
 
     def notice(self) -> bool:
-        return self._rank == 0 and notice.given(self._run)
+        return self.look.is_given
 
 
 def run(start: Start) -> None:
@@ -79,7 +80,8 @@ def run(start: Start) -> None:
         with clock.section("setup"):
             worker = _Worker(start)
             updates = worker.updates()
-        outcome = loop.train(worker.job, worker.exchange, updates, worker.reporter, clock)
+        with worker.reporter.look if ranks.first() else contextlib.nullcontext():
+            outcome = loop.train(worker.job, worker.exchange, updates, worker.reporter, clock)
         if outcome.finished:
             worker.finish(outcome)
         worker.watch.stop()
