@@ -63,7 +63,7 @@ def ensure(run: Run, say: Callable[[str], None] = lambda text: None, seconds: fl
     from rtrain.predict import Predictor
 
     tokens, total = open_store(store).read(answers.split, hardest), len(hardest)
-    say(f"explaining the {total} hardest rows for the report, in at most {seconds:.0f} s")
+    say(f"explaining the {total} hardest rows for the report, in at most {seconds:.0f} s; all else of the run is there")
     predictor, until, said = Predictor.load(run.artifact), time.monotonic() + seconds, time.monotonic()
 
     def explained(count: int) -> None:

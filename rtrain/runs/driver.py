@@ -121,8 +121,6 @@ def report(run: Run, say: OnEvent) -> None:
 def explain(run: Run, say: OnEvent) -> None:
     """Explain the hardest rows, for a limited time, when all else of the run is there and said; then write the page
     again."""
-    if run.artifact.is_dir():
-        say({"kind": "stage", "text": f"finished: the artefact is {run.artifact}, the report {run.report}"})
 
     def make(run: Run) -> None:
         if attributions.ensure(run, lambda text: say(events.doing(text, "report"))) is not None:
