@@ -149,6 +149,8 @@ def text(document: Mapping[str, Any]) -> str:
     for name, value in document["scores"].items():
         interval = "  [{:.4f}, {:.4f}]".format(*spread[name]) if name in spread else ""
         lines.append(f"{name:>24}  {value:.4f}{interval}" if isinstance(value, float) else f"{name:>24}  {value}")
+    if missing := document["tables"].get("words_without_tokens"):
+        lines.append(f"{missing:,} words have no token of the model's tokenizer: each counts as answered O")
     headline = document["headline"]
     for column, every in document["slices"].items():
         lines.append(f"\n{column}: {headline} (rows), the worst first")

@@ -11,7 +11,8 @@ labels    per_class (auc is left out, the threshold of each label is added), cla
 heads     heads: {head: what `classes` has, over the rows with a label of that head}
 number    residuals: {edges, rows}, a histogram of predicted - true in `BINS` bins; scale: confusion on the scale of
           the training scores where there is one
-tags      per_class by type of entity, classes, calibration of the words' tags
+tags      per_class by type of entity, classes, calibration of the words' tags; words_without_tokens, where there are
+          some: each is answered O
 summary   positions: {tenths: 10, oracle, picked}, how many sentences of each tenth of their documents the oracle takes
           and the model; calibration of the sentences' yes or no; lengths: {budget: words, over_budget: summaries that
           are longer, document, picked, oracle: {sentences, words}, each a mean over the documents}; beside_lead:
@@ -104,7 +105,12 @@ def tags(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
     rows = [{"class": name, **scores._asdict()} for name, scores in each.items()]
     sure = outcomes.values.reshape(-1, 3)[:, 1]
     right = np.concatenate([one == other for one, other in zip(true, found, strict=True)] or [np.empty(0, np.bool_)])
-    return {**_listed(rows), "calibration": _calibration(sure, right)}
+    begins = np.cumsum([0, *map(len, true)])
+    without = [begin + entities.true_tags(row)[1] for begin, row in zip(begins, targets, strict=False)]
+    places = np.concatenate([*without, np.empty(0, np.int64)])
+    missing = {"words_without_tokens": len(places)} if len(places) else {}
+    # The model has not seen them, and is as sure as nothing.
+    return {**_listed(rows), "calibration": _calibration(np.delete(sure, places), np.delete(right, places)), **missing}
 
 
 def summary(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
@@ -251,7 +257,7 @@ def answers_of(outcomes: Ragged, head: Head) -> tuple[Floats, Floats, Bools, Boo
 
 def tags_of(outcomes: Ragged, targets: Ragged) -> tuple[list[Any], list[Any]]:
     """For each row the numbers of its words' true tags, and of the tags that were found."""
-    return [row[row != IGNORED] for row in targets], [row.reshape(-1, 3)[:, 0] for row in outcomes]
+    return [entities.true_tags(row)[0] for row in targets], [row.reshape(-1, 3)[:, 0] for row in outcomes]
 
 
 def names_of(rows: Sequence[Any], head: Head) -> list[list[str]]:

@@ -27,10 +27,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rtrain import config as configuration
-from rtrain.batch import IGNORED, Head, Ragged, Tokens
+from rtrain.batch import Head, Ragged, Tokens
 from rtrain.data.stores.store import Store, open_store
 from rtrain.metrics.by_output import metric_for
 from rtrain.metrics.classification import choose_label_thresholds
+from rtrain.metrics.entities import true_tags
 from rtrain.report import stats
 from rtrain.run import Run
 from rtrain.tasks import base
@@ -389,19 +390,20 @@ def _tags(
     import tokenizers
 
     words = {split: _words(store, split, rows) for split, rows in chosen.items()}
-    known = {split: [row[row != IGNORED].astype(np.int64).tolist() for row in own] for split, own in targets.items()}
+    known = {split: [true_tags(row) for row in own] for split, own in targets.items()}
     train = [
-        (own, [head.labels[tag] if tag >= 0 else "O" for tag in numbered])
-        for own, numbered in zip(words["train"], known["train"], strict=True)
-        if len(own) == len(numbered)
+        (own, [head.labels[tag] if tag >= 0 else "O" for tag in np.delete(numbered, without)])
+        for own, (numbered, without) in zip(words["train"], known["train"], strict=True)
+        if len(own) == len(numbered) - len(without)
     ]
     found = {}
     for split in words:
         said = tags(train, words[split])
-        rows = [
-            [(head.labels.index(tag), 1.0, 0.0) for tag in (own + ["O"] * len(true))[: len(true)]]
-            for own, true in zip(said, known[split], strict=True)
-        ]
+        rows = []
+        for own, (true, without) in zip(said, known[split], strict=True):
+            answers, silent = iter(own), set(without.tolist())
+            each = ["O" if place in silent else next(answers, "O") for place in range(len(true))]
+            rows.append([(head.labels.index(tag), 1.0, 0.0) for tag in each])
         found[split] = Ragged.of(rows, np.float64)
     last = next(reversed(chosen))
     reads, most = tokenizers.Tokenizer.from_file(str(tokenizer)), most_frequent(train)

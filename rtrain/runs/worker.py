@@ -320,6 +320,8 @@ def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged], aliv
         document = predictions.measured(job.store, split, job.task, job.head, found, alive)
         scores.write(job.run.scores(split), document)
         job.run.append("sliced", split=split, slices=scores.headlines(document))
+        if missing := document["tables"].get("words_without_tokens"):
+            job.run.append("words_without_tokens", split=split, words=missing)
         for collapsed in document.get("collapsed", ()):
             job.run.append("collapsed", split=split, **collapsed)
         if unseen := document.get("unseen"):

@@ -42,7 +42,7 @@ class Search(Protocol):
         """How far the search is, in a line."""
 
 
-SCORES = ("evaluated", "best", "unseen", "sliced", "collapsed")
+SCORES = ("evaluated", "best", "unseen", "sliced", "collapsed", "words_without_tokens")
 """Kinds of events of which a search says by itself what came of them."""
 ROWS = ("tokenised", "tokens_reused", "bad_rows", "unlabelled", "label_column", "head", "labels", "overlap")
 ALIKE = (*ROWS, "device", "transport", "pass_size", "speeds")

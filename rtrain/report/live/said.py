@@ -137,6 +137,12 @@ def collapsed(event: Event) -> str:
     )
 
 
+def words_without_tokens(event: Event) -> str:
+    """How many words the model does not see."""
+    split = SPLITS[event["split"]]
+    return f"{event['words']:,} words of the {split} rows have no token: each counts as answered O"
+
+
 def sliced(event: Event) -> str | None:
     """The slices of the test rows that are too small to be judged; quarters by length are all alike in that."""
     small = [
@@ -198,6 +204,7 @@ TEXTS: Mapping[str, Callable[[Event], str | None]] = {
     "unseen": unseen,
     "collapsed": collapsed,
     "sliced": sliced,
+    "words_without_tokens": words_without_tokens,
     "evaluated": evaluated,
     "best": best,
 }
