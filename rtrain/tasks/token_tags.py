@@ -1,7 +1,8 @@
 """A tag for each word: names, diseases, clauses in running text. Tags are O, B-TYPE and I-TYPE (BIO, IOB1 or IO).
 
-A word's tag is learned and answered at its first token. Texts are never cut: a long one is read in windows, and each
-word is answered in the window in which it has the most text on both sides.
+A word's tag is learned and answered at its first token. A long text is read in windows (`data.max_windows`), and each
+word is answered in the window in which it has the most text on both sides. A word without a token, or beyond the last
+window, is answered O.
 """
 
 import json
