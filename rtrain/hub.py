@@ -29,8 +29,10 @@ CALLED: dict[Kind, str] = {"model": "model", "dataset": "data set"}
 FILES = (
     *("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.safetensors"),
     *("model.safetensors.index.json", "modules.json", "1_Pooling/config.json"),
+    *("generation_config.json", "vocab.json", "*.spm", "spiece.model"),
 )
-"""The files of a model that are fetched; the last two say how a sentence encoder pools."""
+"""The files of a model that are fetched: `modules.json` and the next say how a sentence encoder pools, the last line is
+of models that write."""
 ANSWER_S = 10.0
 """Seconds in which the hub must answer the first question. Its client would try six times, the last time after 23 s."""
 LINKED_BYTES = 1 << 20

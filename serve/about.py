@@ -46,8 +46,8 @@ class About(Closed):
     """Names of the texts that a question is about: one, or two."""
     labels: list[str]
     """As the artefact has them: `head=label` of several heads, B- and I- of entities."""
-    threshold: float | None
-    """Score from which a label is given; null where the first one is the answer."""
+    thresholds: dict[str, float] | None
+    """Score from which each label is given, by label; null where the first one is the answer."""
     scale: Scale | None
     """Range of the training scores, where the answer is a number."""
     max_words: int | None
@@ -77,7 +77,7 @@ def describe(predictor: Predictor, settings: Serve) -> dict[str, Any]:
         "revisions": predictor.revisions,
         "fields": list(task.fields if paired else task.fields[:1]),
         "labels": list(artifact.labels),
-        "threshold": task.least(predictor.head),
+        "thresholds": task.thresholds(predictor.head),
         "scale": {name: facts[name] for name in ("lowest", "highest", "step")} if on_scale else None,
         "max_words": facts.get("max_words"),
         "explains": _explains(predictor),

@@ -9,10 +9,14 @@ from rtrain.tasks.base import Task
 from serve.schema import RequestError
 
 
+def check(task: Task, head: Head) -> None:
+    """Raise `RequestError` where the model has no threshold to abstain by."""
+    if task.thresholds(head) is None:
+        least(task, head)
+
+
 def least(task: Task, head: Head) -> float:
-    """The score from which an answer counts. Raises `RequestError` where there is none."""
-    if task.output == "labels" and (chosen := task.least(head)) is not None:
-        return chosen
+    """The score from which a class counts. Raises `RequestError` where there is none."""
     if task.output != "classes":
         raise RequestError(422, "this model's answers are not labels of a text", "parameters.abstain")
     found = head.facts.get("threshold" if "outside" in head.facts else ABSTAIN)
@@ -30,15 +34,21 @@ def refuse_label(labels: Sequence[str]) -> None:
 
 
 def abstain(answers: list[list[dict[str, Any]]], task: Task, head: Head, top_k: int | None) -> list[Any]:
-    """The answers of `Task.decode`, with "none" in front of those that do not count: its score is what the best label
-    lacks. It is marked `abstained`, since a model may have a label of that name."""
-    lowest, outside = least(task, head), head.facts.get("outside")
+    """The answers of `Task.decode` with all labels, with "none" in front of those that do not count: its score is what
+    the best label lacks. It is marked `abstained`, since a model may have a label of that name. Of several labels the
+    given ones come first: each has a threshold of its own."""
+    thresholds, outside = task.thresholds(head), head.facts.get("outside")
+    lowest = least(task, head) if thresholds is None else 0.0
     found = []
     for answer in answers:
         best = answer[0]
-        if best["label"] == outside:  # by the same threshold, under the name that the training rows have for it
+        none = {"label": NONE, "score": 1 - best["score"], "abstained": True}
+        if thresholds is not None:
+            given = [entry for entry in answer if entry["score"] >= thresholds[entry["label"]]]
+            answer = [*(given or [none]), *(entry for entry in answer if entry not in given)]
+        elif best["label"] == outside:  # by the same threshold, under the name that the training rows have for it
             answer = [{**best, "label": NONE, "abstained": True}, *answer[1:]]
         elif best["score"] < lowest:
-            answer = [{"label": NONE, "score": 1 - best["score"], "abstained": True}, *answer][:top_k]
-        found.append(answer)
+            answer = [none, *answer]
+        found.append(answer[:top_k])
     return found

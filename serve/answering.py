@@ -152,10 +152,12 @@ class Service:
         if self.mirror is not None:
             self.mirror(texts)
         with self.spans.part("answers"):
-            answers = self.predictor.decode(outputs, texts, encoded, parameters)
             if parameters.get("abstain"):
                 task, head = self.predictor.task, self.predictor.head
+                answers = self.predictor.decode(outputs, texts, encoded, {**parameters, "top_k": None})
                 answers = abstention.abstain(answers, task, head, parameters["top_k"])
+            else:
+                answers = self.predictor.decode(outputs, texts, encoded, parameters)
         if parameters.get("explain"):
             rows = [Row(*row) for row in zip(texts, encoded, outputs, strict=True)]
             with self.spans.part("explanations"):
@@ -184,7 +186,7 @@ class Service:
         texts = asked.texts(task.fields, binary, self.settings.max_inputs)
         parameters = asked.asks(wanted, len(artifact.labels))
         if parameters["abstain"]:
-            abstention.least(task, self.predictor.head)  # refused before the engine has worked for it
+            abstention.check(task, self.predictor.head)  # refused before the engine has worked for it
             abstention.refuse_label(artifact.labels)
         place = "inputs.0.data.{}".format
         answers, cut = await self.answers(texts, deadline, place, parameters, record, client)

@@ -63,7 +63,7 @@ def build_app(
         if parameters.get("explain"):
             service.explanations.check(len(texts), parameters["label"])
         if parameters.get("abstain"):
-            abstention.least(predictor.task, predictor.head)  # refused before the engine has worked for it
+            abstention.check(predictor.task, predictor.head)  # refused before the engine has worked for it
         answers, cut = await service.answers(
             texts,
             deadline,

@@ -25,7 +25,7 @@ TEXT = "where is my parcel"
 INFER = "/v2/models/tiny/infer"
 HEADS = {
     "classification": Head(LABELS),
-    "multi_label": Head(LABELS, {"threshold": 0.5}),
+    "multi_label": Head(LABELS, {"thresholds": dict.fromkeys(LABELS, 0.5)}),
     "multi_head": Head(
         ("intent=buy", "intent=sell", "mood=bad", "mood=fair", "mood=good"), {"heads": [["intent", 2], ["mood", 3]]}
     ),

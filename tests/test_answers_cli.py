@@ -33,7 +33,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    head = Head(("a", "b", "c"), {"threshold": 0.45})
+    head = Head(("a", "b", "c"), {"thresholds": dict.fromkeys(("a", "b", "c"), 0.45)})
     return make_task_artifact(tmp_path_factory.mktemp("labels") / "artifact", "multi_label", head)
 
 
@@ -329,7 +329,7 @@ def test_rows_of_other_programs_are_answered_and_scored_as_they_are_trained_on(r
     [
         (
             "multi_label",
-            Head(("a", "b"), {"threshold": 0.5}),
+            Head(("a", "b"), {"thresholds": dict.fromkeys(("a", "b"), 0.5)}),
             {},
             lambda answer: [e["label"] for e in answer if e["score"] >= 0.5],
         ),

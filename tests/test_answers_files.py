@@ -224,7 +224,7 @@ QA = {"text": "question", "text_pair": "context"}
     ("task", "head", "data"),
     [
         ("classification", Head(("a", "b", "c"), OUTSIDE), {}),
-        ("multi_label", Head(("a", "b", "c"), {"threshold": 0.45}), {}),
+        ("multi_label", Head(("a", "b", "c"), {"thresholds": dict.fromkeys(("a", "b", "c"), 0.45)}), {}),
         ("multi_head", HEADS, {}),
         ("regression", NUMBER, {}),
         ("span_qa", Head(("start", "end"), {"no_answer": False}), QA),

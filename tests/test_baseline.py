@@ -107,6 +107,52 @@ def test_tagged_words_of_a_run_are_known_by_their_tokens(tmp_path: Path) -> None
     assert measured(make_answered(tmp_path, "token_tags")) == {baseline.TAGS: {"valid": 1.0, "test": 1.0}}
 
 
+def test_several_labels_have_two_baselines(tmp_path: Path) -> None:
+    """A text's labels are in its words. The one answer is the set of labels with the best micro F1 for all rows."""
+    run = make_answered(tmp_path, "multi_label")
+    found = measured(run)
+    assert list(found) == [baseline.ONE_ANSWER, baseline.TFIDF]
+    store = collect.read(Run(run)).store
+    assert store is not None
+    train, test = (store.targets(split).matrix(len(store.manifest.labels)) > 0 for split in ("train", "test"))
+    order = np.argsort(-train.sum(axis=0), kind="stable")
+    best = max(range(1, len(order) + 1), key=lambda n: 2 * train[:, order[:n]].sum() / (n * len(train) + train.sum()))
+    given = np.isin(np.arange(len(order)), order[:best])
+    expected = 2 * test[:, given].sum() / (best * len(test) + test.sum())
+    assert found[baseline.ONE_ANSWER]["test"] == pytest.approx(expected)
+    assert found[baseline.TFIDF]["test"] > found[baseline.ONE_ANSWER]["test"]
+
+
+def test_each_head_has_a_linear_model(tmp_path: Path) -> None:
+    found = measured(make_answered(tmp_path, "multi_head"))
+    assert list(found) == [baseline.ONE_ANSWER, baseline.TFIDF]
+    assert found[baseline.TFIDF]["test"] > found[baseline.ONE_ANSWER]["test"]
+
+
+def test_questions_are_answered_by_the_words_around(tmp_path: Path) -> None:
+    """Each answer stands between the two words of its question. Scores are the task's own: of no answer at all, the
+    share of the questions that have none."""
+    words, random = ("parcel", "invoice", "refund", "login", "card", "fee"), np.random.default_rng(0)
+    rows = []
+    for number in range(120):
+        first, other, left = (words[place] for place in random.permutation(6)[:3])
+        filler = " ".join(["and"] * int(random.integers(3, 9)))
+        context = f"{filler} {first} monday {other} {filler} {left}"
+        answers = [{"text": "monday", "start": context.index("monday")}] if number % 5 else []
+        context = context if number % 5 else context.replace(f"{first} monday {other}", "and and and")
+        rows.append({"question": f"{first} {other}", "context": context, "answers": answers})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = make_answered(tmp_path, "span_qa", **{"data.path": str(path), "data.format": None, "data.split_by": None})
+    found, store = measured(run), collect.read(Run(run)).store
+    assert store is not None
+    places = store.targets("test")
+    empty = float(np.mean([not row.reshape(-1, 2)[:, 1].any() for row in places]))
+    assert list(found) == [baseline.BESIDE, baseline.NO_ANSWER]
+    assert found[baseline.NO_ANSWER]["test"] == pytest.approx(empty)
+    assert found[baseline.BESIDE]["test"] > 0.9
+
+
 def test_they_are_measured_once_and_of_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baseline, "MOST_ROWS", 20)
     run = make_answered(tmp_path, "classification")
@@ -145,7 +191,7 @@ def test_those_of_an_older_version_are_measured_again_where_the_rows_are_there(t
 
 
 def test_there_are_none_of_other_answers_or_before_the_end(tmp_path: Path) -> None:
-    assert baseline.ensure(Run(make_answered(tmp_path / "labels", "multi_label"))) is None
+    assert baseline.ensure(Run(make_answered(tmp_path / "tokens", "masked_lm"))) is None
     assert baseline.ensure(Run(make_run(tmp_path / "begun", trained=False))) is None
 
 

@@ -11,6 +11,7 @@ from rtrain.comparison.chance import Difference
 from rtrain.comparison.measure import slices
 from rtrain.metrics.additive import Additive, means
 from rtrain.metrics.scores import MOST_SLICES
+from rtrain.report import stats
 
 
 def shares(right: list[int]) -> Additive:
@@ -38,7 +39,7 @@ def test_mcnemar_is_the_binomial_test_of_the_rows_that_one_side_alone_has_right(
     ],
 )
 def test_holm(values: list[float], corrected: list[float]) -> None:
-    assert chance.holm(values) == pytest.approx(corrected)
+    assert stats.holm(values) == pytest.approx(corrected)
 
 
 def test_a_difference_is_the_other_less_the_first() -> None:
@@ -80,7 +81,7 @@ def test_rows_too_many_for_all_resamples_still_tell_several_sides_apart() -> Non
     rows = 520_000
     first, better = means({"f1": np.arange(rows) % 2}), means({"f1": np.ones(rows)})
     (found,) = chance.differences(first, better)
-    assert chance.holm([found.p] * 60)[0] < chance.ALPHA
+    assert stats.holm([found.p] * 60)[0] < chance.ALPHA
     (same,) = chance.differences(first, first)
     assert same.p == 1.0
 

@@ -117,13 +117,13 @@ def test_a_number_is_explained_in_its_unit_and_by_sentences(made: Callable[..., 
 
 
 def test_every_given_label_is_explained_or_the_likeliest(made: Callable[..., Explainer]) -> None:
-    several = made("multi_label", Head(("x", "y", "z"), {"threshold": 0.0}))
+    several = made("multi_label", Head(("x", "y", "z"), {"thresholds": dict.fromkeys(("x", "y", "z"), 0.0)}))
     [found] = several([CORPUS[2]])
     ranked = [entry["label"] for entry in several._predictor([CORPUS[2]])[0]]
     assert [explained.label for explained in found.answers] == ranked
     for explained in found.answers:
         complete(explained)
-    none = made("multi_label", Head(("x", "y", "z"), {"threshold": 1.0}))
+    none = made("multi_label", Head(("x", "y", "z"), {"thresholds": dict.fromkeys(("x", "y", "z"), 1.0)}))
     [found] = none([CORPUS[2]])
     assert [explained.label for explained in found.answers] == ranked[:1]
 

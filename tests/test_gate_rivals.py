@@ -85,6 +85,8 @@ def test_other_rows_than_the_report_s_are_not_taken_for_them(run: Run) -> None:
     ("task", "name", "said"),
     [
         ("token_tags", "each word's most frequent tag", None),
+        ("multi_label", "TF-IDF and a linear model", None),
+        ("multi_head", "TF-IDF and a linear model", None),
         ("span_qa", "plain models", "none answers with a place in a text, of which counts of words know nothing"),
     ],
 )

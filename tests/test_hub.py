@@ -3,6 +3,7 @@
 `huggingface_hub` reads its settings when it is imported, so what asks a hub is a process of its own.
 """
 
+import ast
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 import yaml
 
 from rtrain import config, hub, manifest
@@ -22,6 +24,7 @@ from rtrain.run import Run
 from rtrain.runs import opening
 from tests.conftest import labelled_rows
 from tests.hub import Hub, make_rows, serving
+from tests.test_augment_paraphrase import tiny_tokenizer
 from tests.tiny import make_encoder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -242,6 +245,60 @@ def test_of_several_subsets_one_must_be_named(served: Hub, tmp_path: Path) -> No
     assert none == "refused: someone/several has several subsets (de, en); name one: someone/several:de"
     assert french == none
     assert sorted(english) == ["test", "train"]
+
+
+def test_all_names_are_given_their_commit_and_models_that_write_are_copied(served: Hub, tmp_path: Path) -> None:
+    writer = tmp_path / "writer"
+    settings = transformers.T5Config(vocab_size=99, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    transformers.T5ForConditionalGeneration(settings).save_pretrained(writer)
+    tiny_tokenizer().save_pretrained(writer)
+    commit = served.add("models", "someone/writer", writer)
+    names = {"augment.paraphrase": "someone/writer", "augment.pivot": "someone/writer@main", "model.name": ENCODER}
+    names |= {"data.path": ROWS, "distill.unlabelled": ROWS, "compress.unlabelled": ROWS}
+    root = tmp_path / "runs"
+    code = f"""
+import json, sys
+from pathlib import Path
+from rtrain import env
+env.prepare()
+from rtrain import config, hub
+from rtrain.data import tokens
+from rtrain.runs import opening
+chosen = opening.absolute(config.load("intent", {names!r}))
+found = opening.hub_names(chosen)
+for kind, name in found.values():
+    hub.keep(kind, name, Path({str(root)!r}))
+augment = tokens.with_rewriters(chosen.recipe, Path({str(root)!r})).augment
+sys.stdout.write(json.dumps([{{field: name for field, (_, name) in found.items()}}, augment.paraphrase, augment.pivot]))
+"""
+    command = [sys.executable, "-c", code]
+    environ = environment(tmp_path / "home", served.url)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    pinned, *folders = json.loads(done.stdout)
+    assert pinned.keys() == names.keys()
+    assert all(hub.takes_over(names[field], name) for field, name in pinned.items())
+    assert pinned["augment.paraphrase"] == pinned["augment.pivot"] == f"someone/writer@{commit}"
+    for folder in map(Path, folders):
+        assert folder.parent == root / ".models"
+        assert {"config.json", "generation_config.json", "model.safetensors"} <= {
+            path.name for path in folder.iterdir()
+        }
+
+
+def test_nothing_but_the_module_of_the_hub_asks_the_hub() -> None:
+    """Every other loader reads folders alone, so that no name gets past its commit."""
+    asking = []
+    for path in [path for room in ("rtrain", "serve", "tune") for path in (ROOT / room).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            stays = any(one.arg == "local_files_only" and getattr(one.value, "value", None) for one in node.keywords)
+            if node.func.attr in ("snapshot_download", "hf_hub_download", "load_dataset") or (
+                node.func.attr == "from_pretrained" and not stays
+            ):
+                asking.append(path.relative_to(ROOT).as_posix())
+    assert set(asking) == {"rtrain/hub.py"}
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs

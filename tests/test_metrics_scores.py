@@ -115,7 +115,7 @@ def test_an_empty_split_has_its_scores_and_nothing_more(tmp_path: Path) -> None:
 
 
 HEADS = {
-    "labels": (base.get("multi_label"), Head(("x", "y"), {"threshold": 0.5})),
+    "labels": (base.get("multi_label"), Head(("x", "y"), {"thresholds": dict.fromkeys(("x", "y"), 0.5)})),
     "heads": (base.get("multi_head"), Head(("m=a", "m=b", "n=c", "n=d"), {"heads": [["m", 2], ["n", 2]]})),
     "number": (
         base.get("regression"),
@@ -296,11 +296,11 @@ def test_labels_of_an_answer_that_is_no_number_are_wrong() -> None:
     assert metric.right(outcomes, targets, head).tolist() == [False, False, True]
     assert "mean_average_precision" not in metric.all(outcomes, targets, head)
     calibrate = base.get("multi_label").calibrate
-    assert calibrate(outcomes, targets, head) == {"threshold": pytest.approx(0.5)}
+    assert set(calibrate(outcomes, targets, head)["thresholds"]) == {"a", "b"}
     # Ten true rows without a number, one true and one false with one: the threshold stays between these two.
     many = Ragged.even(np.array([[nothing]] * 10 + [[2.2], [-2.2]]))
     true = Ragged.even(np.array([[1.0]] * 11 + [[0.0]]))
-    assert calibrate(many, true, Head(("a",))) == {"threshold": pytest.approx(0.5)}
+    assert calibrate(many, true, Head(("a",))) == {"thresholds": {"a": pytest.approx(0.5)}}
     assert calibrate(Ragged.even(np.array([[nothing]])), Ragged.even(np.array([[1.0]])), Head(("a",))) == {}
 
 
@@ -366,7 +366,7 @@ def test_tags_of_an_answer_that_is_no_number_are_wrong() -> None:
 
 def test_labels_that_the_artefact_lacks_are_wrong_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The artefact gives no label at all; every row has one that it does not know."""
-    head = Head(("a", "b"), {"threshold": 0.999999})
+    head = Head(("a", "b"), {"thresholds": dict.fromkeys(("a", "b"), 0.999999)})
     folder = make_task_artifact(tmp_path / "artifact", "multi_label", head, data={"text": "text", "label": "labels"})
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": f"parcel {row}", "labels": ["zzz"]}) + "\n" for row in range(30)))

@@ -37,7 +37,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     overrides: dict[str, Any] = {"quantize.calibration_rows": 8, "gate.seconds": 0.1}
     recipe: Recipe = config.with_overrides(reports.settings_of("multi_label", folder), overrides).recipe
     store = make_store(recipe, folder / "encoder", folder)
-    head = replace(store.manifest.head, facts={**store.manifest.head.facts, "threshold": THRESHOLD})
+    head = replace(
+        store.manifest.head,
+        facts={**store.manifest.head.facts, "thresholds": dict.fromkeys(store.manifest.labels, THRESHOLD)},
+    )
     make_task_artifact(folder / "artifact", recipe.task, head)
     quantize.run(recipe, store.folder, folder, folder / "artifact-int8")
     return folder
@@ -47,13 +50,13 @@ def test_tokenizer_labels_and_thresholds_travel(run: Path) -> None:
     before, after = (artifact.read(run / name) for name in ("artifact", "artifact-int8"))
     assert (after.labels, after.max_tokens, after.task) == (before.labels, before.max_tokens, before.task)
     assert dict(after.facts) == dict(before.facts)
-    assert after.facts["threshold"] == THRESHOLD
+    assert set(after.facts["thresholds"].values()) == {THRESHOLD}
     for path in (run / "artifact" / name for name in quantize.SERVED):
         if path.is_file():
             assert (run / "artifact-int8" / path.name).read_bytes() == path.read_bytes()
     asked = list(CORPUS[:6])
     float_one, int8 = (Predictor.load(run / name) for name in ("artifact", "artifact-int8"))
-    assert int8.task.least(int8.head) == THRESHOLD
+    assert set(int8.task.thresholds(int8.head).values()) == {THRESHOLD}
     assert [row.ids for row in int8.encode(asked)] == [row.ids for row in float_one.encode(asked)]
 
 

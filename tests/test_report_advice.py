@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from rtrain.report import advice
-from rtrain.report.advice import Facts, Label, Weak
+from rtrain.report.advice import Compared, Facts, Label, Weak
 
-FINE = Facts(folder="/runs/a b", score=0.95, interval=(0.93, 0.97), rows=1000, given=800, updates=100, epochs=3)
+FINE = Facts(folder="/runs/a b", score=0.95, rows=1000, given=800, updates=100, epochs=3)
 AGAIN = "rtrain train '/runs/a b/config.yaml' --set {} --out NEW_FOLDER"
 
 
@@ -57,8 +57,7 @@ def test_a_student_is_distilled_again_not_trained_or_searched_like_its_teacher()
         teacher=True,
         student=True,
         score=0.7,
-        interval=(0.6, 0.8),
-        baseline=("TF-IDF", 0.9),
+        compared=Compared(0.7, (0.6, 0.8), "TF-IDF", 0.9),
         cut=500,
         validation=((1, 0.1), (2, 0.5)),
     )
@@ -105,8 +104,8 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         AGAIN.format("data.max_tokens=128"),
     ),
     "beat_baseline": (
-        {"baseline": ("TF-IDF", 0.94)},
-        {"baseline": ("TF-IDF", 0.92)},
+        {"compared": Compared(0.95, (0.93, 0.97), "TF-IDF", 0.94)},
+        {"compared": Compared(0.95, (0.93, 0.97), "TF-IDF", 0.92)},
         "TF-IDF is not told apart from it by these rows: 0.940 against 0.950",
         "rtrain tune '/runs/a b/config.yaml' --out '/runs/a b-search'",
     ),
@@ -175,7 +174,7 @@ def test_a_weak_length_is_a_matter_of_tokens() -> None:
 
 
 def test_a_model_that_loses_to_a_baseline_is_not_led_to_the_endpoint() -> None:
-    lost = replace(FINE, score=-1.5, interval=(-1.7, -1.3), baseline=("TF-IDF", -0.7))
+    lost = replace(FINE, score=-1.5, compared=Compared(-1.5, (-1.7, -1.3), "TF-IDF", -0.7))
     (step,) = advice.steps(lost)
     assert step.why == "TF-IDF is better: 0.700 against 1.50 of the encoder"
     # Within the interval it is not called better, as the page's title says.

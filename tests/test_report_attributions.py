@@ -155,7 +155,34 @@ def test_the_hardest_rows_are_explained_once_and_kept(run: Path, monkeypatch: py
 def test_the_verb_makes_them_where_they_lack(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["report", str(run)])
     assert Run(run).attributions("test").is_file()
-    assert capsys.readouterr().err == f"next: rtrain serve {run / 'artifact'}\n"
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert last == f"next: rtrain serve {run / 'artifact'}"
+    assert any(line.startswith("explaining the 20 hardest rows") for line in lines)
+
+
+def test_rows_are_explained_when_all_else_is_there_and_for_a_limited_time(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    driver.report(Run(run), lambda event: said.append(event["text"]))
+    assert not Run(run).attributions("test").exists()
+    assert (run / "report.html").is_file()
+    now, each = [0.0], 1.0
+    monkeypatch.setattr("rtrain.report.attributions.time.monotonic", lambda: now[0])
+    explain = Explainer.explain
+
+    def slow(self: Explainer, *arguments: Any, **named: Any) -> Any:
+        now[0] += each
+        return explain(self, *arguments, **named)
+
+    monkeypatch.setattr(Explainer, "explain", slow)
+    said.clear()
+    driver.explain(Run(run), lambda event: said.append(event["text"]))
+    found = json.loads(Run(run).attributions("test").read_text())
+    assert (len(found["rows"]), found["asked"]) == (attributions.SECONDS, 20)
+    assert [found["rows"][0]["row"]] == answer_rows.newest(Run(run)).hardest(1).tolist()  # type: ignore[union-attr]
+    assert len(said) == 1 + attributions.SECONDS / attributions.EVERY_S + 1
+    assert "Only the first 15 are explained" in (run / "report.html").read_text(encoding="utf-8")
 
 
 def test_those_of_other_weights_are_made_anew(run: Path) -> None:
@@ -189,8 +216,8 @@ def test_a_failure_is_said_and_costs_neither_run_nor_page(run: Path) -> None:
         attributions.ensure(Run(run))
     said: list[str] = []
     driver.report(Run(run), lambda event: said.append(event["text"]))
-    [told] = [text for text in said if not text.endswith("report")]
-    assert told.startswith("no attributions: ")
+    driver.explain(Run(run), lambda event: said.append(event["text"]))
+    assert said[-1].startswith("no attributions: ")
     assert len(list(run.glob("attributions-*.txt"))) == 1
     assert (run / "report.html").is_file()
 

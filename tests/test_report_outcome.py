@@ -5,25 +5,31 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rtrain import events
+from rtrain.batch import Ragged
+from rtrain.data.stores.store import open_store
 from rtrain.metrics import per_class
 from rtrain.report import baseline, collect
 from rtrain.report.drawing import page
 from rtrain.report.drawing.blocks import Note, Steps, Table
+from rtrain.report.live import said
 from rtrain.report.sections import next_steps, outcome
 from rtrain.run import Run
-from tests.reports import answers_of, make_run, page_of, write_predictions, write_scores
+from rtrain.runs import predictions
+from rtrain.tasks import base
+from tests.reports import answers_of, begin, make_run, page_of, settings_of, write_predictions, write_scores
 from tests.test_report_page import table
 
 LABELS = ("login", "parcel", "refund")
 
 
-def with_baselines(run: Path, **scores: float) -> None:
-    """As `baseline.ensure` leaves them, with the same score on both splits."""
+def with_baselines(run: Path, rows: dict[str, int], **scores: float) -> None:
+    """As `baseline.ensure` leaves them, with the same score on both splits, of so many `rows` each."""
     each = [{"name": name, "scores": {"valid": value, "test": value}} for name, value in scores.items()]
-    document = {"schema_version": baseline.SCHEMA_VERSION, "headline": "accuracy", "trained_on": 100}
+    document = {"schema_version": baseline.SCHEMA_VERSION, "headline": "accuracy", "trained_on": 100, "rows": rows}
     (run / baseline.NAME).write_text(json.dumps({**document, "baselines": each}))
 
 
@@ -36,7 +42,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = [("login" if code == "en" else said) for said, code in zip(found, language, strict=True)]
     write_predictions(run, targets, found, language=language, score=[0.95] * 200)
     write_scores(run, *answers_of(LABELS, 30, right=0.5), split="valid")
-    with_baselines(run, tfidf=0.3, majority=0.2)
+    with_baselines(run, {"valid": 30, "test": 200}, tfidf=0.3, majority=0.2)
     return run
 
 
@@ -97,6 +103,41 @@ def test_the_title_says_which_is_ahead(reached: float, said: str, finished: Path
     assert f", {said} the best baseline" in found.title
 
 
+def test_only_scores_of_the_same_rows_are_compared(finished: Path) -> None:
+    """The baselines are of 50 of the 200 rows: the model's score on these is known, or nothing is said."""
+    run = collect.read(Run(finished))
+    assert run.baselines is not None
+    assert run.scores is not None
+    run = replace(run, baselines={**run.baselines, "rows": {"valid": 30, "test": 50}})
+    assert outcome.section(run).blocks[0].title == "Test accuracy 0.500"  # type: ignore[union-attr]
+    assert next_steps.facts(run).compared is None
+    sample = {"rows": 50, "scores": {"accuracy": 0.1}, "intervals": {}}
+    run = replace(run, scores={**run.scores, "sample": sample})
+    found = outcome.section(run).blocks[0]
+    assert isinstance(found, Table)
+    assert ", NOT ahead of the best baseline" in found.title
+    assert ("test", "this model, on the 50 rows of the baselines", "0.1000", "-") in list(found.rows)
+
+
+@pytest.mark.parametrize("task", ["classification", "multi_label", "multi_head", "regression"])
+def test_one_answer_to_almost_all_rows_is_told(task: str, tmp_path: Path) -> None:
+    """Not that of a model of random answers, however wrong they are."""
+    folder = Run(begin(tmp_path, settings_of(task, tmp_path)))
+    assert folder.store is not None
+    store = open_store(folder.store)
+    head, rows = store.manifest.head, store.rows("test")
+    width = 1 if task == "regression" else len(head.labels)
+    random = np.random.default_rng(0).normal(0, 3, (rows, width))
+    for outcomes, is_told in ((random, False), (np.tile(random[:1], (rows, 1)), True)):
+        document = predictions.measured(store, "test", base.get(task), head, Ragged.even(outcomes))
+        assert ("collapsed" in document) is is_told
+    for one in document["collapsed"]:
+        assert (one["rows"], one["of"], one["given"]) == (one["of"], rows, one["others"])
+        assert "WARNING" in str(said.of({"kind": "collapsed", "split": "test", **one}))
+    found = outcome.section(replace(collect.read(folder), scores=document))
+    assert any(isinstance(block, Note) and "hardly tells rows apart" in block.text for block in found.blocks)
+
+
 def test_the_worst_of_each_kind_in_one_glance(finished: Path) -> None:
     run = collect.read(Run(finished))
     rows = table(outcome.section(run), "What is wrong most").rows
@@ -127,7 +168,8 @@ def test_facts_call_for_their_steps(finished: Path) -> None:
     assert (found.weak.column, found.weak.value) == ("language", "en")
     assert len(found.suspects) >= 2  # wrong answers with a confidence of 0.95
     assert found.train_loss == pytest.approx(sum(2.0 / update for update in range(11, 21)) / 10)
-    assert found.baseline == ("tfidf", 0.3)
+    assert found.compared is not None
+    assert (found.compared.name, found.compared.reached) == ("tfidf", 0.3)
     assert [value for _, value in found.validation] == [0.25, 0.5]
     told = " ".join(steps_of(run))
     assert "Check the labels of rows.csv:" in told

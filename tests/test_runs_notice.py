@@ -55,6 +55,26 @@ def test_a_look_that_fails_is_said_once_and_the_next_ones_see_a_preemption(
     assert event["text"].endswith("); looking on")
 
 
+def test_training_never_waits_for_the_folder_in_which_a_notice_would_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread looks once a second, however often the training asks."""
+    run, looks = Run(tmp_path), [0]
+    real = notice.given
+
+    def given(looked: Run) -> bool:
+        looks[0] += 1
+        return real(looked)
+
+    monkeypatch.setattr(notice, "given", given)
+    with notice.Look(run) as look:
+        assert not any(look.is_given for _ in range(100_000))
+        assert looks[0] <= 2
+        notice.give(run, notice.ASKED)
+        within(lambda: look.is_given)
+    assert notice.take(run) == notice.ASKED
+
+
 def test_a_run_that_waits_says_for_which_nodes_and_since_it_began_to_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

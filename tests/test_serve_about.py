@@ -28,7 +28,7 @@ def test_a_model_says_what_it_is_for(predictor: Predictor) -> None:
         "revisions": predictor.revisions,
         "fields": ["text"],
         "labels": list(LABELS),
-        "threshold": None,
+        "thresholds": None,
         "scale": None,
         "max_words": None,
         "explains": True,
@@ -41,7 +41,7 @@ def test_a_model_says_what_it_is_for(predictor: Predictor) -> None:
 @pytest.mark.parametrize(
     ("task", "expected"),
     [
-        ("multi_label", {"threshold": 0.5, "explains": True}),
+        ("multi_label", {"thresholds": {"a": 0.5, "b": 0.5, "c": 0.5}, "explains": True}),
         ("multi_head", {"labels": list(HEADS["multi_head"].labels), "explains": True}),
         ("regression", {"scale": {"lowest": 1.0, "highest": 9.0, "step": 0.5}, "explains": True}),
         ("token_tags", {"fields": ["text"], "explains": True}),

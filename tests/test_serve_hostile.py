@@ -109,7 +109,7 @@ def test_a_thousand_hostile_requests_with_a_key_are_too(locked: Asker) -> None:
 
 
 TASKS: list[tuple[str, Head, dict[str, str]]] = [
-    ("multi_label", Head(("a", "b", "c"), {"threshold": 0.45}), {}),
+    ("multi_label", Head(("a", "b", "c"), {"thresholds": dict.fromkeys(("a", "b", "c"), 0.45)}), {}),
     ("multi_head", Head(("x=a", "x=b", "y=c", "y=d"), {"heads": [["x", 2], ["y", 2]]}), {}),
     ("regression", Head(("score",), {"mean": 3.0, "std": 1.0, "lowest": 0.0, "highest": 6.0, "step": 1.0}), {}),
     ("span_qa", Head(("start", "end"), {"no_answer": True}), {"text": "question", "text_pair": "context"}),

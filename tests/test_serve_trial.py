@@ -268,7 +268,7 @@ def test_of_several_labels_each_version_gives_those_from_its_own_threshold_on(
     spam: float, rude: float, agreed: bool
 ) -> None:
     task = base.get("multi_label")
-    old, new = (Head(("rude", "spam"), {"threshold": least}) for least in (0.5, 0.4))
+    old, new = (Head(("rude", "spam"), {"thresholds": dict.fromkeys(("rude", "spam"), least)}) for least in (0.5, 0.4))
     first, second = (
         [{"label": "spam", "score": one}, {"label": "rude", "score": other}]
         for one, other in ((0.8, 0.35), (spam, rude))

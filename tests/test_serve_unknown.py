@@ -174,11 +174,21 @@ def test_rows_outside_of_all_classes_are_none_too(tmp_path: Path) -> None:
 
 
 def test_of_several_labels_none_is_the_one_where_none_applies(tmp_path: Path) -> None:
-    predictor = served(tmp_path, "multi_label", Head(LABELS, {"threshold": 0.5}))
+    predictor = served(tmp_path, "multi_label", Head(LABELS, {"thresholds": dict.fromkeys(LABELS, 0.5)}))
     best = asked(predictor).json()[0][0]["score"]
     for chosen, label in ((best + 1e-6, "none"), (best - 1e-6, asked(predictor).json()[0][0]["label"])):
-        predictor.head = Head(LABELS, {"threshold": chosen})
+        predictor.head = Head(LABELS, {"thresholds": dict.fromkeys(LABELS, chosen)})
         assert asked(predictor, abstain=True).json()[0][0]["label"] == label
+
+
+def test_of_several_labels_the_given_ones_come_first(tmp_path: Path) -> None:
+    """The label with the highest score lies below its own threshold, and the next one above."""
+    predictor = served(tmp_path, "multi_label", Head(LABELS))
+    first, second, third = asked(predictor).json()[0]
+    chosen = {first["label"]: first["score"] + 1e-6, second["label"]: second["score"] - 1e-6, third["label"]: 1.0}
+    predictor.head = Head(LABELS, {"thresholds": chosen})
+    assert asked(predictor, abstain=True).json()[0] == [second, first, third]
+    assert asked(predictor, abstain=True, top_k=1).json()[0] == [second]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_scores_of_labels_are_those_of_scikit_learn() -> None:
     random = np.random.default_rng(0)
     true, logits = random.integers(0, 2, (50, 3)), random.normal(size=(50, 3))
     for threshold in (None, 0.7):
-        facts = {} if threshold is None else {"threshold": threshold}
+        facts = {} if threshold is None else {"thresholds": dict.fromkeys(TOPICS.labels, threshold)}
         given = 1 / (1 + np.exp(-logits)) >= (threshold or 0.5)
         found = by_output.labels(Ragged.even(logits), Ragged.even(true), Head(TOPICS.labels, facts))
         for average in ("micro", "macro"):
@@ -116,9 +116,32 @@ def test_the_threshold_is_the_best_of_the_validation_rows() -> None:
     targets, head = Ragged.even(np.array([[1], [1], [0], [0]])), Head(("a",))
     assert by_output.labels(outcomes, targets, head)["micro_f1"] == 0
     chosen = LABELS.calibrate(outcomes, targets, head)
-    assert 0.2 < chosen["threshold"] <= 0.3
+    assert 0.2 < chosen["thresholds"]["a"] <= 0.3
     assert by_output.labels(outcomes, targets, Head(("a",), chosen))["micro_f1"] == 1
     assert LABELS.calibrate(Ragged.even(np.empty((0, 1))), Ragged.even(np.empty((0, 1))), head) == {}
+
+
+def test_each_label_has_a_threshold_of_its_own() -> None:
+    """One label's logits lie 4 higher than the other's: no one threshold is right for both."""
+    random = np.random.default_rng(0)
+    targets = Ragged.even((random.random((400, 2)) < 0.3).astype(np.float32))
+    logits = 2.0 * targets.matrix(2) + np.array([-5.0, -1.0]) + random.normal(0, 0.3, (400, 2))
+    head = Head(("low", "high"))
+    chosen = LABELS.calibrate(Ragged.even(logits), targets, head)
+    assert chosen["thresholds"]["low"] < 0.1 < 0.4 < chosen["thresholds"]["high"]
+    assert by_output.labels(Ragged.even(logits), targets, Head(head.labels, chosen))["macro_f1"] > 0.97
+
+
+def test_a_rare_label_leans_on_the_threshold_of_all() -> None:
+    """Its only validation row has a logit far above the others' rows; a label without rows has the threshold of all."""
+    common = np.repeat([2.0, -2.0], 100)
+    logits = np.stack([common, np.where(np.arange(200) == 0, 9.0, -2.0), np.full(200, -3.0)], axis=1)
+    true = np.stack([common > 0, np.arange(200) == 0, np.zeros(200)], axis=1)
+    head = Head(("common", "rare", "absent"))
+    chosen = LABELS.calibrate(Ragged.even(logits), Ragged.even(true.astype(np.float32)), head)["thresholds"]
+    alone = LABELS.calibrate(Ragged.even(logits[:, 1:2]), Ragged.even(true[:, 1:2].astype(np.float32)), Head(("rare",)))
+    assert chosen["absent"] == pytest.approx(chosen["common"])
+    assert chosen["common"] <= chosen["rare"] < alone["thresholds"]["rare"]
 
 
 def test_rows_with_labels_are_described() -> None:

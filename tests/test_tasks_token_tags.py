@@ -1,6 +1,7 @@
 """Tags of words: where they are learned, windows of long texts, entity scores, and the HTTP form."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rtrain.config import Distill
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.exchange.replicated import Replicated
-from rtrain.metrics import by_output
+from rtrain.metrics import by_output, scores as scores_module
 from rtrain.network import model
 from rtrain.predict import Predictor
 from rtrain.run import Run
@@ -128,6 +129,43 @@ def random_batch(encoder: Path, window: int = 16) -> tuple[Tokens, torch.Tensor]
     tokens = Tokens(**{**vars(packed), "targets": targets.values, "counts": targets.counts})
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(len(tokens.ids), 4)))
     return tokens, logits
+
+
+@pytest.mark.parametrize(
+    ("words", "tags", "expected"),
+    [
+        # An entity on a word of which the tokenizer keeps nothing is missed.
+        (["anna", "met", "\u200b", "?"], ["B-PER", "O", "B-LOC", "O"], (1.0, 0.5, 2 / 3, 0.75)),
+        # One that begins with such a word is found with another beginning: neither precision nor recall.
+        (["\u200b", "paris", "?"], ["B-LOC", "B-LOC", "O"], (1.0, 0.5, 2 / 3, 2 / 3)),
+        (["in", "\u200b", "anna", "maria"], ["O", "B-PER", "I-PER", "I-PER"], (0.0, 0.0, 0.0, 0.75)),
+        (["\u200b", "\u200d"], ["O", "B-LOC"], (0.0, 0.0, 0.0, 0.5)),
+    ],
+)
+def test_a_word_without_a_token_is_missed(
+    words: list[str], tags: list[str], expected: tuple[float, ...], encoder: Path
+) -> None:
+    """The model answers all that it sees rightly. The scores are those of seqeval for the answers with O there."""
+    text, label = " ".join(words), json.dumps(tags)
+    encoded = encode(encoder, text)
+    marks = Ragged.of([TASK.marks(text, None, label, encoded)], np.int32)
+    targets = TASK.targets([label], marks, HEAD).values
+    tokens = replace(pack([encoded]), targets=targets.values, counts=targets.counts)
+    seen = [word for word in words if word.isascii()]
+    assert TASK.counts(tokens, HEAD) == {"loss": len(seen)}
+    right = np.where(tokens.targets[: len(encoded.ids)] >= 0, tokens.targets[: len(encoded.ids)], 0).astype(int)
+    logits = 9.0 * np.eye(len(HEAD.labels))[right]
+    assert float(TASK.loss(torch.from_numpy(logits), tokens, HEAD)["loss"]) < 0.01
+    outcomes = TASK.outcomes(TASK.outputs(logits, tokens, HEAD), tokens, HEAD)
+    scores = by_output.tags(outcomes, targets, HEAD)
+    found = [scores[name] for name in ("precision", "recall", "f1", "word_accuracy")]
+    assert found == pytest.approx(expected)
+    described = TASK.describe(outcomes, targets, HEAD)
+    assert described.target == [tags]
+    assert [len(row) for row in described.prediction] == [len(words)]
+    document = scores_module.measure(TASK, HEAD, "test", outcomes, targets, tokens.lengths_of_rows, {})
+    assert document["tables"]["words_without_tokens"] == len(words) - len(seen)
+    assert "have no token" in scores_module.text(document)
 
 
 def test_the_loss_is_that_of_words_and_adds_up_row_by_row(encoder: Path) -> None:

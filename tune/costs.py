@@ -26,7 +26,8 @@ def milliseconds(model: Path) -> float:
     import transformers
 
     network = transformers.AutoModel.from_config(
-        transformers.AutoConfig.from_pretrained(model, trust_remote_code=False), trust_remote_code=False
+        transformers.AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False),
+        trust_remote_code=False,
     ).eval()
     ids, before = torch.ones(1, TOKENS, dtype=torch.long), torch.get_num_threads()
     torch.set_num_threads(1)

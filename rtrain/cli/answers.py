@@ -88,17 +88,17 @@ def print_texts(options: Given) -> None:
     from rtrain.predict import Predictor
 
     predictor = Predictor.load(options.artifact)
-    least = predictor.task.least(predictor.head)
+    thresholds = predictor.task.thresholds(predictor.head)
     place, lines = ("text", iter(options.texts)) if options.texts else ("line", _lines())
     first, answered, documents = 1, 0, []
     while texts := list(islice(lines, LINES)):
         for answer in _answers(predictor, texts, f"{place} {{}}", first, options):
             answered += answer is not None
-            shown = given(answer, least, options.top)
+            shown = given(answer, thresholds, options.top)
             if options.as_json:
                 documents.append(shown)
             else:
-                print("" if answer is None else given_text(shown, least))
+                print("" if answer is None else given_text(shown, thresholds))
         first += len(texts)
     if options.as_json:
         print(json.dumps(documents, ensure_ascii=False))
@@ -121,7 +121,7 @@ def _answers(predictor: "Predictor", texts: list[str], place: str, first: int, o
             print(f"rtrain: {place.format(number)} {flaw}", file=sys.stderr)
     good = [text for text, flaw in zip(texts, flaws, strict=True) if flaw is None]
     # Where entries count by a threshold, all are asked for: it may let any number of them pass.
-    every = options.top is None and predictor.task.least(predictor.head) is not None
+    every = options.top is None and predictor.task.thresholds(predictor.head) is not None
     parameters = {} if every else {"top_k": options.top or 1}
     found = iter(predictor(good, parameters, batch_rows=options.batch or BATCH_ROWS))
     return [next(found) if flaw is None else None for flaw in flaws]

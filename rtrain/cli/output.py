@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 _APART = re.compile(r"[\t\r\n]+")
@@ -33,24 +34,27 @@ def answer_text(answer: Any) -> str:
     return _APART.sub(" ", str(answer))
 
 
-def given(answer: Any, least: float | None, top: int | None) -> Any:
-    """What is shown of an answer with several entries: those that count (`Task.least`). With `top` that many, each of
-    which then says whether it counts."""
-    if least is None or not isinstance(answer, list):
+def given(answer: Any, thresholds: Mapping[str, float] | None, top: int | None) -> Any:
+    """What is shown of an answer with several entries: those that count (`Task.thresholds`). With `top` that many, each
+    of which then says whether it counts."""
+    if thresholds is None or not isinstance(answer, list):
         return answer
     if top is None:
-        return [entry for entry in answer if entry["score"] >= least]
-    return [{**entry, "given": entry["score"] >= least} for entry in answer]
+        return [entry for entry in answer if entry["score"] >= thresholds[entry["label"]]]
+    return [{**entry, "given": entry["score"] >= thresholds[entry["label"]]} for entry in answer]
 
 
-def given_text(answer: Any, least: float | None) -> str:
+def given_text(answer: Any, thresholds: Mapping[str, float] | None) -> str:
     """A line for what `given` returns."""
-    if least is None or not isinstance(answer, list):
+    if thresholds is None or not isinstance(answer, list):
         return answer_text(answer)
     if not answer:
         return "(no label)"
-    marks = {True: "", False: f" (below {least:.4g})"}
-    return "\t".join(f"{entry['label']}\t{entry['score']:.4f}{marks[entry.get('given', True)]}" for entry in answer)
+    return "\t".join(
+        f"{entry['label']}\t{entry['score']:.4f}"
+        + ("" if entry.get("given", True) else f" (below {thresholds[entry['label']]:.4g})")
+        for entry in answer
+    )
 
 
 def batch_text(report: dict[str, Any]) -> str:

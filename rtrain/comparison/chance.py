@@ -1,7 +1,6 @@
-"""Whether a difference is more than chance: the paired bootstrap, McNemar's test, Holm's correction, rows needed."""
+"""Whether a difference is more than chance: the paired bootstrap, McNemar's test, rows needed."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,17 +98,6 @@ def mcnemar(lost: int, won: int) -> float:
     from scipy.special import bdtr
 
     return float(min(1.0, 2 * bdtr(min(lost, won), both, 0.5)))
-
-
-def holm(values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction (1979): with it, the chance that any of the p falls below 0.05 without a difference
-    is at most 0.05, however many there are."""
-    order = sorted(range(len(values)), key=lambda place: values[place])
-    found, highest = [0.0] * len(values), 0.0
-    for rank, place in enumerate(order):
-        highest = max(highest, min(1.0, values[place] * (len(values) - rank)))
-        found[place] = highest
-    return found
 
 
 def seen(one: Difference) -> float:

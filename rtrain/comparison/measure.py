@@ -16,6 +16,7 @@ from rtrain.metrics import per_class
 from rtrain.metrics.additive import Additive, Bools, Ints
 from rtrain.metrics.scores import LENGTH, MOST_SLICES
 from rtrain.metrics.slices import LEAST, Group, groups, quantiles
+from rtrain.report import stats
 
 SLICE_REPLICATES = 1000
 """The fewest resamples of a slice."""
@@ -83,7 +84,7 @@ def measure(sides: Sequence[Side], paired: Paired) -> Measured:
             "lengths, or the heads are not the same; compare runs of one data.max_tokens and one set of heads"
         )
     found = [_against(sides, paired, at, judged, place) for place in range(1, len(sides))]
-    corrected = chance.holm([one.headline.p for one in found])
+    corrected = stats.holm([one.headline.p for one in found])
     return Measured(
         split=paired.split,
         rows=len(at[0]),
@@ -189,7 +190,7 @@ def slices(
     for _, part in parts:
         a, b = (Additive(side.rows[part.rows], side.score) for side in (first, other))
         found.append(next(one for one in chance.differences(a, b, replicates) if one.name == headline))
-    corrected = chance.holm([one.p for one in found])
+    corrected = stats.holm([one.p for one in found])
     made = [
         Slice(column, part.value, replace(one, p=p))
         for (column, part), one, p in zip(parts, found, corrected, strict=True)

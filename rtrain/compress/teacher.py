@@ -20,6 +20,7 @@ from rtrain.batch import IGNORED, Floats, Head, Int32s, Ints, Outputs, batches
 from rtrain.config import Model
 from rtrain.data.stores.store import Store, open_store
 from rtrain.errors import UserError, quoted
+from rtrain.metrics.entities import of_tokens
 from rtrain.network import model, pooling, trimming
 from rtrain.tasks import base
 from rtrain.training.step import forward
@@ -132,7 +133,7 @@ def carry(source: Store, target: Store, version: str, *, by_word: bool = False) 
     answered: Any = slice(None)
     same = np.array_equal(known[places], wanted)
     if same and by_word:
-        targets, theirs = target.targets("train"), source.targets("train")
+        targets, theirs = (of_tokens(store.targets("train")) for store in (target, source))
         tokens = source.token_places(places)
         answered, there = targets.values != IGNORED, theirs.values[tokens] != IGNORED
         same = np.array_equal(_in_rows(answered, targets.counts), _in_rows(there, theirs.counts[places]))

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rtrain import drafts, ray_internals
+from rtrain import drafts, hub, ray_internals
 from rtrain.batch import Head
 from rtrain.config import Recipe
 from rtrain.config.recipe import ADDED_TO_DATA
@@ -164,9 +164,7 @@ def _made(
 ) -> store.Store:
     # A folder without tokenizer and a model that cannot write are refused before any task starts.
     variants.noise_of(recipe.augment, shards.tokenizer_of(recipe, model))
-    for name in (recipe.augment.paraphrase, recipe.augment.pivot):
-        if name:
-            paraphrase.check(name)
+    recipe = with_rewriters(recipe, root)
     writer = store.Writer(final)
     try:
         splits = Splits.of(recipe.data, source) if head is None else Splits(has_test=True, valid_share=0.0)
@@ -177,6 +175,16 @@ def _made(
         raise
     digests.remember(root, source.hashed)
     return made
+
+
+def with_rewriters(recipe: Recipe, root: Path) -> Recipe:
+    """The recipe with the folders of the models that rewrite texts, which every node reads, in place of hub names."""
+    folders: dict[str, str] = {}
+    for field in ("paraphrase", "pivot"):
+        if name := getattr(recipe.augment, field):
+            folders[field] = str(hub.model(name, root)) if hub.is_name(name) else name
+            paraphrase.check(folders[field])
+    return recipe.model_copy(update={"augment": recipe.augment.model_copy(update=folders)}) if folders else recipe
 
 
 def _run(job: Job, source: records.Source) -> list[dict[str, Any]]:

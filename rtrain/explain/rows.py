@@ -1,9 +1,10 @@
 """Explanations of rows of a token store, by their texts as they are written, or else as their tokens spell them.
 
-The work is bounded by a number of tokens, not by a clock: the same rows get the same explanations on every machine.
+The work is bounded by a number of tokens: a row that is explained is explained alike on every machine. A caller may
+bound the time, too, which leaves out the last rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from rtrain.batch import Encoded, Tokens, Window
 from rtrain.explain import words
 from rtrain.explain.explainer import Explained, Explainer, Reading
+from rtrain.explain.gradients import Stopped
 from rtrain.predict import Predictor
 from rtrain.tasks.base import Input, Task
 
@@ -42,9 +44,12 @@ def explain(
     paired: bool,
     budget: int = BUDGET,
     texts: Sequence[tuple[str, str | None] | None] = (),
+    stop: Callable[[], bool] = lambda: False,
+    explained: Callable[[int], None] = lambda rows: None,
 ) -> dict[str, Any]:
     """{"steps", "rows": one per row that was explained}, as JSON; `paired`: the rows are of two texts. `texts`: those
-    of the rows as they are written, as far as they are kept (`Store.texts`).
+    of the rows as they are written, as far as they are kept (`Store.texts`). No row is begun or ended once `stop()` is
+    true; `explained` is told how many there are after each.
 
     A row is {"texts": [[field, text], ...], "answers": [{"label", "span", "value", "baseline", "completeness_error",
     "words", "sentences"}, ...]}; a word or a sentence is [number of its text, start, end, attribution]. Raises
@@ -54,11 +59,18 @@ def explain(
     number, steps = plan(tokens.lengths_of_rows.tolist(), budget)
     rows = []
     for place in range(number):
+        if stop():
+            break
         row = tokens.pick([place])
         known = _as_written(predictor, row, texts[place]) if place < len(texts) else None
         asked, encoded = known or read(predictor, row, paired)
         [output] = predictor.run([encoded])
-        rows.append(_row(explainer.explain(asked, encoded, output, steps=steps).answers, asked, predictor.task))
+        try:
+            answers = explainer.explain(asked, encoded, output, steps=steps, stop=stop).answers
+        except Stopped:
+            break
+        rows.append(_row(answers, asked, predictor.task))
+        explained(len(rows))
     return {"steps": steps, "rows": rows}
 
 

@@ -8,9 +8,10 @@ import numpy as np
 
 from rtrain.batch import Encoded, Floats, Head, Tokens
 from rtrain.errors import UserError
+from rtrain.metrics.tables import thresholds_of
 from rtrain.tasks.base import Input, Task
 from rtrain.tasks.multi_head import heads
-from rtrain.tasks.multi_label import sigmoid, threshold
+from rtrain.tasks.multi_label import sigmoid
 from rtrain.tasks.pooled import pooled
 from rtrain.tasks.token_tags import located
 
@@ -93,7 +94,8 @@ def _labels(head: Head, asked: Input, encoded: Encoded, output: Floats, label: s
     if label is not None:
         return _classes(head, asked, encoded, output, label)
     order = np.argsort(-output, kind="stable")
-    given = [int(place) for place in order if sigmoid(output[place]) >= threshold(head)]
+    chances, least = sigmoid(output), thresholds_of(head)
+    given = [int(place) for place in order if chances[place] >= least[place]]
     return [Target(head.labels[place], (place,)) for place in given or [int(order[0])]]
 
 

@@ -1,8 +1,9 @@
 """What the transformer buys: plain models on the same rows, and points per millisecond beside each of them.
 
-Of texts with one label or a number: TF-IDF with a linear model, and a static student (`rtrain.gate.static`) with a
-linear model; of tagged words: each word's most frequent tag. Latency is that of a text asked alone, tokenizer included,
-on one thread, for every model alike. What a run's report has measured on the same rows is not measured again.
+Of texts with labels or a number: TF-IDF with linear models; of one label or a number also a static student
+(`rtrain.gate.static`) with a linear model; of tagged words: each word's most frequent tag. Latency is that of a text
+asked alone, tokenizer included, on one thread, for every model alike. What a run's report has measured on the same rows
+is not measured again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +28,10 @@ NONE = {
     "spans": "with a place in a text, of which counts of words know nothing",
     "summary": "with sentences of a text",
     "tokens": "with words that are masked",
-    "labels": "with several labels",
-    "heads": "with a label for each of several questions",
 }
 """How models answer that have no rival, by their output."""
+REPORTED = {"tags": TAGS, "labels": TFIDF, "heads": TFIDF}
+"""The plain model of outputs whose rival is measured for a run's report alone."""
 UNREAD = "the base knows no piece of the rows"
 CANDIDATE = "this candidate"
 PLAIN = "plain models"
@@ -93,9 +94,9 @@ def measure(
         return replace(one, points_per_ms=points_per_ms(score - one.score, ms - one.ms))
 
     found = [Rival(CANDIDATE, score, ms)]
-    if task.output == "tags":
-        tags = beside(known[TAGS]) if TAGS in known else Rival(TAGS, absent=UNMEASURED)
-        return [asdict(one) for one in (*found, tags)]
+    if (name := REPORTED.get(task.output)) is not None:
+        rival = beside(known[name]) if name in known else Rival(name, absent=UNMEASURED)
+        return [asdict(one) for one in (*found, rival)]
     lacking = _lacking(both, store)
     rows = None if store is None or lacking else _rows(store, base / "tokenizer.json", task.output)
     if rows is not None and not baseline.is_read(rows.train[0]):

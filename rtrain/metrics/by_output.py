@@ -104,7 +104,7 @@ def more_of_classes(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
 def labels(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
     """Micro and macro precision, recall and F1 of labels given or not, and the share of rows with all labels right.
 
-    A chance of the head's threshold or more gives a label (0.5 where none was chosen).
+    A chance of the label's threshold or more gives it (0.5 where none was chosen).
     """
     return {**additive_labels(outcomes, targets, head).scores(), "rows": len(outcomes)}
 

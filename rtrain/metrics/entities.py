@@ -10,8 +10,44 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rtrain.batch import IGNORED, Ragged
 from rtrain.errors import UserError
-from rtrain.metrics.additive import Additive, Floats, ratio
+from rtrain.metrics.additive import Additive, Floats, Ints, ratio
+
+MISSING = -1000
+"""Targets up to this one stand behind those of a row's tokens, in pairs, one for each word without a token: MISSING
+less the word's place, and MISSING less one more than its tag. Such a word is answered O, and its tag counts."""
+
+
+def missing_words(places: Sequence[int], tags: Sequence[int]) -> Floats:
+    """The targets of words without a token."""
+    return MISSING - np.stack([np.asarray(places), np.asarray(tags) + 1], axis=1).reshape(-1).astype(np.float64)
+
+
+def of_tokens(targets: Ragged) -> Ragged:
+    """The targets of tokens alone, one for each."""
+    kept = targets.values > MISSING
+    if kept.all():
+        return targets
+    ends = np.concatenate([[0], np.cumsum(kept)])[np.cumsum(targets.counts, dtype=np.int64)]
+    return Ragged(targets.values[kept], np.diff(ends, prepend=0).astype(np.int32))
+
+
+def true_tags(targets: Floats) -> tuple[Ints, Ints]:
+    """(tag of each word, places of the words without a token), from the targets of a row."""
+    tags = targets[(targets > MISSING) & (targets != IGNORED)].astype(np.int64)
+    pairs = (MISSING - targets[targets <= MISSING].astype(np.int64)).reshape(-1, 2)
+    return _filled(tags, pairs[:, 0], pairs[:, 1] - 1), pairs[:, 0]
+
+
+def _filled(values: Ints, places: Ints, others: Ints) -> Ints:
+    """`values` with `others` among them, at `places` of the whole."""
+    if not len(places):
+        return values
+    found = np.empty(len(values) + len(places), dtype=values.dtype)
+    found[places] = others
+    found[np.setdiff1d(np.arange(len(found)), places)] = values
+    return found
 
 
 class Entity(NamedTuple):

@@ -15,7 +15,7 @@ Bools = npt.NDArray[np.bool_]
 def classes(outcomes: Ragged, targets: Ragged, head: Head) -> Bools:
     """The class, or that the row is outside of all classes."""
     chances, true = tables.chances_of(outcomes, head), targets.values.astype(np.int64)
-    least = tables.threshold_of(head) if {"outside", "threshold"} <= head.facts.keys() else 0.0
+    least = float(head.facts.get("threshold", 0.0)) if "outside" in head.facts else 0.0
     right: Bools = np.where(chances.max(axis=1, initial=0.0) < least, OUTSIDE, best(chances)) == true
     return right
 

@@ -8,6 +8,9 @@
   "slices": {"language": [...], "length": [...]},
   "tables": {...}                    what is no single figure, by the kind of output: see rtrain.metrics.tables
   "unseen": {"seen": 10, "rows": 290, "scores": {...}}   where 10 rows are training rows too: the scores without them
+  "sample": {"rows": 9000, "scores": {...}, "intervals": {...}}   where baselines are scored on fewer rows: on the same
+  "collapsed": [{"answer": "billing", "rows": 290, "of": 300, "others": 140, "given": 138}]   where almost all rows, and
+                                     those with another target too, get one answer; the last two are in runs alone
 }
 
 A slice is {"value", "rows", "scores", "interval": of its headline, "merged": how many values are in it, "examples":
@@ -104,6 +107,13 @@ def without(task: Task, head: Head, outcomes: Ragged, targets: Ragged, seen: npt
     return {"seen": int(seen.sum()), "rows": len(rest), "scores": _finite(found)}
 
 
+def sampled(task: Task, head: Head, outcomes: Ragged, targets: Ragged, rows: npt.NDArray[np.int64]) -> dict[str, Any]:
+    """The main scores of some of the rows, those that baselines are scored on, and their intervals."""
+    metric, some = metric_for(task.output), (outcomes.take(rows), targets.take(rows), head)
+    intervals = {} if metric.additive is None else _intervals(metric.additive(*some))
+    return {"rows": len(rows), "scores": _finite(metric.scores(*some)), "intervals": intervals}
+
+
 def write(path: Path, document: dict[str, Any]) -> None:
     """Write the file, whole or not at all."""
     draft = path.with_name(f".{path.name}")
@@ -139,6 +149,8 @@ def text(document: Mapping[str, Any]) -> str:
     for name, value in document["scores"].items():
         interval = "  [{:.4f}, {:.4f}]".format(*spread[name]) if name in spread else ""
         lines.append(f"{name:>24}  {value:.4f}{interval}" if isinstance(value, float) else f"{name:>24}  {value}")
+    if missing := document["tables"].get("words_without_tokens"):
+        lines.append(f"{missing:,} words have no token of the model's tokenizer: each counts as answered O")
     if classes := per_class.of_tables(document["tables"]):
         lines += ["", *per_class.lines(classes)]
     headline = document["headline"]

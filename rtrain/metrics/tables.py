@@ -6,11 +6,13 @@ classes   per_class: [{class, precision, recall, f1, auc, support, predicted}, .
           with `data.outside` that label is a class too, and threshold the chance below which it is given;
           confused: the `MOST_PAIRS` most frequent mistakes [{true, predicted, rows}, ...]; calibration: {ece, bins:
           [{low, high, rows, confidence, accuracy}, ...]}
-labels    per_class (auc is left out), classes, calibration of each label's yes or no, threshold
+labels    per_class (auc is left out, the threshold of each label is added), classes, calibration of each label's yes
+          or no
 heads     heads: {head: what `classes` has, over the rows with a label of that head}
 number    residuals: {edges, rows}, a histogram of predicted - true in `BINS` bins; scale: confusion on the scale of
           the training scores where there is one
-tags      per_class by type of entity, classes, calibration of the words' tags
+tags      per_class by type of entity, classes, calibration of the words' tags; words_without_tokens, where there are
+          some: each is answered O
 summary   positions: {tenths: 10, oracle, picked}, how many sentences of each tenth of their documents the oracle takes
           and the model; calibration of the sentences' yes or no; lengths: {budget: words, over_budget: summaries that
           are longer, document, picked, oracle: {sentences, words}, each a mean over the documents}; beside_lead:
@@ -65,13 +67,12 @@ def labels(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
     true, given = labels_given(outcomes, targets, head)
     chances = _sigmoid(outcomes.matrix(len(head.labels)))
     found = []
-    for name, own, have in zip(head.labels, true.T, given.T, strict=True):
+    for name, own, have, chance in zip(head.labels, true.T, given.T, thresholds_of(head).tolist(), strict=True):
         one = classification.per_class(classification.confusion(own.astype(np.int64), have.astype(np.int64), 2))[1]
-        found.append({"class": name, **one._asdict()})
+        found.append({"class": name, **one._asdict(), "threshold": chance})
     sure = np.maximum(chances, 1 - chances).ravel()
     return {
         **_listed(found),
-        "threshold": threshold_of(head),
         "calibration": _calibration(sure, ((chances >= 0.5) == true).ravel()),
     }
 
@@ -104,7 +105,12 @@ def tags(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
     rows = [{"class": name, **scores._asdict()} for name, scores in each.items()]
     sure = outcomes.values.reshape(-1, 3)[:, 1]
     right = np.concatenate([one == other for one, other in zip(true, found, strict=True)] or [np.empty(0, np.bool_)])
-    return {**_listed(rows), "calibration": _calibration(sure, right)}
+    begins = np.cumsum([0, *map(len, true)])
+    without = [begin + entities.true_tags(row)[1] for begin, row in zip(begins, targets, strict=False)]
+    places = np.concatenate([*without, np.empty(0, np.int64)])
+    missing = {"words_without_tokens": len(places)} if len(places) else {}
+    # The model has not seen them, and is as sure as nothing.
+    return {**_listed(rows), "calibration": _calibration(np.delete(sure, places), np.delete(right, places)), **missing}
 
 
 def summary(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
@@ -208,17 +214,20 @@ def ece(chances: Floats, true: Ints) -> float:
     return calibration.expected_calibration_error(chances.max(axis=1), chances.argmax(axis=1) == true)
 
 
-def threshold_of(head: Head) -> float:
-    """Chance from which one of several labels is given."""
-    return float(head.facts.get("threshold", 0.5))
+def thresholds_of(head: Head) -> Floats:
+    """Chance from which each of several labels is given, [labels]; 0.5 where none was chosen."""
+    chosen = head.facts.get("thresholds", {})
+    return np.array([chosen.get(label, 0.5) for label in head.labels], dtype=np.float64)
 
 
 def labels_given(outcomes: Ragged, targets: Ragged, head: Head) -> tuple[Bools, Bools]:
     """For rows with several labels, which are true and which are given; [rows, labels] each. A logit that is no number
     is a wrong answer, whatever is true."""
-    size, chance = len(head.labels), threshold_of(head)
+    size, chances = len(head.labels), thresholds_of(head)
     true, logits = targets.matrix(size) > 0, outcomes.matrix(size)
-    return true, np.where(np.isnan(logits), ~true, logits >= np.log(chance / (1 - chance)))
+    with np.errstate(divide="ignore"):  # thresholds of 0 and 1
+        least = np.log(chances) - np.log1p(-chances)
+    return true, np.where(np.isnan(logits), ~true, logits >= least)
 
 
 def of_heads(outcomes: Ragged, targets: Ragged, head: Head) -> Iterator[tuple[str, tuple[str, ...], Floats, Ints]]:
@@ -248,7 +257,7 @@ def answers_of(outcomes: Ragged, head: Head) -> tuple[Floats, Floats, Bools, Boo
 
 def tags_of(outcomes: Ragged, targets: Ragged) -> tuple[list[Any], list[Any]]:
     """For each row the numbers of its words' true tags, and of the tags that were found."""
-    return [row[row != IGNORED] for row in targets], [row.reshape(-1, 3)[:, 0] for row in outcomes]
+    return [entities.true_tags(row)[0] for row in targets], [row.reshape(-1, 3)[:, 0] for row in outcomes]
 
 
 def names_of(rows: Sequence[Any], head: Head) -> list[list[str]]:

@@ -51,6 +51,25 @@ class Label:
 
 
 @dataclass(frozen=True)
+class Compared:
+    """The model and the best baseline on the same rows."""
+
+    score: float
+    interval: tuple[float, float] | None
+    """95 % interval of `score`."""
+    name: str
+    """Of the baseline."""
+    reached: float
+    """Score of the baseline."""
+
+    @property
+    def is_ahead(self) -> bool | None:
+        """None where the difference may be chance."""
+        low, high = self.interval or (self.score, self.score)
+        return None if low <= self.reached <= high else self.score > self.reached
+
+
+@dataclass(frozen=True)
 class Facts:
     """What the rules look at. Scores are the headline's, larger is better: an error is given as its negative."""
 
@@ -58,10 +77,7 @@ class Facts:
     status: str = "finished"
     output: str = "classes"
     score: float | None = None
-    interval: tuple[float, float] | None = None
-    """95 % interval of `score`."""
-    baseline: tuple[str, float] | None = None
-    """The best baseline on the same split: its name and score."""
+    compared: Compared | None = None
     train_loss: float | None = None
     """Mean over the last epoch, where it is comparable with `held_out_loss`."""
     held_out_loss: float | None = None
@@ -167,16 +183,12 @@ def read_longer(facts: Facts) -> Step | None:
 
 
 def beat_baseline(facts: Facts) -> Step | None:
-    if facts.score is None or facts.baseline is None:
+    if (found := facts.compared) is None or found.is_ahead:
         return None
-    name, reached = facts.baseline
-    low, high = facts.interval or (facts.score, facts.score)
-    if low > reached:
-        return None
-    said = "is better" if reached > high else "is not told apart from it by these rows"
+    said = "is not told apart from it by these rows" if found.is_ahead is None else "is better"
     return Step(
         "Search the learning rate, and train longer, before anything else",
-        f"{name} {said}: {three(abs(reached))} against {three(abs(facts.score))} of the encoder",
+        f"{found.name} {said}: {three(abs(found.reached))} against {three(abs(found.score))} of the encoder",
         f"{_searching(facts)} --out {shlex.quote(facts.folder + '-search')}",
     )
 
@@ -268,7 +280,7 @@ def path(facts: Facts) -> list[Step]:
     """From the run to the endpoint; nothing where there is no artefact yet, or a baseline answers better."""
     if not facts.artifact or facts.status != "finished":
         return []
-    if facts.baseline is not None and facts.score is not None and facts.baseline[1] > facts.score:
+    if (compared := facts.compared) is not None and compared.reached > compared.score:
         return []
     folder, artifact = shlex.quote(facts.folder), shlex.quote(f"{facts.folder}/artifact")
     if facts.output == "tokens":

@@ -6,6 +6,8 @@ page can be made again without torch.
 """
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,10 @@ from rtrain.report import answer_rows
 from rtrain.run import Run
 
 SCHEMA_VERSION = 1
+SECONDS = 15.0
+"""Most seconds in which rows are explained; those that are left then are not."""
+EVERY_S = 5.0
+"""Seconds after which it is said how many are explained."""
 
 
 def read(run: Run, split: str, version: str | None) -> dict[str, Any] | None:
@@ -30,11 +36,12 @@ def read(run: Run, split: str, version: str | None) -> dict[str, Any] | None:
     return found if current else None
 
 
-def ensure(run: Run) -> Path | None:
+def ensure(run: Run, say: Callable[[str], None] = lambda text: None, seconds: float = SECONDS) -> Path | None:
     """Make the file where it is missing and the run has an artefact, its rows, and a kind of answer that is explained.
 
-    Returns the file, or None where there is nothing to explain. It takes seconds, a minute for long texts, and imports
-    torch only where there is work. Raises `UserError` where the model's architecture cannot be explained.
+    Returns the file, or None where there is nothing to explain. It takes at most so many `seconds`, and a moment in
+    which the artefact is loaded; rows that are left out are said. torch is imported only where there is work. Raises
+    `UserError` where the model's architecture cannot be explained.
     """
     config = configuration.load(str(run.config))
     most, answers = config.deploy.report.attributions, answer_rows.newest(run)
@@ -55,9 +62,22 @@ def ensure(run: Run) -> Path | None:
     from rtrain.explain import rows
     from rtrain.predict import Predictor
 
-    opened, paired = open_store(store), config.recipe.data.text_pair is not None
+    opened, paired, total = open_store(store), config.recipe.data.text_pair is not None, len(hardest)
     tokens, texts = opened.read(answers.split, hardest), opened.texts(answers.split, hardest)
-    found = rows.explain(Predictor.load(run.artifact), tokens, paired, texts=texts)
+    say(f"explaining the {total} hardest rows for the report, in at most {seconds:.0f} s; all else of the run is there")
+    predictor, until, said = Predictor.load(run.artifact), time.monotonic() + seconds, time.monotonic()
+
+    def explained(count: int) -> None:
+        nonlocal said
+        if time.monotonic() - said >= EVERY_S:
+            said = time.monotonic()
+            say(f"explained {count} of the {total} hardest rows")
+
+    found = rows.explain(
+        predictor, tokens, paired, texts=texts, stop=lambda: time.monotonic() > until, explained=explained
+    )
+    if len(found["rows"]) < total:
+        say(f"explained {len(found['rows'])} of the {total} hardest rows: the others would take too long")
     explained = [
         {"row": position, **row} for position, row in zip(hardest.tolist(), found["rows"], strict=False)
     ]  # the first rows only, where the budget was too small for all

@@ -1,13 +1,15 @@
 """The baselines that a fine-tuned encoder must beat, and `baselines.json` of a run: what they reach on its own rows.
 
-Texts with one label or a number: TF-IDF of words and of characters with a linear model (scikit-learn), and the one
-answer that suits the training rows best. Tagged words: the tag that each word has most often. Other kinds of answer
-have none; a summary's scores hold those of the first sentences already.
+Texts with labels or a number: TF-IDF of words and of characters with linear models (scikit-learn), and the one answer
+that suits the training rows best. Tagged words: the tag that each word has most often. Questions: the tokens beside
+those of the question, and no answer at all. Other kinds of answer have none; a summary's scores hold those of the first
+sentences already.
 
-{"schema_version": 2, "headline": name of the score, "trained_on": rows, "baselines": [{"name", "scores": {split: value,
-larger is better}, "ms": median latency of a text asked alone, where it was measured}, ...]}. Made once, when a run has
-ended, from its token store: rows past `MOST_ROWS`, and tokens past `MOST_TOKENS`, are left out by a fixed draw, so that
-a large run's report takes seconds too.
+{"schema_version": 3, "headline": name of the score, "trained_on": rows, "rows": {split: scored rows}, "baselines":
+[{"name", "scores": {split: value, larger is better}, "ms": median latency of a text asked alone, where it was
+measured}, ...]}. Made once, when a run has ended, from its token store: rows past `MOST_ROWS`, and tokens past
+`MOST_TOKENS`, are left out by a fixed draw, so that a large run's report takes seconds too. The scores of the model on
+the same rows are in scores-<split>.json (`sample`).
 """
 
 import hashlib
@@ -25,19 +27,26 @@ import numpy as np
 import numpy.typing as npt
 
 from rtrain import config as configuration
-from rtrain.batch import IGNORED, Head, Ragged
+from rtrain.batch import Head, Ragged, Tokens
 from rtrain.data.stores.store import Store, open_store
 from rtrain.metrics.by_output import metric_for
+from rtrain.metrics.classification import choose_label_thresholds
+from rtrain.metrics.entities import true_tags
 from rtrain.report import stats
 from rtrain.run import Run
 from rtrain.tasks import base
 
-SCHEMA_VERSION = 2
-"""Documents of before may be by words that texts without blanks have not: measured again where the rows are there."""
+SCHEMA_VERSION = 3
+"""Documents of before do not say which rows they are of: measured again where the rows are there."""
 NAME = "baselines.json"
 TFIDF, ONE_ANSWER, TAGS = "TF-IDF and a linear model", "one answer to every text", "each word's most frequent tag"
+BESIDE, NO_ANSWER = "the words beside those of the question", "no answer to every question"
 MOST_ROWS, MOST_TOKENS = 10_000, 500_000
 """Most rows and tokens of a split that are used: it takes some ten seconds for a few labels, a minute for a hundred."""
+MOST_LABELS = 100
+"""Labels of several that have a linear model, the most frequent ones; others are never given."""
+REACH = 10
+"""Tokens on each side of an answer in which tokens of the question count for it."""
 ASKED, REPEATS = 100, 3
 """Texts that are asked alone, and how often: a text's latency is the least of these, since a moment of the machine's is
 no cost of the model."""
@@ -90,13 +99,13 @@ def ensure(run: Run) -> Path | None:
     if not tokenizer.is_file() or (place := run.store) is None:
         return None if known is None else path
     store = open_store(place)
-    output = base.get(configuration.load(str(run.config)).recipe.task).output
-    if output not in ("classes", "number", "tags") or "outside" in store.manifest.head.facts or not store.rows("train"):
+    task = base.get(configuration.load(str(run.config)).recipe.task)
+    if task.output not in MEASURED or "outside" in store.manifest.head.facts or not store.rows("train"):
         return None  # a row outside of all classes is told by a threshold, which these have not
-    shared = place.with_name(f".{place.name}.{output}.{NAME}")
+    shared = place.with_name(f".{place.name}.{task.output}.{NAME}")
     if not _is_current(found := _read(shared)):
-        head = {"schema_version": SCHEMA_VERSION, "headline": metric_for(output).headline}
-        found = {**head, **_measure(store, output, tokenizer)}
+        head = {"schema_version": SCHEMA_VERSION, "headline": metric_for(task.output).headline}
+        found = {**head, **_measure(store, task, tokenizer)}
         _write(shared, found)
     assert found is not None
     _write(path, found)
@@ -109,45 +118,56 @@ def _write(path: Path, found: dict[str, Any]) -> None:
     draft.rename(path)
 
 
-def _measure(store: Store, output: str, tokenizer: Path) -> dict[str, Any]:
-    head, metric = store.manifest.head, metric_for(output)
-    chosen = {split: _chosen(store, split) for split in ("train", "valid", "test") if store.rows(split)}
+def _measure(store: Store, task: base.Task, tokenizer: Path) -> dict[str, Any]:
+    head, output = store.manifest.head, task.output
+    chosen = {split: chosen_rows(store, split) for split in ("train", "valid", "test") if store.rows(split)}
     targets = {split: store.targets(split).take(rows) for split, rows in chosen.items()}
-    answers: dict[str, dict[str, Ragged]] = {}
-    ms: dict[str, float] = {}
+    measured = []
     if output == "tags":
-        answers[TAGS], ms[TAGS] = _tags(store, chosen, targets, head, tokenizer)
+        found, ms = _tags(store, chosen, targets, head, tokenizer)
+        measured.append(_scored(TAGS, found, targets, output, head, ms))
+    elif output == "spans":
+        measured += _spans(store, task, chosen, targets)
     else:
-        train = targets["train"]
-        answers[ONE_ANSWER] = {split: _one_answer(train, len(rows), output, head) for split, rows in chosen.items()}
+        constant = _one_answer(targets["train"], output, head)
+        found = {split: Ragged.even(np.repeat(constant, len(rows), axis=0)) for split, rows in chosen.items()}
+        measured.append(_scored(ONE_ANSWER, found, targets, output, head))
         texts = {split: _texts(store, split, rows, tokenizer) for split, rows in chosen.items()}
-        varied = output == "number" or len(np.unique(train.values)) > 1
+        varied = output == "number" or len(np.unique(targets["train"].values)) > 1
         if "valid" in chosen and varied and is_read(texts["train"]):
-            answers[TFIDF], ms[TFIDF] = _linear(texts, targets, output, head)
-    baselines = [
-        {
-            "name": name,
-            "scores": {
-                split: float(metric.scores(outcomes, targets[split], head)[metric.headline])
-                for split, outcomes in of_split.items()
-                if split != "train"
-            },
-            **({"ms": ms[name]} if name in ms else {}),
-        }
-        for name, of_split in answers.items()
-    ]
-    return {"trained_on": len(chosen["train"]), "baselines": baselines}
+            found, ms = _linear(texts, targets, output, head)
+            measured.append(_scored(TFIDF, found, targets, output, head, ms))
+    scored = {split: len(rows) for split, rows in chosen.items() if split != "train"}
+    return {"trained_on": len(chosen["train"]), "rows": scored, "baselines": measured}
+
+
+def _scored(
+    name: str,
+    outcomes: dict[str, Ragged],
+    targets: dict[str, Ragged],
+    output: str,
+    head: Head,
+    ms: float | None = None,
+) -> dict[str, Any]:
+    """A baseline of the document, from the outcomes of each split."""
+    metric = metric_for(output)
+    scores = {
+        split: float(metric.scores(rows, targets[split], head)[metric.headline])
+        for split, rows in outcomes.items()
+        if split != "train"
+    }
+    return {"name": name, "scores": scores, **({} if ms is None else {"ms": ms})}
 
 
 def rows(store: Store, split: str, tokenizer: Path) -> tuple[list[str], Ragged]:
     """The rows of a split that are used: what the encoder read of their texts, and their targets."""
-    chosen = _chosen(store, split)
+    chosen = chosen_rows(store, split)
     return _texts(store, split, chosen, tokenizer), store.targets(split).take(chosen)
 
 
 def uses_all(store: Store, split: str) -> bool:
     """Whether the scores of a split are those of all of its rows."""
-    return len(_chosen(store, split)) == store.rows(split)
+    return len(chosen_rows(store, split)) == store.rows(split)
 
 
 def ms_of_a_text(answer: Callable[[Sequence[str]], Any], texts: Sequence[str]) -> float:
@@ -180,7 +200,11 @@ def certain(places: npt.NDArray[Any], head: Head) -> Ragged:
     return Ragged.even(10.0 * np.eye(len(head.labels))[places.astype(np.int64)])
 
 
-def _chosen(store: Store, split: str) -> stats.Ints:
+MEASURED = ("classes", "labels", "heads", "number", "tags", "spans")
+"""Kinds of output that have baselines."""
+
+
+def chosen_rows(store: Store, split: str) -> stats.Ints:
     """Positions of the rows that are used, ascending."""
     mean = float(np.mean(store.column(split, "length"))) or 1.0
     return stats.sample(store.labelled(split), max(1, min(MOST_ROWS, int(MOST_TOKENS / mean))))
@@ -196,33 +220,166 @@ def _texts(store: Store, split: str, rows: stats.Ints, tokenizer: Path) -> list[
     return found
 
 
-def _one_answer(train: Ragged, rows: int, output: str, head: Head) -> Ragged:
-    """The mean of the training values, or the most frequent label, as the model's outcomes would be."""
+def _one_answer(train: Ragged, output: str, head: Head) -> npt.NDArray[np.float64]:
+    """The mean of the training values, or the most frequent label of each question, as the model's outcomes of a row
+    would be: [1, outputs]. Of several labels, those that give the best micro F1 if all rows have them."""
     if output == "number":
-        return Ragged.even(np.full(rows, float(np.mean(train.values)), dtype=np.float64))
-    known = train.values.astype(np.int64)
-    most = int(np.bincount(known[known >= 0], minlength=len(head.labels)).argmax())
-    return certain(np.full(rows, most), head)
+        return np.full((1, 1), float(np.mean(train.values)))
+    if output == "labels":
+        support = (train.matrix(len(head.labels)) > 0).sum(axis=0)
+        order = np.argsort(-support, kind="stable")
+        f1 = 2 * np.cumsum(support[order]) / (np.arange(1, len(order) + 1) * len(train) + support.sum())
+        given = np.isin(np.arange(len(order)), order[: int(f1.argmax()) + 1])
+        return np.where(given, 10.0, -10.0)[None]
+    columns = [train.values] if output == "classes" else list(train.matrix(len(head.facts["heads"])).T)
+    sizes = [len(head.labels)] if output == "classes" else [size for _, size in head.facts["heads"]]
+    best = []
+    for column, size in zip(columns, sizes, strict=True):
+        known = column.astype(np.int64)
+        best.append(10.0 * np.eye(size)[np.bincount(known[known >= 0], minlength=size).argmax()])
+    return np.concatenate(best)[None]
 
 
 def _linear(
     texts: dict[str, list[str]], targets: dict[str, Ragged], output: str, head: Head
 ) -> tuple[dict[str, Ragged], float]:
     """(outcomes by split, milliseconds of a text)"""
-    every = {split: own.values.tolist() for split, own in targets.items()}
-    train, valid = (texts["train"], every["train"]), (texts["valid"], every["valid"])
     held_out = [split for split in texts if split != "train"]
     if output == "number":
-        model = fitted_numbers(train, valid)
-        found = {split: Ragged.even(model(texts[split])) for split in held_out}
-        return found, ms_of_a_text(model, texts[held_out[-1]])
-    known = [place for place, label in enumerate(every["train"]) if label >= 0]
-    train = ([texts["train"][place] for place in known], [every["train"][place] for place in known])
-    asked = [text for split in held_out for text in texts[split]]
-    machine = fitted_labels(train, valid)
-    said = np.split(machine(asked), np.cumsum([len(texts[split]) for split in held_out])[:-1])
-    outcomes = {split: certain(own, head) for split, own in zip(held_out, said, strict=True)}
+        every = {split: own.values.tolist() for split, own in targets.items()}
+        machine: Callable[[Sequence[str]], Any] = fitted_numbers(
+            (texts["train"], every["train"]), (texts["valid"], every["valid"])
+        )
+    elif output == "labels":
+        machine = _fitted_several(texts, {split: own.matrix(len(head.labels)) > 0 for split, own in targets.items()})
+    elif output == "heads":
+        machine = _fitted_heads(texts, targets, head)
+    else:
+        label = _fitted_head(texts, {split: own.values for split, own in targets.items()}, len(head.labels))
+
+        def machine(asked: Sequence[str]) -> Any:
+            return 10.0 * np.eye(len(head.labels))[label(asked)]
+
+    answers = machine([text for split in held_out for text in texts[split]])
+    parts = np.split(np.asarray(answers), np.cumsum([len(texts[split]) for split in held_out])[:-1])
+    outcomes = {split: Ragged.even(part) for split, part in zip(held_out, parts, strict=True)}
     return outcomes, ms_of_a_text(machine, texts[held_out[-1]])
+
+
+def _fitted_head(
+    texts: dict[str, list[str]], targets: dict[str, npt.NDArray[Any]], size: int
+) -> Callable[[Sequence[str]], npt.NDArray[np.int64]]:
+    """`fitted_labels` of the rows that have one of the labels; the most frequent label where there is only one."""
+    parts = []
+    for split in ("train", "valid"):
+        known = np.flatnonzero(targets[split] >= 0).tolist()
+        parts.append(([texts[split][place] for place in known], targets[split][known].astype(np.int64).tolist()))
+    train, valid = parts
+    if len(set(train[1])) < 2 or not valid[0] or not is_read(train[0]):
+        most = int(np.bincount(train[1], minlength=size).argmax())
+        return lambda asked: np.full(len(asked), most)
+    return fitted_labels(train, valid)
+
+
+def _fitted_heads(
+    texts: dict[str, list[str]], targets: dict[str, Ragged], head: Head
+) -> Callable[[Sequence[str]], npt.NDArray[np.float64]]:
+    """Certain answers of each head, [rows, labels of all heads]."""
+    heads: list[list[Any]] = head.facts["heads"]
+    columns = {split: own.matrix(len(heads)) for split, own in targets.items()}
+    machines = [
+        (_fitted_head(texts, {split: matrix[:, place] for split, matrix in columns.items()}, size), size)
+        for place, (_, size) in enumerate(heads)
+    ]
+    return lambda asked: np.concatenate([10.0 * np.eye(size)[label(asked)] for label, size in machines], axis=1)
+
+
+def _fitted_several(
+    texts: dict[str, list[str]], targets: dict[str, npt.NDArray[np.bool_]]
+) -> Callable[[Sequence[str]], npt.NDArray[np.float64]]:
+    """A linear support vector machine for each label, with thresholds as the model's, chosen on the validation rows;
+    10 where a label is given and -10 where not, [rows, labels]. C is the one of the best micro F1 on these rows."""
+    from sklearn.svm import LinearSVC
+
+    train, valid = targets["train"], targets["valid"]
+    support = train.sum(axis=0)
+    fitted = [
+        int(place)
+        for place in np.argsort(-support, kind="stable")[:MOST_LABELS]
+        if 0 < support[place] < len(train)  # else there is nothing to part
+    ]
+    features = _features(texts["train"])
+    matrix, held_out = features.fit_transform(texts["train"]), features.transform(texts["valid"])
+    best: tuple[float, list[Any], npt.NDArray[np.float64]] = (-1.0, [], np.zeros(len(fitted)))
+    for c in CHOICES_OF_C:
+        machines = [LinearSVC(C=c, random_state=0).fit(matrix, train[:, place]) for place in fitted]
+        margins = np.stack([machine.decision_function(held_out) for machine in machines], axis=1)
+        thresholds = choose_label_thresholds(margins, valid[:, fitted])
+        thresholds = np.zeros(len(fitted)) if thresholds is None else thresholds
+        given = margins >= thresholds
+        f1 = 2 * (given & valid[:, fitted]).sum() / max(1, given.sum() + valid.sum())
+        best = max(best, (float(f1), machines, thresholds), key=lambda one: one[0])
+    _, machines, thresholds = best
+    always = np.where(support == len(train), 10.0, -10.0)
+
+    def answer(asked: Sequence[str]) -> npt.NDArray[np.float64]:
+        rows, found = features.transform(asked), np.tile(always, (len(asked), 1))
+        for place, machine, least in zip(fitted, machines, thresholds, strict=True):
+            found[:, place] = np.where(machine.decision_function(rows) >= least, 10.0, -10.0)
+        return found
+
+    return answer
+
+
+def _spans(
+    store: Store, task: base.Task, chosen: dict[str, stats.Ints], targets: dict[str, Ragged]
+) -> list[dict[str, Any]]:
+    """Baselines of questions. `BESIDE` chooses the span with the most tokens of the question around it, the rare and
+    the near ones above all, and none in it (Rajpurkar et al. 2016, section 5, have a sliding window of this kind). It
+    is as long as the median training answer."""
+    head, rows = store.manifest.head, {split: store.read(split, positions) for split, positions in chosen.items()}
+    train = rows["train"]
+    places = train.targets.reshape(-1, 2)
+    lengths = (places[:, 1] - places[:, 0] + 1)[places[:, 1] > 0]
+    size = int(np.median(lengths)) if len(lengths) else 1
+    counts = np.bincount(train.ids)
+    rarity = {token: float(np.log(len(train.ids) / counts[token])) for token in np.flatnonzero(counts).tolist()}
+    most = float(np.log(len(train.ids)))
+    near = 1 - np.abs(np.arange(-REACH, REACH + 1)) / (REACH + 1)
+
+    def answer(tokens: Tokens, gives: bool) -> list[npt.NDArray[np.float64]]:
+        """Logits of each row, [tokens, 2]."""
+        outputs = []
+        for row in range(len(tokens)):
+            one = tokens.pick([row])
+            logits, begin = np.zeros((len(one.ids), 2)), 0
+            for length, second in zip(one.lengths.tolist(), one.second.tolist(), strict=True):
+                ids = one.ids[begin : begin + length].tolist()
+                if second >= length - 1:  # no token of the context
+                    begin += length
+                    continue
+                asked = set(ids[1 : second - 1])
+                weights = np.array([rarity.get(token, most) * (token in asked) for token in ids[second:-1]])
+                around = np.convolve(weights, near)[REACH : REACH + len(weights)] - 3 * weights
+                sums = np.concatenate([[0.0], np.cumsum(around)])
+                starts = np.arange(max(1, len(weights) - size + 1))
+                ends = np.minimum(starts + size, len(weights))
+                value = (sums[ends] - sums[starts]) / (ends - starts)
+                best = int(value.argmax())
+                logits[begin + second + best, 0] = logits[begin + second + ends[best] - 1, 1] = 1 + max(0, value[best])
+                begin += length
+            outputs.append(logits if gives else np.zeros_like(logits))
+        return outputs
+
+    held_out = {split: one for split, one in rows.items() if split != "train"}
+    outcomes = {split: task.outcomes(answer(one, gives=True), one, head) for split, one in held_out.items()}
+    facts = task.calibrate(outcomes["valid"], targets["valid"], head) if "valid" in outcomes else {}
+    found = [_scored(BESIDE, outcomes, targets, task.output, Head(head.labels, {**head.facts, **facts}))]
+    if head.facts["no_answer"]:
+        silent = {split: task.outcomes(answer(one, gives=False), one, head) for split, one in held_out.items()}
+        never = Head(head.labels, {**head.facts, "threshold": 1.0})
+        found.append(_scored(NO_ANSWER, silent, targets, task.output, never))
+    return found
 
 
 def _tags(
@@ -233,19 +390,20 @@ def _tags(
     import tokenizers
 
     words = {split: _words(store, split, rows) for split, rows in chosen.items()}
-    known = {split: [row[row != IGNORED].astype(np.int64).tolist() for row in own] for split, own in targets.items()}
+    known = {split: [true_tags(row) for row in own] for split, own in targets.items()}
     train = [
-        (own, [head.labels[tag] if tag >= 0 else "O" for tag in numbered])
-        for own, numbered in zip(words["train"], known["train"], strict=True)
-        if len(own) == len(numbered)
+        (own, [head.labels[tag] if tag >= 0 else "O" for tag in np.delete(numbered, without)])
+        for own, (numbered, without) in zip(words["train"], known["train"], strict=True)
+        if len(own) == len(numbered) - len(without)
     ]
     found = {}
     for split in words:
         said = tags(train, words[split])
-        rows = [
-            [(head.labels.index(tag), 1.0, 0.0) for tag in (own + ["O"] * len(true))[: len(true)]]
-            for own, true in zip(said, known[split], strict=True)
-        ]
+        rows = []
+        for own, (true, without) in zip(said, known[split], strict=True):
+            answers, silent = iter(own), set(without.tolist())
+            each = ["O" if place in silent else next(answers, "O") for place in range(len(true))]
+            rows.append([(head.labels.index(tag), 1.0, 0.0) for tag in each])
         found[split] = Ragged.of(rows, np.float64)
     last = next(reversed(chosen))
     reads, most = tokenizers.Tokenizer.from_file(str(tokenizer)), most_frequent(train)

@@ -1,5 +1,6 @@
 """report.html: one page that needs nothing else, made from a run folder alone."""
 
+from functools import partial
 from pathlib import Path
 
 from rtrain.errors import UserError
@@ -16,8 +17,10 @@ def make(run: Run) -> Path:
     Raises as `write` does.
     """
     collect.read(run)  # refuses a folder without a run before anything is measured
-    for name, ensure in (("baselines", baseline.ensure), ("attributions", attributions.ensure)):
+    for name, ensure in (("baselines", baseline.ensure), ("attributions", partial(attributions.ensure, say=say))):
         try:
+            if name == "baselines" and run.finished and baseline.read(run) is None:
+                say("measuring baselines for the report")
             ensure(run)
         except UserError as error:
             say(f"no {name}: {error}")

@@ -51,7 +51,7 @@ def share(config: Config, source: records.Source, weights: Path, root: Path) -> 
         hub.keep(kind, name, root)
     if "model.name" in on_hub:
         weights = model.resolve(recipe.model.name, root)
-    if on_hub.keys() - {"model.name"}:
+    if any(kind == "dataset" for kind, _ in on_hub.values()):
         source = unlabelled.source(recipe, root, begun=True)  # whatever is refused has been, before this
 
     folder = {} if root in weights.parents else hub.model_files(weights)

@@ -5,6 +5,7 @@ The driver watches the cluster and leaves a file in the run folder; rank 0 looks
 other workers in the exchange that counts the rows, so that all of them end after the same update.
 """
 
+import contextlib
 import math
 import signal
 import threading
@@ -52,6 +53,33 @@ def take(run: Run) -> str | None:
     reason = run.notice.read_text() if given(run) else None
     run.notice.unlink(missing_ok=True)
     return reason
+
+
+class Look:
+    """Looks for a notice once a second, in a thread, inside a `with` block. All ranks wait for rank 0 before each step,
+    and a shared folder may answer late."""
+
+    def __init__(self, run: Run):
+        self._run, self._given, self._done = run, threading.Event(), threading.Event()
+
+    @property
+    def is_given(self) -> bool:
+        return self._given.is_set()
+
+    def __enter__(self) -> "Look":
+        threading.Thread(target=self._look, daemon=True, name="rtrain-notice").start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+
+    def _look(self) -> None:
+        while not self.is_given:
+            with contextlib.suppress(OSError):  # the next look may do better
+                if given(self._run):
+                    self._given.set()
+            if self._done.wait(LOOK_EVERY_S):
+                return
 
 
 class AskedToEnd(TryAgain):

@@ -188,14 +188,27 @@ def hold(run: Run) -> Iterator[None]:
 
 def hub_names(config: Config) -> dict[str, tuple[hub.Kind, str]]:
     """(kind, name) by setting, of the settings that name something on the hub."""
-    data, model = config.recipe.data, config.recipe.model.name
-    rows = (("data.path", data.path), ("data.valid", data.valid), ("data.test", data.test))
-    found: dict[str, tuple[hub.Kind, str]] = {
-        field: ("dataset", name) for field, name in rows if name and files.is_hub_name(name, data.format)
+    recipe, data = config.recipe, config.recipe.data
+    rows = {
+        "data.path": data.path,
+        "data.valid": data.valid,
+        "data.test": data.test,
+        "compress.unlabelled": recipe.compress.unlabelled,
+        "distill.unlabelled": recipe.distill.unlabelled,
     }
-    if model != hub.PACKAGED and hub.is_name(model):
-        found["model.name"] = ("model", model)
-    return found
+    models = {
+        "model.name": recipe.model.name,
+        "augment.paraphrase": recipe.augment.paraphrase,
+        "augment.pivot": recipe.augment.pivot,
+    }
+    return {
+        **{field: ("dataset", name) for field, name in rows.items() if name and files.is_hub_name(name, data.format)},
+        **{
+            field: ("model", name)
+            for field, name in models.items()
+            if name and name != hub.PACKAGED and hub.is_name(name)
+        },
+    }
 
 
 def _pinned(kind: hub.Kind, name: str) -> str:

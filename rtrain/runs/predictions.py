@@ -6,6 +6,7 @@ store has not kept them), target, prediction (string, float or list of strings, 
 how sure the model is), loss (float64), with `data.id` id (string), and a string column for each slice.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import pyarrow.parquet
 from rtrain.batch import Head, Ints, Ragged, Tokens
 from rtrain.data.stores.store import Store
 from rtrain.metrics import scores
+from rtrain.report import baseline
 from rtrain.tasks.base import Place, Task
 
 if TYPE_CHECKING:
@@ -26,6 +28,11 @@ TEXT_CHARACTERS = 2000
 """Most characters of a row's text; the rest is left out."""
 TEXT_ROWS = 1024
 """How many rows' texts are decoded at a time."""
+COLLAPSED, FEWEST = 0.95, 10
+"""Share of the rows with other targets that get the most frequent answer too, from which on a model is said to answer
+one thing; and how many such rows there must be."""
+COLLAPSED_SPREAD = 0.05
+"""The same of numbers: the standard deviation of the answers over that of the targets."""
 
 
 def write(
@@ -69,14 +76,58 @@ def measured(
     store: Store, split: str, task: Task, head: Head, outcomes: Ragged, alive: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
     """The scores of the split, of its slices, and its tables; `alive` as in `rtrain.metrics.scores.measure`. Where rows
-    of it are training rows too, also the scores without them."""
+    of it are training rows too, also the scores without them; where baselines are scored on fewer rows, also those of
+    these rows (`sample`); where almost all rows get one answer, which one (`collapsed`)."""
     columns = {name: values.to_pylist() for name, values in store.slices(split).items()}
     lengths = store.column(split, "length")
     targets, seen = store.targets(split), store.seen(split)
     document = scores.measure(task, head, split, outcomes, targets, lengths, columns, alive)
     if seen is not None and seen.any():
         document["unseen"] = scores.without(task, head, outcomes, targets, seen)
+    described = task.describe(outcomes, targets, head)
+    if collapsed := _collapsed(task, head, described.target, described.prediction):
+        document["collapsed"] = collapsed
+    if len(chosen := baseline.chosen_rows(store, split)) < store.rows(split):
+        document["sample"] = scores.sampled(task, head, outcomes, targets, chosen)
     return document
+
+
+def _collapsed(task: Task, head: Head, target: Sequence[Any], prediction: Sequence[Any]) -> list[dict[str, Any]]:
+    """The one answer that almost all rows get, also those with another target: [{answer, rows: that get it, of: all,
+    others: rows with another target, given: those of them that get it}], for each head of several; often none."""
+    if task.output == "number":
+        said, true = np.asarray(prediction, dtype=np.float64), np.asarray(target, dtype=np.float64)
+        if len(true) < FEWEST or not said.std() < COLLAPSED_SPREAD * true.std():
+            return []
+        count = len(true)
+        return [{"answer": f"{said.mean():.4g}", "rows": count, "of": count, "others": count, "given": count}]
+    if task.output not in ("classes", "labels", "heads", "tags", "spans"):
+        return []
+    sides: list[tuple[str, list[Any], list[Any]]] = [("", list(target), list(prediction))]
+    if task.output == "heads":
+        names = [name for name, _ in head.facts["heads"]]
+        sides = [
+            (f"{name}=", [row[n] for row in target], [row[n] for row in prediction]) for n, name in enumerate(names)
+        ]
+    found = []
+    for prefix, true, said in sides:
+        # A head that a row lacks has no target in it.
+        pairs = [(_key(a), _key(b)) for a, b in zip(true, said, strict=True) if task.output != "heads" or a]
+        if not pairs:
+            continue
+        answer, rows = Counter(given for _, given in pairs).most_common(1)[0]
+        others = [given == answer for wanted, given in pairs if wanted != answer]
+        if len(others) >= FEWEST and np.mean(others) >= COLLAPSED:
+            named = prefix + (", ".join(sorted(answer)) if isinstance(answer, frozenset) else str(answer))
+            counts = {"rows": rows, "of": len(pairs), "others": len(others), "given": sum(others)}
+            found.append({"answer": named or "nothing", **counts})
+    return found
+
+
+def _key(answer: Any) -> Any:
+    """Answers that are alike have one: of several labels or tags, which ones there are; places are answers of their
+    own."""
+    return frozenset(answer) if isinstance(answer, list) else answer if isinstance(answer, str) else object()
 
 
 def _texts(store: Store, split: str, tokenizer: "tokenizers.Tokenizer", alive: Callable[[], None]) -> list[str]:

@@ -1,5 +1,6 @@
 """What each Ray Train worker runs: build the model, follow the order, train, and (rank 0) make the artefact."""
 
+import contextlib
 import os
 import time
 import uuid
@@ -53,7 +54,7 @@ class _TrainReporter:
     """Events go to the run's log (rank 0), scores to Ray Train (every rank: it is a barrier)."""
 
     def __init__(self, run: Run, rank: int):
-        self._run, self._rank = run, rank
+        self._run, self._rank, self.look = run, rank, notice.Look(run)
 
     def event(self, kind: str, **fields: Any) -> None:
         if self._rank == 0:
@@ -65,7 +66,7 @@ class _TrainReporter:
         ray.train.report(metrics)
 
     def notice(self) -> bool:
-        return self._rank == 0 and notice.given(self._run)
+        return self.look.is_given
 
 
 def run(start: Start) -> None:
@@ -76,7 +77,8 @@ def run(start: Start) -> None:
         with clock.section("setup"):
             worker = _Worker(start)
             updates = worker.updates()
-        outcome = loop.train(worker.job, worker.exchange, updates, worker.reporter, clock)
+        with worker.reporter.look if ranks.first() else contextlib.nullcontext():
+            outcome = loop.train(worker.job, worker.exchange, updates, worker.reporter, clock)
         if outcome.finished:
             worker.finish(outcome)
         worker.watch.stop()
@@ -328,6 +330,10 @@ def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged], aliv
         scores.write(job.run.scores(split), document)
         classes = per_class.of_tables(document["tables"])
         job.run.append("sliced", split=split, slices=scores.headlines(document), classes=classes)
+        if missing := document["tables"].get("words_without_tokens"):
+            job.run.append("words_without_tokens", split=split, words=missing)
+        for collapsed in document.get("collapsed", ()):
+            job.run.append("collapsed", split=split, **collapsed)
         if unseen := document.get("unseen"):
             job.run.append("unseen", split=split, **unseen)
 

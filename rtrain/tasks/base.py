@@ -214,8 +214,8 @@ class Task(Protocol):
         """The columns of an answer in a table. Raises `UserError` where a row has no one answer."""
         ...
 
-    def least(self, head: Head) -> float | None:
-        """The score from which an entry of an answer counts; None where the first entry is the answer."""
+    def thresholds(self, head: Head) -> Mapping[str, float] | None:
+        """The score from which each label of an answer is given, by label; None where the first entry is the answer."""
         ...
 
     def asks(self, texts: Sequence[str], head: Head) -> list[Input]:

@@ -1,7 +1,7 @@
 """The base class of tasks: what most of them have in common. One text or two, one loss, nothing to calibrate."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rtrain.batch import Encoded, Head, Ints, Ragged, Tokens
@@ -77,7 +77,7 @@ class Defaults:
     def columns(self, head: Head) -> list[base.Column]:
         return [base.Column("answer", object, lambda answer: answer)]
 
-    def least(self, head: Head) -> float | None:
+    def thresholds(self, head: Head) -> Mapping[str, float] | None:
         return None
 
     def asks(self, texts: Sequence[str], head: Head) -> list[base.Input]:

@@ -2,7 +2,7 @@
 
 The model answers each token: left out, or taken. A sentence's logits are the mean of its tokens'. It learns the
 sentences that a greedy search by ROUGE-1 and ROUGE-2 takes for the reference (Nallapati, Zhai and Zhou 2017), found
-once, when the rows are read. Documents are never cut: they are read in windows, and each sentence is scored once, in
+once, when the rows are read. Documents are read in windows (`data.max_windows`), and each sentence is scored once, in
 the window that holds most of it, of equals where it has the most text on both sides.
 
 A summary's words are counted by blanks, and its length is by default the mean length of the training references. Its

@@ -1,7 +1,7 @@
 """Any number of labels per text, none included: each label is a yes or no of its own.
 
 A row's labels are a list (parquet, jsonl), or a text with `data.separator` between them; an empty list is a row to
-which no label applies. The probability from which a label is given is chosen on the validation rows (`calibrate`).
+which no label applies. The probability from which each label is given is chosen on the validation rows (`calibrate`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,8 @@ import numpy as np
 
 from rtrain.batch import Encoded, Head, Outputs, Ragged, Tokens
 from rtrain.errors import UserError
+from rtrain.metrics.classification import choose_label_thresholds
+from rtrain.metrics.tables import thresholds_of
 from rtrain.tasks.base import Column, Described, Input, ProblemType, Targets
 from rtrain.tasks.classification import ranked
 from rtrain.tasks.labels import flaw_of, listed, ordered
@@ -19,9 +21,6 @@ from rtrain.tasks.pooled import PooledTask, pooled
 if TYPE_CHECKING:
     import tokenizers
     import torch
-
-THRESHOLD = 0.5
-"""Chance from which a label is given, where nothing better was chosen."""
 
 
 class MultiLabel(PooledTask):
@@ -80,27 +79,17 @@ class MultiLabel(PooledTask):
         return {"loss": temperature**2 * (cross - own)}
 
     def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
-        """The chance from which a label is given: the one of the best micro F1, half-way to the next lower chance. A
-        chance that is no number is above none: what is true of it is missed by all of them."""
+        """The chance from which each label is given, by label."""
         size = len(head.labels)
-        chances, true = sigmoid(outcomes.matrix(size)).ravel(), targets.matrix(size).ravel() > 0
-        known, wanted = ~np.isnan(chances), true.sum()
-        chances, true = chances[known], true[known]
-        if not true.any():
+        chosen = choose_label_thresholds(outcomes.matrix(size).astype(np.float64), targets.matrix(size) > 0)
+        if chosen is None:
             return {}
-        order = np.argsort(-chances, kind="stable")
-        right = np.cumsum(true[order])
-        # F1 = 2 TP / (given + true) if the first n labels are given; only where the chance falls can the cut be.
-        f1 = 2 * right / (np.arange(1, len(order) + 1) + wanted)
-        falls = np.append(np.diff(chances[order]) < 0, True)
-        last = int(np.argmax(np.where(falls, f1, -1.0)))
-        lower = chances[order[last + 1]] if last + 1 < len(order) else 0.0
-        return {"threshold": float(chances[order[last]] + lower) / 2}
+        return {"thresholds": dict(zip(head.labels, sigmoid(chosen).tolist(), strict=True))}
 
     def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
         logits, true = outcomes.matrix(len(head.labels)), targets.matrix(len(head.labels))
         chances = sigmoid(logits)
-        given = np.where(np.isnan(logits), true <= 0, chances >= threshold(head))  # wrong, as it is scored
+        given = np.where(np.isnan(logits), true <= 0, chances >= thresholds_of(head))  # wrong, as it is scored
         # softplus(-z) where the label applies, softplus(z) where not
         loss = np.logaddexp(0, np.where(true > 0, -logits, logits)).mean(axis=1)
         return Described(
@@ -122,15 +111,19 @@ class MultiLabel(PooledTask):
         return ranked(sigmoid(np.asarray(outputs)), head.labels, parameters)
 
     def columns(self, head: Head) -> list[Column]:
-        """The labels from the threshold on, the surest first, and their scores; both may be empty."""
-        least = self.least(head)
+        """The labels from their thresholds on, the surest first, and their scores; both may be empty."""
+        thresholds = self.thresholds(head)
+
+        def given(answer: Any, name: str) -> list[Any]:
+            return [entry[name] for entry in answer if entry["score"] >= thresholds[entry["label"]]]
+
         return [
-            Column("labels", [str], lambda answer: [entry["label"] for entry in answer if entry["score"] >= least]),
-            Column("scores", [float], lambda answer: [entry["score"] for entry in answer if entry["score"] >= least]),
+            Column("labels", [str], lambda answer: given(answer, "label")),
+            Column("scores", [float], lambda answer: given(answer, "score")),
         ]
 
-    def least(self, head: Head) -> float:
-        return threshold(head)
+    def thresholds(self, head: Head) -> dict[str, float]:
+        return dict(zip(head.labels, thresholds_of(head).tolist(), strict=True))
 
 
 def labels_of(label: str) -> list[str]:
@@ -138,10 +131,6 @@ def labels_of(label: str) -> list[str]:
     if label.startswith("["):
         return listed(label, '["a", "b"]')
     return [label] if label else []
-
-
-def threshold(head: Head) -> float:
-    return float(head.facts.get("threshold", THRESHOLD))
 
 
 def sigmoid(logits: Any) -> Any:

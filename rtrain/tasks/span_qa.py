@@ -1,4 +1,4 @@
-"""The span of a text that answers a question, or none. Texts are read in windows that overlap; none is cut.
+"""The span of a text that answers a question, or none. Texts are read in overlapping windows (`data.max_windows`).
 
 The model gives each token two outputs: the answer begins here, it ends here. In a window without the answer both are
 learned at its first token, as for questions without one (Devlin et al. 2019). The answer is the best span of all

@@ -1,7 +1,8 @@
 """A tag for each word: names, diseases, clauses in running text. Tags are O, B-TYPE and I-TYPE (BIO, IOB1 or IO).
 
-A word's tag is learned and answered at its first token. Texts are never cut: a long one is read in windows, and each
-word is answered in the window in which it has the most text on both sides.
+A word's tag is learned and answered at its first token. A long text is read in windows (`data.max_windows`), and each
+word is answered in the window in which it has the most text on both sides. A word without a token, or beyond the last
+window, is answered O.
 """
 
 import json
@@ -15,7 +16,7 @@ from rtrain.batch import IGNORED, Encoded, Floats, Head, Ints, Outputs, Ragged, 
 from rtrain.errors import UserError, quoted
 from rtrain.metrics.calibration import softmax
 from rtrain.metrics.classification import best
-from rtrain.metrics.entities import entities
+from rtrain.metrics.entities import MISSING, entities, missing_words, of_tokens, true_tags
 from rtrain.tasks import base
 from rtrain.tasks.base import Column, Described, Input, Targets
 from rtrain.tasks.classification import divergence
@@ -45,6 +46,7 @@ class TokenTags(Defaults):
     reads_pair = False
     never_cuts = True
     varies: base.Variation = "words"
+    rule_of_marks = 2
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         """The text's words are separated by single blanks, as `records` joins a list of tokens."""
@@ -75,27 +77,28 @@ class TokenTags(Defaults):
         return found
 
     def targets(self, labels: Sequence[str], marks: Ragged, head: Head) -> Targets:
+        """The tag of each word at the token that is answered for it, then the words without a token."""
         index = {tag: place for place, tag in enumerate(head.labels)}
-        values = np.full(len(marks.values), IGNORED, dtype=np.float32)
-        unknown, end = np.zeros(len(labels), dtype=np.bool_), 0
+        rows, unknown = [], np.zeros(len(labels), dtype=np.bool_)
         for row, (label, words) in enumerate(zip(labels, marks, strict=True)):
-            places = np.array([index.get(tag, -1) for tag in tags_of(label)], dtype=np.float32)
+            places = np.array([index.get(tag, -1) for tag in tags_of(label)], dtype=np.int64)
             unknown[row] = (places < 0).any()
-            start, end = end, end + len(words)
-            answered = np.flatnonzero(words >= 0)
-            values[start + answered] = places[words[answered]]
-        return Targets(Ragged(values, marks.counts), unknown)
+            answered, values = np.flatnonzero(words >= 0), np.full(len(words), IGNORED, dtype=np.float64)
+            values[answered] = places[words[answered]]
+            without = np.setdiff1d(np.arange(len(places)), words[answered])
+            rows.append(np.concatenate([values, missing_words(without, places[without])]))
+        return Targets(Ragged.of(rows, np.float32), unknown)
 
     def stand_in(self, text: str, head: Head) -> str:
         return " ".join([OUTSIDE] * len(text.split(" ")))
 
     def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
-        return {"loss": int((tokens.targets != IGNORED).sum())}
+        return {"loss": int((of_tokens(tokens.labelled).values != IGNORED).sum())}
 
     def loss(self, logits: "torch.Tensor", tokens: Tokens, head: Head) -> dict[str, "torch.Tensor"]:
         import torch
 
-        targets = torch.from_numpy(tokens.targets.astype(np.int64)).to(logits.device)
+        targets = torch.from_numpy(of_tokens(tokens.labelled).values.astype(np.int64)).to(logits.device)
         return {
             "loss": torch.nn.functional.cross_entropy(_wide(logits), targets, reduction="sum", ignore_index=IGNORED)
         }
@@ -106,7 +109,7 @@ class TokenTags(Defaults):
         """T^2 x KL at each word's first token, as in classification."""
         import torch
 
-        answered = np.flatnonzero(tokens.targets != IGNORED)
+        answered = np.flatnonzero(of_tokens(tokens.labelled).values != IGNORED)
         student = _wide(logits)[torch.from_numpy(answered).to(logits.device)]
         return {"loss": divergence(student, tokens.teacher[answered], temperature)}
 
@@ -115,24 +118,31 @@ class TokenTags(Defaults):
         return np.split(logits, np.cumsum(tokens.lengths_of_rows)[:-1])
 
     def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:
-        """For each word: the tag (no tag's number where a logit is no number), its chance, and the word's loss."""
-        rows = []
+        """For each word: the tag (no tag's number where a logit is no number), its chance, and the word's loss. A word
+        without a token is answered O; it has no chance (NaN), and no loss: nothing is learned of it."""
+        rows, outside = [], head.labels.index(OUTSIDE)
         for output, targets in zip(outputs, tokens.labelled, strict=True):
-            answered = targets != IGNORED
-            chances, true = softmax(output[answered]), targets[answered].astype(np.int64)
+            of_token = targets[targets > MISSING]
+            answered, (every, without) = of_token != IGNORED, true_tags(targets)
+            chances, true = softmax(output[answered]), of_token[answered].astype(np.int64)
             place = np.arange(len(true))
             with np.errstate(divide="ignore"):  # a tag that training lacks has probability 0 and an endless loss
                 loss = -np.log(np.where(true >= 0, chances[place, true], 0.0))
-            rows.append(np.stack([best(chances), chances.max(axis=1), loss], axis=1))
+            words = np.full((len(every), 3), [outside, np.nan, 0.0])
+            words[np.setdiff1d(np.arange(len(every)), without)] = np.stack(
+                [best(chances), chances.max(axis=1), loss], axis=1
+            )
+            rows.append(words)
         return Ragged.of(rows, np.float64)
 
     def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
         words = [row.reshape(-1, 3) for row in outcomes]
+        known = [true_tags(row) for row in targets]
         return Described(
-            target=[names(row[row != IGNORED], head) for row in targets],
+            target=[names(tags, head) for tags, _ in known],
             prediction=[names(row[:, 0], head) for row in words],
-            score=np.array([row[:, 1].mean() if len(row) else np.nan for row in words]),
-            loss=np.array([row[:, 2].mean() if len(row) else np.nan for row in words]),
+            score=np.array([_mean(row[:, 1], without) for row, (_, without) in zip(words, known, strict=True)]),
+            loss=np.array([_mean(row[:, 2], without) for row, (_, without) in zip(words, known, strict=True)]),
         )
 
     def decode(
@@ -215,6 +225,12 @@ def _answered(encoded: Encoded, starts: Ints) -> Ints:
     for word, (_, token) in best.items():
         result[token] = word
     return result
+
+
+def _mean(values: Floats, without: Ints) -> float:
+    """Over the words that have a token; NaN where none has."""
+    read = np.delete(values, without)
+    return float(read.mean()) if len(read) else np.nan
 
 
 def tags_of(label: str) -> list[str]:

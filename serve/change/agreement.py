@@ -11,7 +11,7 @@ NEAR = 0.1
 
 def same(task: Task, head: Head, first: Any, other: Head, second: Any) -> bool:
     """`first`, `second`: answers to one text, by `Predictor.decode`; `head`, `other`: those of the versions that gave
-    them. Of several labels each version has given those from its own threshold on."""
+    them. Of several labels each version has given those from its own thresholds on."""
     if task.output == "number":
         return bool(abs(first - second) <= NEAR * head.facts.get("std", 1.0))
     return bool(_essence(task, head, first) == _essence(task, other, second))
@@ -22,8 +22,8 @@ def _essence(task: Task, head: Head, answer: Any) -> Any:
     if output == "classes":
         return answer[0]["label"]
     if output == "labels":
-        least = task.least(head) or 0.0
-        return {entry["label"] for entry in answer if entry["score"] >= least}
+        thresholds = task.thresholds(head) or {}
+        return {entry["label"] for entry in answer if entry["score"] >= thresholds.get(entry["label"], 0.0)}
     if output == "heads":
         return {head: entries[0]["label"] for head, entries in answer.items()}
     if output == "tags":

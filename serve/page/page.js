@@ -29,8 +29,9 @@ function bar(share, threshold) {
 const breakable = (label) => label.split(/(?<=[_=/.-])/).flatMap((part) => [part, make("wbr")]).slice(0, -1);
 
 // Rows of {label, score}, the first few; the rest behind a button.
-function ranking(rows, threshold = null) {
+function ranking(rows, thresholds = null) {
   const line = ({label, score}) => {
+    const threshold = thresholds === null ? null : thresholds[label];
     const given = threshold === null ? null : score >= threshold;
     const found = make("tr", {className: given === null ? "" : given ? "given" : "left"});
     found.append(
@@ -85,9 +86,9 @@ function renderClasses(rows) {
 }
 
 function renderLabels(rows) {
-  const given = rows.filter((row) => row.score >= about.threshold).map((row) => row.label);
-  const note = `A label is given from ${percent(about.threshold)} on (the dashed line).`;
-  return [headline(given.join(", ") || "No label"), ...ranking(rows, about.threshold), make("p", {className: "note"}, note)];
+  const given = rows.filter((row) => row.score >= about.thresholds[row.label]).map((row) => row.label);
+  const note = "A label is given from its threshold on (the dashed line).";
+  return [headline(given.join(", ") || "No label"), ...ranking(rows, about.thresholds), make("p", {className: "note"}, note)];
 }
 
 function renderHeads(heads) {

@@ -75,12 +75,12 @@ class Rewriter:
 
 
 def check(name: str) -> None:
-    """Raise `UserError` if `load` could not load the model. Its weights are not read."""
+    """Raise `UserError` if `load` could not load the model of a folder. Its weights are not read."""
     from transformers import AutoConfig, AutoTokenizer
 
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+        AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise _refused(name, str(error).strip() or type(error).__name__) from None
     if not config.is_encoder_decoder:
@@ -98,15 +98,17 @@ def _refused(name: str, reason: str) -> UserError:
 
 
 def load(name: str, **settings: Any) -> Rewriter:
-    """The model of a hub name or folder, on the CPU, from safetensors; `settings` are fields of `Rewriter`.
+    """The model of a folder, on the CPU, from safetensors; `settings` are fields of `Rewriter`.
 
     Raises `UserError` if it cannot be loaded.
     """
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        model = AutoModelForSeq2SeqLM.from_pretrained(name, use_safetensors=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+        model = AutoModelForSeq2SeqLM.from_pretrained(
+            name, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        )
     except (OSError, ValueError, ImportError) as error:
         raise _refused(name, str(error).strip() or type(error).__name__) from None
     return Rewriter(model.eval(), tokenizer, **settings)

@@ -43,7 +43,7 @@ class Search(Protocol):
         """How far the search is, in a line."""
 
 
-SCORES = ("evaluated", "best", "unseen", "sliced", "running_text")
+SCORES = ("evaluated", "best", "unseen", "sliced", "running_text", "collapsed", "words_without_tokens")
 """Kinds of events of which a search says by itself what came of them."""
 ROWS = (
     "tokenised",

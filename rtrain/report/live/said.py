@@ -26,7 +26,7 @@ def evaluated(event: Event) -> str:
     if split == "valid" and not chosen:
         head = f"update {update}  {split}"
     else:
-        by = ", ".join(f"{name} {value:.4f}" for name, value in (chosen or {}).items() if isinstance(value, float))
+        by = ", ".join(f"{name} {_range(value)}" for name, value in (chosen or {}).items() if value)
         head = f"{split}, by the weights of update {update}" + (f" and {by}" if by else "")
     return f"{head}: {scores}  ({event['scores']['rows']} rows)"
 
@@ -171,6 +171,21 @@ def running_text(event: Event) -> str:
     return f"{event['split']}, words put together as running text and cut as requests are: {scored}"
 
 
+def collapsed(event: Event) -> str:
+    """That the model answers one thing to almost all rows."""
+    return (
+        f"WARNING: the model answers {quoted(event['answer'])} to {event['rows']:,} of {event['of']:,} "
+        f"{SPLITS[event['split']]} rows, and to {event['given']:,} of the {event['others']:,} whose right answer is "
+        "another one. Compare it with the baselines in the report; search optim.lr, or add rows of the other answers"
+    )
+
+
+def words_without_tokens(event: Event) -> str:
+    """How many words the model does not see."""
+    split = SPLITS[event["split"]]
+    return f"{event['words']:,} words of the {split} rows have no token: each counts as answered O"
+
+
 def sliced(event: Event) -> str | None:
     """The slices of the test rows that are too small to be judged; quarters by length are all alike in that."""
     small = [
@@ -194,6 +209,11 @@ def _headline(scores: Mapping[str, float]) -> float:
 
 def _scores(scores: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in scores.items() if name != "rows")
+
+
+def _range(value: float | dict[str, float]) -> str:
+    """A threshold, or the lowest and the highest of several."""
+    return f"{value:.4f}" if isinstance(value, float) else f"{min(value.values()):.4f} to {max(value.values()):.4f}"
 
 
 def _types(event: Event) -> str:
@@ -232,7 +252,9 @@ TEXTS: Mapping[str, Callable[[Event], str | None]] = {
     "strategy": strategy,
     "unseen": unseen,
     "running_text": running_text,
+    "collapsed": collapsed,
     "sliced": sliced,
+    "words_without_tokens": words_without_tokens,
     "evaluated": evaluated,
     "best": best,
 }

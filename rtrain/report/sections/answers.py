@@ -93,8 +93,9 @@ def _classes(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
 
 
 def _labels(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
-    chance = f"A label is given from a chance of {tables['threshold']:.2f} on."
-    return [confusion.bars(tables, chance), confusion.worst(tables)]
+    chances = sorted(one["threshold"] for one in tables["per_class"])
+    note = f"Each label is given from a chance of its own on, {chances[0]:.2f} to {chances[-1]:.2f}." if chances else ""
+    return [confusion.bars(tables, note), confusion.worst(tables)]
 
 
 def _heads(run: Collected, tables: Mapping[str, Any]) -> list[Block]:

@@ -56,7 +56,7 @@ def _method(found: Mapping[str, Any], numbers: bool) -> str:
         "10 % do not read much into small shares. rtrain explain gives any text's, with as many steps as it takes."
     )
     if found["asked"] > len(found["rows"]):
-        text += f" Only the first {len(found['rows'])} are explained: the texts are long."
+        text += f" Only the first {len(found['rows'])} are explained: the others would take too long."
     return text
 
 

@@ -11,7 +11,7 @@ from rtrain import artifact
 from rtrain.metrics import per_class
 from rtrain.metrics.by_output import metric_for
 from rtrain.report import advice
-from rtrain.report.advice import Facts, Label, Weak
+from rtrain.report.advice import Compared, Facts, Label, Weak
 from rtrain.report.collect import Collected
 from rtrain.report.drawing.blocks import Block, Note, Steps
 from rtrain.report.sections import curves, slices
@@ -40,7 +40,6 @@ def facts(run: Collected) -> Facts:
     name = metric_for(run.output).headline
     split = next((split for split in ("test", "valid") if name in metrics(run, split)), "test")
     score = metrics(run, split).get(name)
-    ends = (scores_of(run, split) or {}).get("intervals", {}).get("scores", {}).get(name)
     cut = run.store.manifest.truncated if run.store else 0
     train_loss, held_out_loss = _losses(run)
     return Facts(
@@ -48,8 +47,7 @@ def facts(run: Collected) -> Facts:
         status=run.summary["status"],
         output=run.output,
         score=score,
-        interval=(ends[0], ends[1]) if ends else None,
-        baseline=best_baseline(run, split),
+        compared=compared(run, split),
         train_loss=train_loss,
         held_out_loss=held_out_loss,
         validation=tuple(_validation(run, name)),
@@ -102,6 +100,25 @@ def best_baseline(run: Collected, split: str) -> tuple[str, float] | None:
     return max(baselines(run, split), key=lambda one: one[1], default=None)
 
 
+def beside_baselines(run: Collected, split: str) -> Mapping[str, Any] | None:
+    """{"rows", "scores", "intervals"} of the model on the rows that the baselines of a split are scored on; None where
+    that is not known."""
+    document = scores_of(run, split)
+    if document is None:
+        return None
+    rows = document["rows"] if run.output == "summary" else (run.baselines or {}).get("rows", {}).get(split)
+    return next((one for one in (document, document.get("sample")) if one is not None and one["rows"] == rows), None)
+
+
+def compared(run: Collected, split: str) -> Compared | None:
+    """The model beside the best baseline, on the same rows; None where one of the two is not known."""
+    name, best, document = metric_for(run.output).headline, best_baseline(run, split), beside_baselines(run, split)
+    if best is None or document is None or name not in document["scores"]:
+        return None
+    ends = document.get("intervals", {}).get("scores", {}).get(name)
+    return Compared(float(document["scores"][name]), (ends[0], ends[1]) if ends else None, *best)
+
+
 def scores_of(run: Collected, split: str) -> dict[str, Any] | None:
     """scores-<split>.json."""
     return next((one for one in (run.scores, run.validation) if one is not None and one["split"] == split), None)
@@ -144,11 +161,12 @@ def _weak(run: Collected) -> Weak | None:
     if run.scores is None or not run.scores["rows"]:
         return None
     whole = slices.measure(run.scores)
-    worse = [one for one in slices.told(run, slices.slices(run.scores)) if slices.verdict(one, whole) == "worse"]
-    if not worse:
+    found = slices.told(run, slices.slices(run.scores))
+    worse = next((one for one, said in zip(found, slices.verdicts(found, whole), strict=True) if said == "worse"), None)
+    if worse is None:
         return None
-    column, _, value = worse[0].name.partition(": ")
-    return Weak(column, value, worse[0].rows, worse[0].value)
+    column, _, value = worse.name.partition(": ")
+    return Weak(column, value, worse.rows, worse.value)
 
 
 def tables(run: Collected) -> list[tuple[str, Mapping[str, Any]]]:

@@ -18,7 +18,20 @@ TEXT = 160
 
 
 def section(run: Collected) -> Section:
-    return Section("outcome", "Outcome", _intro(run), [_scores(run), *_wrong(run), next_steps.block(run)])
+    blocks = [_scores(run), *_collapsed(run), *_wrong(run), next_steps.block(run)]
+    return Section("outcome", "Outcome", _intro(run), blocks)
+
+
+def _collapsed(run: Collected) -> list[Block]:
+    """That almost all rows get one answer."""
+    found = (run.scores or {}).get("collapsed", ())
+    return [
+        Note(
+            f"The model answers “{short(one['answer'], 60)}” to {one['rows']:,} of {one['of']:,} rows, and to "
+            f"{one['given']:,} of the {one['others']:,} whose right answer is another one: it hardly tells rows apart."
+        )
+        for one in found
+    ]
 
 
 def tiles(run: Collected) -> list[Tile]:
@@ -106,6 +119,10 @@ def _scores(run: Collected) -> Block:
         if headline in (known.get("without") or {}):
             without = f"this model, without the {known['seen']:,} rows that are training rows too"
             rows.append((name, without, f"{sign * known['without'][headline]:.4f}", "-"))
+        beside = next_steps.beside_baselines(run, split)
+        if beside is not None and beside is not next_steps.scores_of(run, split) and headline in beside["scores"]:
+            same = f"this model, on the {beside['rows']:,} rows of the baselines"
+            rows.append((name, same, f"{sign * beside['scores'][headline]:.4f}", "-"))
         rows += [
             (name, other, f"{sign * value:.4f}", "-")
             for other, value in sorted(next_steps.baselines(run, split), key=lambda one: -one[1])
@@ -118,7 +135,7 @@ def _scores(run: Collected) -> Block:
         "do not."
     )
     if run.baselines is None and run.output != "summary":
-        note += " No baseline was measured: that is done for labels, numbers and tags once the run has ended."
+        note += " No baseline was measured: that is done for labels, numbers, tags and spans once the run has ended."
     elif run.baselines is not None and run.store is not None:
         used, every = run.baselines["trained_on"], run.store.labelled("train")
         note += f" Baselines learned from {used:,} of the {every:,} training rows." if used < every else ""
@@ -128,14 +145,13 @@ def _scores(run: Collected) -> Block:
 def _verdict(run: Collected, shown: str, sign: int) -> str:
     split, _, value, _ = _headlines(run)[0]
     key = next(key for key, name in answers.SPLITS.items() if name == split)
-    title, best = f"{split.capitalize()} {shown} {three(value)}", next_steps.best_baseline(run, key)
-    if best is None:
+    title, found = f"{split.capitalize()} {shown} {three(value)}", next_steps.compared(run, key)
+    if found is None:
         return title
-    ends = _interval(run, key, metric_for(run.output).headline, 1)
-    side = "ahead of" if sign * value > best[1] else "NOT ahead of"
-    if ends and ends[0] <= best[1] <= ends[1]:
-        side = "not told apart from"
-    return f"{title}, {side} the best baseline ({best[0]}: {three(sign * best[1])})"
+    side = {True: "ahead of", False: "NOT ahead of", None: "not told apart from"}[found.is_ahead]
+    of_sample = next_steps.beside_baselines(run, key) is not next_steps.scores_of(run, key)
+    some = f", {three(sign * found.score)} of the model on the same rows" if of_sample else ""
+    return f"{title}, {side} the best baseline ({found.name}: {three(sign * found.reached)}{some})"
 
 
 # ------------------------------------------------------------------------------------------------------ what is wrong
@@ -153,7 +169,7 @@ def _slices(run: Collected) -> list[tuple[str, str, str]]:
     if run.scores is None or not run.scores["rows"]:
         return []
     whole, found = slices.measure(run.scores), slices.told(run, slices.slices(run.scores))
-    worse = [one for one in found if slices.verdict(one, whole) == "worse"]
+    worse = [one for one, said in zip(found, slices.verdicts(found, whole), strict=True) if said == "worse"]
     return [
         (
             "slice",

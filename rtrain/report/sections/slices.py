@@ -1,5 +1,6 @@
 """Where the model is worse than on the whole: scores by length and by every further column of the rows."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.drawing.charts import Bar
 from rtrain.report.drawing.svg import score_name, short, three
 
+ALPHA = 0.05
+"""A slice with a smaller corrected p differs by more than chance."""
 LENGTH = "length"
 """The slices by tokens in scores-<split>.json."""
 FEWEST = 10
@@ -131,11 +134,12 @@ def _worst(found: Sequence[Slice], whole: Measure) -> list[Block]:
     chart = charts.bars(
         items, whole.name, (whole.whole, f"all rows {three(whole.whole)}"), high=1.0 if whole.bounded else None
     )
+    said = verdicts(found, whole)
     note = (
-        "Whiskers: 95 % intervals. A slice whose whisker does not reach the line differs, or is the one in twenty "
-        f"that does so by chance. Slices of {LEAST} rows or more, the worst first."
+        "Whiskers: 95 % intervals of each slice alone. The verdicts are corrected for the number of slices, by Holm's "
+        f"method. Slices of {LEAST} rows or more, the worst first."
     )
-    weak = next((one for one in worst if verdict(one, whole) == "worse"), None)
+    weak = next((one for one, verdict in zip(found, said, strict=True) if verdict == "worse"), None)
     title = "No slice is worse than all rows beyond chance"
     if weak is not None:
         title = f"Worst slice: {short(weak.name, 40)}, {whole.name} {three(weak.value)} against {three(whole.whole)}"
@@ -145,9 +149,9 @@ def _worst(found: Sequence[Slice], whole: Measure) -> list[Block]:
             one.rows,
             f"{one.value:.3f}",
             "{:.3f} to {:.3f}".format(*one.interval) if one.interval else "-",
-            verdict(one, whole),
+            verdict,
         )
-        for one in worst
+        for one, verdict in zip(worst, said, strict=False)
     ]
     table = Table("The same in figures", ("slice", "rows", whole.name, "95 % interval", "vs. all"), rows)
     return [Figure(title, chart, note), table]
@@ -163,13 +167,21 @@ def _unjudged(found: Sequence[Slice]) -> list[Block]:
     return [Note(f"{have} fewer than {LEAST} rows: not judged: {named}{more}.")]
 
 
-def verdict(one: Slice, whole: Measure) -> str:
-    if one.interval is None:
-        return "-"
-    low, high = one.interval
-    if low <= whole.whole <= high:
-        return "alike"
-    return "worse" if (high < whole.whole) == whole.larger_is_better else "better"
+def verdicts(found: Sequence[Slice], whole: Measure) -> list[str]:
+    """Each slice against all rows: alike, worse or better beyond chance, or - without an interval. The p of a slice is
+    that of its interval, whose ends are 1.96 standard errors away; it is corrected for the number of slices, by Holm's
+    method, as in a comparison of runs."""
+    judged = [(place, one.interval) for place, one in enumerate(found) if one.interval is not None]
+    values = []
+    for place, (low, high) in judged:
+        gap = whole.whole - found[place].value
+        half = high - found[place].value if gap > 0 else found[place].value - low
+        values.append(math.erfc(1.96 * abs(gap) / half / math.sqrt(2)) if half else float(gap == 0))
+    said = ["-"] * len(found)
+    for (place, _), p in zip(judged, stats.holm(values), strict=True):
+        lower = found[place].value < whole.whole
+        said[place] = "alike" if p >= ALPHA else "worse" if lower == whole.larger_is_better else "better"
+    return said
 
 
 def _boxes(answers: AnswerRows) -> list[Block]:
