@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rtrain import engines
 from rtrain.config import Serve
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks.base import Input
@@ -63,8 +62,7 @@ class Service:
             queue_rows=settings.max_queue_rows,
             queue_tokens=settings.max_queue_tokens,
         )
-        step = engines.get(predictor.artifact.engine).step
-        self.run = functools.partial(predictor.run, most_tokens=settings.max_batch_tokens, step=step)
+        self.run = functools.partial(predictor.run, most_tokens=settings.max_batch_tokens)
         """The engine, by the calls that requests make."""
         self.batcher = Batcher(self.run, limits, self.telemetry.on_call)
         self.encoder = Encoder(predictor, self.batcher.count_dropped)
