@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import grpc
@@ -23,6 +22,7 @@ import rtrain
 from rtrain.config import Serve
 from serve import protocol, schema
 from serve.envelope import CLIENT_GONE, REQUEST_ID, Record, model_of, parts_of, tell
+from serve.front import certificate
 from serve.schema import RequestError
 from serve.watching import tracing
 
@@ -94,8 +94,7 @@ async def serving(
     interface.add_GRPCInferenceServiceServicer_to_server(Servicer(desk, door), server)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if settings.tls_cert is not None and settings.tls_key is not None:
-        pair = (Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes())
-        bound = server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+        bound = server.add_secure_port(address, _credentials(settings.tls_cert, settings.tls_key))
     else:
         bound = server.add_insecure_port(address)
     await server.start()
@@ -103,6 +102,20 @@ async def serving(
         yield bound
     finally:
         await server.stop(settings.deadline_s)
+
+
+def _credentials(tls_cert: str, tls_key: str) -> grpc.ServerCredentials:
+    """Those of the certificate as its files are when a client connects."""
+    files = certificate.CertificateFiles(tls_cert, tls_key)
+
+    def configured(pair: certificate.Pair) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)])
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        pair = files.renewed()
+        return None if pair is None else configured(pair)
+
+    return grpc.dynamic_ssl_server_credentials(configured(files.read()), renewed)
 
 
 class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  # it has no types
