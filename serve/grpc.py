@@ -196,7 +196,7 @@ class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  #
                     logger.exception("unexpected error in a request over gRPC")
                     await _abort(context, RequestError(500, "internal error; the server's log has the cause"))
                 finally:
-                    _tell(service, ROUTE, record, client, status, began, span)
+                    _tell(service, ROUTE, record, client, status, began, span, judged=not request.model_version)
 
 
 async def _infer(service: "Service", request: Any, remaining_s: float | None, client: str, record: Record) -> Any:
@@ -219,11 +219,18 @@ def _record(name: str) -> Record:
 
 
 def _tell(
-    service: "Service", route: str, record: Record, client: str, status: int, began: float, span: tracing.Span
+    service: "Service",
+    route: str,
+    record: Record,
+    client: str,
+    status: int,
+    began: float,
+    span: tracing.Span,
+    judged: bool = True,
 ) -> None:
-    """Count, trace and log a request that has ended."""
+    """Count, trace and log a request that has ended; `judged` as `Service.answered` has it."""
     seconds = time.monotonic() - began
-    service.answered(route, status, seconds, span.trace or record.id)
+    service.answered(route, status, seconds, span.trace or record.id, judged)
     made = service.predictor.artifact
     tell(record, client, "POST", route, status, seconds, span, service.access_log, model_of(made))
 
