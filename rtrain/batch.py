@@ -194,16 +194,26 @@ def pack(encoded: Sequence[Encoded]) -> Tokens:
     )
 
 
-def padded(tokens: Tokens, pad_id: int, width: int = 1) -> dict[str, npt.NDArray[Any]]:
+def padded(tokens: Tokens, pad_id: int, width: int = 1, rows: int = 0) -> dict[str, npt.NDArray[Any]]:
     """The model's inputs input_ids, attention_mask and token_type_ids, each int64 of [windows, longest window], or of
-    `width` columns where these are more."""
-    rows, width = len(tokens.lengths), int(tokens.lengths.max(initial=width))
+    `width` columns and `rows` rows where these are more. Added rows repeat the last window: attention over no token at
+    all is NaN in some graphs."""
+    windows, width = len(tokens.lengths), int(tokens.lengths.max(initial=width))
     columns = np.arange(width)
     mask = columns[None, :] < tokens.lengths[:, None]
-    ids = np.full((rows, width), pad_id, dtype=np.int64)
+    ids = np.full((windows, width), pad_id, dtype=np.int64)
     ids[mask] = tokens.ids
     types = (columns[None, :] >= tokens.second[:, None]) & mask
-    return {"input_ids": ids, "attention_mask": mask.astype(np.int64), "token_type_ids": types.astype(np.int64)}
+    inputs = {"input_ids": ids, "attention_mask": mask.astype(np.int64), "token_type_ids": types.astype(np.int64)}
+    if rows <= windows:
+        return inputs
+    return {name: np.pad(value, ((0, rows - windows), (0, 0)), mode="edge") for name, value in inputs.items()}
+
+
+def round_up(count: int, bits: int) -> int:
+    """The next number, `count` included, with at most `bits` significant bits: of two, 1, 2, 3, 4, 6, 8, 12, 16."""
+    step = 1 << max(0, count.bit_length() - bits)
+    return -(-count // step) * step
 
 
 def batches(lengths: Int32s, order: Ints, most_rows: int, most_tokens: int) -> Iterable[Ints]:

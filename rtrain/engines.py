@@ -31,9 +31,9 @@ class Entry(NamedTuple):
     """Modules that `quantizer` and `loader` need and that not every installation of rtrain has."""
     cuts_vocabulary: bool = False
     """Whether a finished graph's vocabulary can be trimmed (`rtrain.compress.vocabulary`)."""
-    step: int = 1
-    """Where calls are of all lengths in turn, the longest row of one is padded to a multiple of this: OpenVINO plans
-    its graph anew for another shape than the last one's, which costs more than some tokens."""
+    plans_by_shape: bool = False
+    """Whether it keeps a plan of its graph, and memory for it, for each shape of inputs. Calls are then padded to few
+    shapes, since clients choose the shapes."""
     learns: bool = False
     """Whether it makes a graph of what a network has learned to round (`rtrain.network.rounding`)."""
     on_gpu: bool = False
@@ -63,7 +63,7 @@ ENGINES: Mapping[str, Entry] = {
         0.1,
         quantizer="rtrain.compress.openvino_graph:export",
         cuts_vocabulary=True,
-        step=8,
+        plans_by_shape=True,
         learns=True,
         narrows=True,
     ),

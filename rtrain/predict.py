@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +15,7 @@ import numpy as np
 
 from rtrain import artifact, documents, engines, env, limits, manifest
 from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
-from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Tokens, batches, pack, padded
+from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Tokens, batches, pack, padded, round_up
 from rtrain.errors import UserError
 from rtrain.network import compiled, packed, pooling
 from rtrain.network.auto import auto_class
@@ -42,6 +42,9 @@ Two texts of 8,192 tokens have 16 times those of 32 texts of 512, and are no fas
 
 HALF_TOLERANCE = 0.02
 """Most that fp16 logits may differ from golden answers: about twice the spacing of fp16 numbers near 10."""
+
+COLUMNS = 8
+"""Least difference in tokens between two widths of calls, for an engine that plans by shape."""
 
 REVISION_DIGITS = 12
 """Digits of a SHA-256 in hex, as in an artefact's version."""
@@ -89,6 +92,7 @@ class Predictor:
         self.golden_tolerance = HALF_TOLERANCE if entry.on_gpu and precision == "fp16" else entry.golden_tolerance
         if threads is None and limits.cpus() is not None:
             threads = env.cores()  # engines go by the machine's cores, and would wait for each other within a quota
+        self._plans_by_shape = entry.plans_by_shape
         self._engine: Engine = engine or engines.named(entry.loader)(folder, artifact, threads, **options)
         self.pad_id = _pad_id(folder)
         self.revisions = _revisions(folder, artifact)
@@ -141,19 +145,17 @@ class Predictor:
             found.update(zip(rows, encoded, strict=True))
         return [found[row] for row in range(len(read))]
 
-    def run(self, encoded: Sequence[Encoded], most_tokens: int = MOST_TOKENS, step: int = 1) -> Outputs:
-        """The output for each row (see `Task.outputs`), by as few engine calls as `most_tokens` allows. `step`: as
-        `run_tokens` has it."""
+    def run(self, encoded: Sequence[Encoded], most_tokens: int = MOST_TOKENS) -> Outputs:
+        """The output for each row (see `Task.outputs`), by as few engine calls as `most_tokens` allows."""
         tokens = pack(encoded)
-        return self.task.outputs(self.run_tokens(tokens, most_tokens, step), tokens, self.head)
+        return self.task.outputs(self.run_tokens(tokens, most_tokens), tokens, self.head)
 
-    def run_tokens(self, tokens: Tokens, most_tokens: int = MOST_TOKENS, step: int = 1) -> Floats:
-        """Logits of rows that are tokens already, as a token store gives them: [windows or wanted tokens, outputs].
-        A call is as long as its longest window, rounded up to a multiple of `step` where the model reads as many."""
+    def run_tokens(self, tokens: Tokens, most_tokens: int = MOST_TOKENS) -> Floats:
+        """Logits of rows that are tokens already, as a token store gives them: [windows or wanted tokens, outputs]."""
         wanted = self.task.wanted(tokens, self.head)
         ends = np.concatenate([[0], np.cumsum(tokens.lengths, dtype=np.int64)])
         found = []
-        for windows in parts(tokens.lengths.tolist(), most_tokens, padded=not self.is_unpadded):
+        for windows in parts(tokens.lengths.tolist(), most_tokens, self.call_shape, padded=not self.is_unpadded):
             first, last = ends[windows.start], ends[windows.stop]
             part = replace(
                 tokens, ids=tokens.ids[first:last], lengths=tokens.lengths[windows], second=tokens.second[windows]
@@ -162,16 +164,25 @@ class Predictor:
                 places = None if wanted is None else wanted[(wanted >= first) & (wanted < last)] - first
                 found.append(self._engine.unpadded_logits(part, places))
                 continue
-            longest = min(-(-int(part.lengths.max()) // step) * step, self.artifact.max_tokens)
-            inputs = padded(part, self.pad_id, longest)
-            logits = self._engine.logits(inputs)
+            count = len(part.lengths)
+            rows, width = self.call_shape(count, int(part.lengths.max()))
+            inputs = padded(part, self.pad_id, width, rows)
+            logits = self._engine.logits(inputs)[:count]
             if logits.ndim == 3:
-                places = np.flatnonzero(inputs["attention_mask"])
+                places = np.flatnonzero(inputs["attention_mask"][:count])
                 if wanted is not None:
                     places = places[wanted[(wanted >= first) & (wanted < last)] - first]
                 logits = logits.reshape(-1, logits.shape[2])[places]
             found.append(logits)
         return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def call_shape(self, windows: int, tokens: int) -> tuple[int, int]:
+        """Rows and columns of the engine call for so many windows, the longest of which has so many tokens. An engine
+        that plans by shape gets ten numbers of rows up to 32 and 32 numbers of columns up to 512."""
+        if not self._plans_by_shape:
+            return windows, tokens
+        width = COLUMNS * round_up(-(-tokens // COLUMNS), 4)
+        return round_up(windows, 2), max(tokens, min(width, self.artifact.max_tokens))
 
     def outputs(self, encoded: Sequence[Encoded], batch_rows: int = BATCH_ROWS) -> list[Floats]:
         """The output for each of any number of rows, in batches of neighbours in length."""
@@ -279,13 +290,21 @@ def side_by_side(copies: Sequence[Predictor], encoded: Sequence[Encoded], batch_
     return [found[row] for row in range(len(encoded))]
 
 
-def parts(lengths: Sequence[int], most_tokens: int, padded: bool = True) -> Iterator[slice]:
-    """Consecutive windows of at most `most_tokens` tokens, padded to the longest, and of `SQUARES` times as many
-    squares of them; a longer window is alone. Without padding the sum of the lengths counts, and no squares."""
+def parts(
+    lengths: Sequence[int],
+    most_tokens: int,
+    shape: Callable[[int, int], tuple[int, int]] = lambda windows, longest: (windows, longest),
+    *,
+    padded: bool = True,
+) -> Iterator[slice]:
+    """Consecutive windows of at most `most_tokens` tokens, padding included, and of `SQUARES` times as many squares of
+    them; a longer window is alone. `shape`: rows and columns of a call, by its windows and the longest of them. Without
+    padding the sum of the lengths counts, and no squares."""
     start, longest, total = 0, 0, 0
     for place, length in enumerate(lengths):
         longest, total = max(longest, length), total + length
-        computed = (place + 1 - start) * longest * max(1, longest / SQUARES) if padded else total
+        rows, width = shape(place + 1 - start, longest)
+        computed = rows * width * max(1, width / SQUARES) if padded else total
         if place > start and computed > most_tokens:
             yield slice(start, place)
             start, longest, total = place, length, length

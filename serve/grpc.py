@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import grpc
@@ -24,6 +23,7 @@ import rtrain
 from rtrain.config import Serve
 from serve import protocol, schema
 from serve.envelope import CLIENT_GONE, REQUEST_ID, Record, model_of, parts_of, tell
+from serve.front import certificate
 from serve.schema import RequestError
 from serve.watching import tracing
 
@@ -103,8 +103,7 @@ async def serving(
     interface.add_GRPCInferenceServiceServicer_to_server(Servicer(desk, door), server)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if settings.tls_cert is not None and settings.tls_key is not None:
-        pair = (Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes())
-        bound = server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+        bound = server.add_secure_port(address, _credentials(settings.tls_cert, settings.tls_key))
     else:
         bound = server.add_insecure_port(address)
     await server.start()
@@ -163,6 +162,20 @@ def _count_refused(desk: Desk, route: str, model: str, error: RequestError, bega
     """Count and log a call that was refused, unless it names none of several models."""
     with contextlib.suppress(RequestError, RuntimeError), desk.answering(model, None) as service:
         _tell(service, route, _record(""), "", error.status, began, tracing.NoSpans())
+
+
+def _credentials(tls_cert: str, tls_key: str) -> grpc.ServerCredentials:
+    """Those of the certificate as its files are when a client connects."""
+    files = certificate.CertificateFiles(tls_cert, tls_key)
+
+    def configured(pair: certificate.Pair) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)])
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        pair = files.renewed()
+        return None if pair is None else configured(pair)
+
+    return grpc.dynamic_ssl_server_credentials(configured(files.read()), renewed)
 
 
 class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  # it has no types
@@ -241,7 +254,7 @@ class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  #
                     logger.exception("unexpected error in a request over gRPC")
                     await _abort(context, RequestError(500, "internal error; the server's log has the cause"))
                 finally:
-                    _tell(service, ROUTE, record, client, status, began, span)
+                    _tell(service, ROUTE, record, client, status, began, span, judged=not request.model_version)
 
 
 async def _infer(service: "Service", request: Any, remaining_s: float | None, client: str, record: Record) -> Any:
@@ -264,11 +277,18 @@ def _record(name: str) -> Record:
 
 
 def _tell(
-    service: "Service", route: str, record: Record, client: str, status: int, began: float, span: tracing.Span
+    service: "Service",
+    route: str,
+    record: Record,
+    client: str,
+    status: int,
+    began: float,
+    span: tracing.Span,
+    judged: bool = True,
 ) -> None:
-    """Count, trace and log a request that has ended."""
+    """Count, trace and log a request that has ended; `judged` as `Service.answered` has it."""
     seconds = time.monotonic() - began
-    service.answered(route, status, seconds, span.trace or record.id)
+    service.answered(route, status, seconds, span.trace or record.id, judged)
     made = service.predictor.artifact
     tell(record, client, "POST", route, status, seconds, span, service.access_log, model_of(made))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import os
 import secrets
 import time
@@ -38,6 +39,9 @@ ANSWER_S = 2.0
 """Seconds in which a replica answers what it knows at once; one that hangs is not waited for."""
 ALL_S, AGAIN_S = 120.0, 0.1
 """Seconds in which all replicas have loaded what is wished, and between two questions where not all have answered."""
+REFUSED_S = 2 * ALL_S
+"""Seconds for which a replica repeats why it has refused an artefact: all who ask of one change are to decide alike.
+What was a full disk, or storage that did not answer, may be over by the next change."""
 Wish = dict[str, Any]
 """What Ray hands to replicas as `user_config`: `{"models": {NAME: FOLDER}}`, `VERSIONS` and `PROVEN`."""
 
@@ -59,8 +63,8 @@ class Replica:
         self._reconfigured_s = 0.0
         """Seconds of the last `reconfigure`."""
         self._wish: Wish = {}
-        self._refused: dict[tuple[str, str], str] = {}
-        """Why a model's artefact was refused, here or by another replica."""
+        self._refused: dict[tuple[str, str], tuple[str, float]] = {}
+        """Why a model's artefact was refused, here or by another replica, and when."""
         self._changes: set[asyncio.Task[None]] = set()
         if self._door is not None and several:
             self._door.rates.others = self._taken_elsewhere
@@ -115,19 +119,22 @@ class Replica:
         for name, folder in models.items():
             refusals = [reason for reason in await of_each("proves", name, folder) if reason]
             if refusals and self._wish is wish:
-                self._refused[name, folder] = refusals[0]
+                self._refused[name, folder] = refusals[0], time.monotonic()
                 for changed in models:
                     self._models.versions[changed].drop()
             if refusals:
                 raise UserError(refusals[0])
 
     async def proves(self, model: str, artifact: str) -> str:
-        """As `load`, for another replica. A refusal is for good, until Ray tells of another wish: all who ask are to
-        decide alike."""
+        """As `load`, for another replica. A refusal is repeated for `REFUSED_S`, or until Ray tells of another wish."""
         asked = model, artifact
-        if asked not in self._refused and (reason := await self.load(*asked)):
-            self._refused[asked] = reason
-        return self._refused.get(asked, "")
+        reason, refused_at = self._refused.get(asked, ("", -math.inf))
+        if time.monotonic() - refused_at < REFUSED_S:
+            return reason
+        self._refused.pop(asked, None)
+        if reason := await self.load(*asked):
+            self._refused[asked] = reason, time.monotonic()
+        return reason
 
     async def load(self, model: str, artifact: str, version: str = "") -> str:
         """Load and prove a candidate; why that fails, or nothing."""

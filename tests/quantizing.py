@@ -12,7 +12,7 @@ from rtrain.compress.quantize import SERVED
 from rtrain.config.recipe import Quantize
 from rtrain.data.stores.store import Store
 from tests import reports
-from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
+from tests.tiny import CORPUS, MAX_TOKENS, make_encoder, make_store, make_task_artifact
 
 LABELS = "abc"
 
@@ -23,14 +23,16 @@ class Made:
     store: Store
 
 
-def make(folder: Path, rows: int = 150, longest: int = 40) -> Made:
-    """Rows of 3 to `longest` words of the corpus, in any order, so that few have another answer by little."""
+def make(folder: Path, rows: int = 150, longest: int = 40, max_tokens: int = MAX_TOKENS) -> Made:
+    """An artefact for texts of `max_tokens`, and rows of 3 to `longest` words of the corpus, in any order, so that few
+    have another answer by little."""
     drawn, words = random.Random(0), " ".join(CORPUS).split()
     texts = [" ".join(drawn.choices(words, k=drawn.randint(3, longest))) for _ in range(rows)]
     labelled = [(text, LABELS[number % len(LABELS)]) for number, text in enumerate(texts)]
     recipe = reports.settings(folder, labelled).recipe
     store = make_store(recipe, make_encoder(folder / "encoder"), folder)
-    return Made(make_task_artifact(folder / "artifact", recipe.task, store.manifest.head), store)
+    made = make_task_artifact(folder / "artifact", recipe.task, store.manifest.head, max_tokens=max_tokens)
+    return Made(made, store)
 
 
 def quantize(made: Made, draft: Path, parent: Path | None = None, **settings: Any) -> dict[str, Any]:

@@ -76,10 +76,10 @@ class Gate:
         self._run, self._open = predictor.run, threading.Event()
         self.rows = 0
 
-    def __call__(self, encoded: list[Encoded], most_tokens: int, step: int) -> Outputs:
+    def __call__(self, encoded: list[Encoded], most_tokens: int) -> Outputs:
         self.rows += len(encoded)
         assert self._open.wait(10)
-        return self._run(encoded, most_tokens, step)
+        return self._run(encoded, most_tokens)
 
     def open(self) -> None:
         self._open.set()

@@ -80,21 +80,25 @@ def test_an_engine_without_padding_answers_as_one_with(
 
 
 @pytest.mark.parametrize("task", ["classification", "token_tags"])  # an output for each row, and for each token
-def test_calls_of_rounded_lengths_answer_alike(tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_padded_shapes_answer_alike(tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     predictor = predictor_of(tmp_path, task)
-    widths, logits = list[int](), predictor._engine.logits
+    shapes, logits = list[tuple[int, int]](), predictor._engine.logits
 
     def noted(inputs: Mapping[str, Any]) -> Any:
-        widths.append(inputs["input_ids"].shape[1])
+        shapes.append(inputs["input_ids"].shape)
         return logits(inputs)
 
     monkeypatch.setattr(predictor._engine, "logits", noted)
-    for text in TEXTS:
-        encoded = predictor.encode([text])
-        rounded, exact = (predictor.run(encoded, step=step) for step in (24, 1))
-        assert np.abs(np.asarray(rounded[0]) - np.asarray(exact[0])).max() < 1e-5
-    assert {24, 64} <= set(widths[::2]) <= {24, 48, 64}  # no longer than the model reads
-    assert all(0 <= long - short < 24 for long, short in zip(widths[::2], widths[1::2], strict=True))
+    for count in range(1, len(TEXTS) + 1):
+        encoded = predictor.encode(TEXTS[-count:])
+        monkeypatch.setattr(predictor, "_plans_by_shape", True)
+        few = predictor.run(encoded)
+        monkeypatch.setattr(predictor, "_plans_by_shape", False)
+        exact = predictor.run(encoded)
+        assert len(few) == len(exact) == count
+        assert all(np.abs(np.asarray(a) - np.asarray(b)).max() < 1e-5 for a, b in zip(few, exact, strict=True))
+    assert {rows for rows, _ in shapes[::2]} == {1, 2, 3, 4, 6, 8, 12, 16, 24}
+    assert {columns for _, columns in shapes[::2]} <= set(range(8, 65, 8))  # no longer than the model reads
 
 
 def test_pairs_and_single_texts_answer_alike_together_and_alone(predictor: Predictor) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import os
 import re
 import resource
 import socket
@@ -12,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,6 +29,7 @@ from rtrain.config import Serve
 from serve.door import security
 from serve.front import haproxy, ingress, supervisor
 from serve.front.address import free_address
+from serve.front.certificate import CertificateFiles
 from serve.front.haproxy import Front, UnknownFile, bound, rewrite
 from tests.certificates import make_certificate
 
@@ -269,11 +272,11 @@ def serving(handler: type[Replica]) -> Iterator[int]:
 
 @contextlib.contextmanager
 def proxy(
-    servers: list[int], pair: bytes = b"", most: int = 64, taken: int = 350, files: int = 0
+    servers: list[int], pair: Sequence[str] = (), most: int = 64, taken: int = 350, files: int = 0
 ) -> Iterator[tuple[int, Path, subprocess.Popen[bytes]]]:
     """Port, folder and process of HAProxy as Ray starts it, with one second for a header; `files`: how many it may
     open, where that is not what this process may."""
-    found = ingress.find("127.0.0.1", 2, most, pair)
+    found = ingress.find("127.0.0.1", 2, most, *pair)
     assert isinstance(found, ingress.Found), found
     folder = found.folder
     executable = folder / "haproxy"
@@ -312,11 +315,13 @@ def ask(port: int, seconds: float = 0.0) -> tuple[int, str]:
         connection.close()
 
 
-def test_it_encrypts_where_there_is_a_certificate_whose_key_is_the_owner_s_alone(tmp_path: Path) -> None:
+def test_it_encrypts_where_there_is_a_certificate_and_copies_no_key(tmp_path: Path) -> None:
+    """What is left behind where everything is killed has no key in it."""
     certificate, key = make_certificate(tmp_path)
-    pair = ingress.pair(Serve(tls_cert=certificate, tls_key=key))
-    with serving(Replica) as server, proxy([server], pair) as (port, folder, _):
-        assert stat.S_IMODE((folder / "tls.pem").stat().st_mode) == 0o600
+    with serving(Replica) as server, proxy([server], (certificate, key)) as (port, folder, _):
+        files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+        assert files
+        assert not [path for path in files if b"PRIVATE KEY" in path.read_bytes()]
         trusted = ssl.create_default_context(cafile=certificate)
         connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=trusted)
         connection.request("POST", "/predict", "0")
@@ -346,6 +351,53 @@ def test_it_names_no_application_and_says_503_where_there_is_none() -> None:
         for path in ("/predict", "/-/routes"):
             status, body = get(port, path)
             assert (status, set(json.loads(body))) == (503, {"error"})
+
+
+def test_a_renewed_certificate_is_that_of_new_connections_and_no_request_is_lost(tmp_path: Path) -> None:
+    """An old HAProxy would show the old one for months."""
+    pair = make_certificate(tmp_path)
+    old = Path(pair[0]).read_text()
+    with serving(Replica) as server, proxy([server], pair) as (port, _, _):
+        done, statuses = threading.Event(), Counter[int]()
+
+        def load() -> None:
+            context = ssl._create_unverified_context()
+            while not done.is_set():
+                connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=context)
+                for _ in range(5):
+                    connection.request("POST", "/predict", "0")
+                    answer = connection.getresponse()
+                    answer.read()
+                    statuses[answer.status] += 1
+                connection.close()
+
+        threads = [threading.Thread(target=load) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            assert ssl.get_server_certificate(("127.0.0.1", port)) == old
+            make_certificate(tmp_path)
+            new = Path(pair[0]).read_text()
+            assert wait_until(lambda: ssl.get_server_certificate(("127.0.0.1", port)) == new, 60.0)
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join(10)
+        assert set(statuses) == {200}
+
+
+def test_files_of_a_certificate_that_do_not_belong_together_are_looked_at_again(tmp_path: Path) -> None:
+    pair = make_certificate(tmp_path / "served")
+    files = CertificateFiles(*pair)
+    assert files.renewed() is None
+    renewed = make_certificate(tmp_path / "renewed")
+    os.replace(renewed[0], pair[0])
+    assert files.renewed() is None  # the key is still the old one
+    os.replace(renewed[1], pair[1])
+    assert files.renewed() == (Path(pair[0]).read_bytes(), Path(pair[1]).read_bytes())
+    assert files.renewed() is None
+    Path(pair[1]).unlink()
+    assert files.renewed() is None
 
 
 def test_nothing_is_open_but_the_endpoint_and_a_socket_of_the_owner_s() -> None:

@@ -1,9 +1,11 @@
 """What becomes of a candidate, as a table of what was seen of it."""
 
+import functools
 import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from rtrain import config
@@ -29,7 +31,7 @@ def test_a_good_candidate_gets_more_and_more_requests_and_then_all() -> None:
     for step in range(len(WEIGHTS)):
         weights.append(state.weight)
         few = GOOD._replace(requests=WEIGHTED_REQUESTS * (step + 1) - 1)
-        assert follow(state, few, AIM, now + 1) == state
+        assert follow(state, few, AIM, now + 1).weight == state.weight
         state = follow(state, few._replace(requests=few.requests + 1), AIM, now + 1)
     assert weights == list(WEIGHTS)
     assert (state.stage, state.weight) == ("promoted", 0.0)
@@ -39,7 +41,7 @@ def test_a_good_candidate_gets_more_and_more_requests_and_then_all() -> None:
 
 def test_where_few_requests_come_a_step_ends_by_the_clock() -> None:
     state = follow(State(began=0.0), GOOD, AIM, 10.0)
-    assert follow(state, GOOD, AIM, 10.0 + WEIGHTED_S - 1) == state
+    assert follow(state, GOOD, AIM, 10.0 + WEIGHTED_S - 1).step == 0
     assert follow(state, GOOD, AIM, 10.0 + WEIGHTED_S).step == 1
 
 
@@ -48,7 +50,7 @@ def test_the_clock_promotes_nothing_that_failed_more_often(requests: int, errors
     """So few may fail by chance; that they did is no reason to go on either."""
     seen = GOOD._replace(requests=requests, errors=errors, old_requests=old)
     state = follow(State(began=0.0), GOOD, AIM, 10.0)
-    assert follow(state, seen, AIM, 10.0 + WEIGHTED_S) == state
+    assert follow(state, seen, AIM, 10.0 + WEIGHTED_S).weight == state.weight
     found = follow(state, seen, AIM, 10.0 + AIM.seconds)
     told = f"it failed on {errors} of {requests} requests, the other version on 0 of {old}, and no more came in 600 s"
     assert (found.stage, found.reason) == ("dropped", told)
@@ -61,10 +63,6 @@ def test_the_clock_promotes_nothing_that_failed_more_often(requests: int, errors
         (GOOD._replace(agreed=465), "the same answer to 465 of 500 texts: too few to be sure of 90 %"),
         (GOOD._replace(slower=300), "more than 1.25 times as long as the other version for 300 of 500 texts"),
         (Tally(rows=20, agreed=20), "20 of 500 texts came while the engines had nothing else to do, in 600 s"),
-        (
-            GOOD._replace(requests=10, errors=2, old_requests=90),
-            "it failed on 2 of 10 requests, the other version on 0",
-        ),
     ],
 )
 def test_a_candidate_is_dropped_for_what_it_lacks(seen: Tally, reason: str) -> None:
@@ -73,25 +71,96 @@ def test_a_candidate_is_dropped_for_what_it_lacks(seen: Tally, reason: str) -> N
     assert found.reason.startswith(reason)
 
 
+def weighted(seen: Tally) -> State:
+    """A candidate that answers requests, and what then has been seen of it."""
+    return follow(follow(State(began=0.0), GOOD, AIM, 1.0), seen, AIM, 2.0)
+
+
+def test_one_that_fails_more_often_is_dropped() -> None:
+    found = weighted(GOOD._replace(requests=10, errors=3, old_requests=90))
+    assert (found.stage, found.weight) == ("dropped", 0.0)
+    assert found.reason.startswith("it failed on 3 of 10 requests, the other version on 0")
+
+
 def test_just_enough_is_enough() -> None:
     assert follow(State(began=0.0), GOOD._replace(agreed=466), AIM, 1.0).stage == "weighted"
     # As many errors as the other version has are no reason: it is the requests that are at fault.
     same = GOOD._replace(requests=100, errors=1, old_requests=100, old_errors=1)
-    assert follow(State(began=0.0), same, AIM, 1.0).stage == "weighted"
+    assert weighted(same).stage == "weighted"
     # One is none either: with 30 of 930 requests the candidate gets one of a single error in 3 % of all cases.
     one = GOOD._replace(requests=30, errors=1, old_requests=900)
-    assert follow(State(began=0.0), one, AIM, 1.0).stage == "weighted"
+    assert weighted(one).stage == "weighted"
     more = GOOD._replace(requests=40, errors=1, old_requests=5000, old_errors=120)
-    assert follow(State(began=0.0), more, AIM, 1.0).stage == "weighted"
+    assert weighted(more).stage == "weighted"
 
 
 def test_more_errors_than_by_chance_are_too_many() -> None:
     def stage(errors: int) -> str:
         seen = GOOD._replace(requests=40, errors=errors, old_requests=5000, old_errors=120)
-        return follow(State(began=0.0), seen, AIM, 1.0).stage
+        return weighted(seen).stage
 
-    # Where one in 42 fails by chance, of 40 requests 4 or more in 1.5 % of all cases, 5 or more in 0.3 %.
+    # Where one in 42 fails by chance, of 40 requests 4 or more in 1.5 % of all cases, 5 or more in 0.3 %, of the 0.46 %
+    # that the first 12 looks may spend of the 1 % of the whole trial.
     assert [stage(errors) for errors in (3, 4, 5, 40)] == ["weighted", "weighted", "dropped", "dropped"]
+
+
+def test_an_incident_that_is_over_does_not_hide_what_fails_now() -> None:
+    """The other version failed on 150 of 1,000 requests before the candidate answered any, or in its first step."""
+    incident = GOOD._replace(old_requests=1000, old_errors=150)
+    state = follow(State(began=0.0), incident, AIM, 1.0)
+    assert state.stage == "weighted"
+    assert follow(state, incident._replace(requests=50, errors=5, old_requests=1500), AIM, 2.0).stage == "dropped"
+    both = GOOD._replace(requests=50, errors=8, old_requests=1000, old_errors=150)
+    state = weighted(both)
+    assert state.step == 1
+    after = both._replace(requests=90, errors=12, old_requests=1500)
+    assert follow(state, after, AIM, 3.0).stage == "dropped"
+
+
+def test_after_the_end_of_a_replica_both_versions_are_counted_anew() -> None:
+    """What is left of the counts is of different times: 3 errors of 10 requests beside 50 of 60."""
+    state = weighted(GOOD._replace(requests=20, errors=4, old_requests=380, old_errors=70))
+    state = follow(state, GOOD._replace(requests=10, errors=2, old_requests=190, old_errors=60), AIM, 3.0)
+    assert state.stage == "weighted"
+    later = GOOD._replace(requests=20, errors=5, old_requests=390, old_errors=60)
+    assert follow(state, later, AIM, 4.0).stage == "dropped"
+
+
+def drawn(failing: tuple[float, float], runs: int, monkeypatch: pytest.MonkeyPatch) -> float:
+    """The share of trials that end with the candidate dropped, where it and the other version fail on such shares of
+    twenty requests a second, and both are looked at every second."""
+    draw, exact = np.random.default_rng(0), judge._more_often
+
+    @functools.cache
+    def known(*counts: int) -> float:
+        return exact(Tally(0, 0, 0, 0, *counts))
+
+    monkeypatch.setattr(judge, "_more_often", lambda seen: known(*seen[4:]))
+    dropped = 0
+    for _ in range(runs):
+        counts, now = np.array([0, 0, 600, draw.binomial(600, failing[1])]), 0.0
+        state = follow(State(0.0), GOOD._replace(old_requests=600, old_errors=int(counts[3])), AIM, now)
+        while not state.over:
+            now += 1
+            requests = draw.poisson(20)
+            new = draw.binomial(requests, state.weight)
+            errors = draw.binomial([new, requests - new], failing)
+            counts += [new, errors[0], requests - new, errors[1]]
+            state = follow(state, Tally(500, 490, 200, 0, *map(int, counts)), AIM, now)
+        dropped += state.stage == "dropped"
+    return dropped / runs
+
+
+@pytest.mark.parametrize("failing", [0.02, 0.1])
+def test_an_equal_candidate_is_rarely_dropped_however_often_it_is_looked_at(
+    failing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert drawn((failing, failing), 300, monkeypatch) <= DOUBT
+
+
+def test_one_that_fails_far_more_often_nearly_always_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drawn((0.2, 0.02), 100, monkeypatch) > 0.9
+    assert drawn((1.0, 0.0), 30, monkeypatch) == 1.0
 
 
 def test_a_replica_that_has_gone_takes_what_it_saw_with_it() -> None:

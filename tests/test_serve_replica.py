@@ -164,6 +164,30 @@ def test_what_one_replica_refuses_is_dropped_by_all_and_may_be_wished_again(
     asyncio.run(main())
 
 
+def test_what_was_refused_is_tried_again_later_although_ray_tells_of_the_same_wish(
+    monkeypatch: pytest.MonkeyPatch, folders: list[Path]
+) -> None:
+    """Of two models, one whose storage was away for a moment would keep the other one from any change."""
+    monkeypatch.setattr(replica, "REFUSED_S", 1.0)
+    first, second, _ = map(str, folders)
+
+    async def main() -> None:
+        fleet = Fleet(monkeypatch, Serve(), 2)
+        await fleet.tell(folders[0])
+        refusals = ["its storage is away"]
+        last = fleet.every[-1]
+
+        async def once(*given: str) -> str:
+            return refusals.pop() if refusals else str(await OWN.load(last, *given))
+
+        monkeypatch.setattr(last, "load", once)
+        assert await fleet.tell(folders[1]) == [first] * 2
+        await asyncio.sleep(1.0)
+        assert await fleet.tell(folders[1]) == [second] * 2
+
+    asyncio.run(main())
+
+
 def test_all_that_others_ask_runs_on_the_loop_which_counts() -> None:
     """Ray runs a method that is not `async` in a thread, beside the loop on which requests are counted."""
     asked = {name: one for name, one in inspect.getmembers(replica.Replica, inspect.isfunction) if name[0] != "_"}

@@ -35,6 +35,7 @@ class Ray:
         self.asked: list[str] = []
         self.fails: Callable[[str], None] = lambda method: None
         self.seen = judge.Tally(rows=3)
+        """What it has seen; it answers as many requests again until each further look."""
         self.loads: list[Any] = [""]
         """What the replicas say to `load`."""
 
@@ -50,7 +51,8 @@ class Ray:
         return self
 
     def results(self, **given: Any) -> list[Any]:
-        follows = {"refusal": "", "seen": tuple(self.seen), "ratio": None}
+        seen = self.seen._replace(requests=self.asked.count("follow") * self.seen.requests)
+        follows = {"refusal": "", "seen": tuple(seen), "ratio": None}
         said = {"serves": [{"tiny": self.answers}], "load": self.loads, "follow": [follows]}
         return said.get(self.asked[-1], [None])
 

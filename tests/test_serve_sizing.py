@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (Host(3, 24_000), 2, "2 replicas, by 3 cores (serve.replicas)"),
         (Host(4, 24_000), 3, "3 replicas, by 4 cores (serve.replicas)"),
         (Host(64, 240_000), 4, "4 replicas, by 64 cores (serve.replicas)"),
-        (Host(64, 1_000), 2, "2 replicas, by 64 cores and 1.0 GB of free memory (serve.replicas)"),
+        (Host(64, 2_000), 2, "2 replicas, by 64 cores and 2.0 GB of free memory (serve.replicas)"),
         (Host(64, 100), 1, "1 replica, by 64 cores and 0.1 GB of free memory (serve.replicas)"),
         (Host(64, 240_000, several=True), 1, ""),
     ],
@@ -53,4 +53,10 @@ def test_what_is_said_counts_and_what_it_leaves_open_is_in_keeping(
 
 def test_several_models_have_engines_and_memory_of_their_own(folder: Path) -> None:
     assert sizing.resolved(Serve(), [folder] * 3, Host(8, 1e6))[0].replicas == 2
-    assert sizing.resolved(Serve(), [folder] * 3, Host(16, 1_000))[0].replicas == 1
+    assert sizing.resolved(Serve(), [folder] * 3, Host(16, 3_000))[0].replicas == 1
+
+
+def test_a_graph_that_keeps_plans_by_shape_needs_memory_for_them(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.int8.bin").read_bytes())
+    assert sizing.resolved(Serve(), [tmp_path], Host(64, 1_000))[0].replicas == 2
+    assert sizing.resolved(Serve(), [folder], Host(64, 1_000))[0].replicas == 1

@@ -1,11 +1,13 @@
 """No engine call takes more tokens than it may, with padding: in the batcher, in a predictor, in a teacher's pass."""
 
 import asyncio
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -18,8 +20,9 @@ from rtrain.training.step import forward
 from serve.app import build_app
 from serve.batching.batcher import Batcher
 from serve.batching.scheduler import Limits
+from tests import quantizing
 from tests.conftest import labelled_rows, write_rows
-from tests.serving import call
+from tests.serving import call, client
 from tests.test_serve_batcher import Engine, deadline, held, numbers, queued, run
 from tests.tiny import CORPUS, make_store, make_task_artifact
 
@@ -129,14 +132,15 @@ def test_long_windows_share_fewer_calls(lengths: list[int], calls: list[int]) ->
 
 
 class Recorded:
-    """An engine, and the tokens of each of its calls, padding included."""
+    """An engine, and the tokens of each of its calls, padding included, and their shapes."""
 
     def __init__(self, predictor: Predictor):
-        self.inner, self.sizes = predictor._engine, list[int]()
+        self.inner, self.sizes, self.shapes = predictor._engine, list[int](), set[tuple[int, ...]]()
         predictor._engine = self
 
     def logits(self, inputs: Mapping[str, Any]) -> Floats:
         self.sizes.append(inputs["input_ids"].size)
+        self.shapes.add(inputs["input_ids"].shape)
         return self.inner.logits(inputs)
 
 
@@ -204,3 +208,51 @@ def test_a_teacher_s_passes_are_cut_by_tokens(tmp_path: Path, monkeypatch: pytes
     assert max(sizes) <= 600
     assert cut["position"].tolist() == whole["position"].tolist()
     assert np.abs(np.stack(cut["logits"]) - np.stack(whole["logits"])).max() < 1e-5
+
+
+# ------------------------------------------------------------------------------------- the memory of shapes (OpenVINO)
+
+
+def int8(folder: Path, max_tokens: int = 64) -> Predictor:
+    made = quantizing.make(folder, rows=40, max_tokens=max_tokens)
+    return Predictor.load(quantizing.complete(made, folder / "int8", calibration_rows=8), threads=1)
+
+
+async def ask(predictor: Predictor, requests: int, most_words: int, after: Callable[[int], None]) -> None:
+    """Requests of 1 to 32 texts of 1 to so many words, one after another; `after` gets the number of each."""
+    drawn, words = random.Random(0), " ".join(CORPUS).split()
+    async with client(build_app(predictor, Serve())) as session:
+        for number in range(1, requests + 1):
+            texts = [
+                " ".join(drawn.choices(words, k=drawn.randint(1, most_words))) for _ in range(drawn.randint(1, 32))
+            ]
+            reply = await session.post("/predict", json={"inputs": texts})
+            assert reply.status_code == 200
+            assert len(reply.json()) == len(texts)
+            after(number)
+
+
+def test_requests_of_all_sizes_reach_a_graph_in_few_shapes(tmp_path: Path) -> None:
+    """It keeps a plan for each of them: ten numbers of rows up to 32, eight of columns up to 64."""
+    predictor = int8(tmp_path)
+    engine = Recorded(predictor)
+    asyncio.run(ask(predictor, 300, 60, lambda number: None))
+    assert 20 < len(engine.shapes) <= 80
+    assert max(engine.sizes) <= Serve().max_batch_tokens
+    few, engine.shapes = len(engine.shapes), set()
+    predictor.outputs(predictor.encode([" ".join(["parcel"] * (1 + n % 60)) for n in range(500)]), batch_rows=7)
+    assert len(engine.shapes) <= 16 < few  # rows of files too: 7 at a time, as 8, and the rest
+
+
+@pytest.mark.slow
+def test_an_endpoint_does_not_grow_with_its_requests(tmp_path: Path) -> None:
+    """10,000 requests of 1 to 32 texts of up to 500 tokens."""
+    resident = dict[int, int]()
+    process = psutil.Process()
+
+    def after(number: int) -> None:
+        if number % 1000 == 0:
+            resident[number] = process.memory_info().rss
+
+    asyncio.run(ask(int8(tmp_path, max_tokens=512), 10_000, 500, after))
+    assert resident[10_000] - resident[1_000] <= 50e6, resident

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 VOCABULARY = 300
 MAX_TOKENS = 64
+POSITIONS = 128
 NAME = "tiny"
 
 CORPUS = (
@@ -110,7 +111,7 @@ def make_task_artifact(
     max_tokens: int = MAX_TOKENS,
     data: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A complete artefact of any task; `data` says how its training rows were read."""
+    """A complete artefact of any task, for texts of `max_tokens`; `data` says how its training rows were read."""
     import torch
     import transformers
 
@@ -122,7 +123,8 @@ def make_task_artifact(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         auto = getattr(transformers, found.auto_model)
-        auto.from_config(_config(num_labels=max(1, len(head.labels)))).save_pretrained(folder)
+        config = _config(num_labels=max(1, len(head.labels)), positions=max(POSITIONS, max_tokens))
+        auto.from_config(config).save_pretrained(folder)
     made = Artifact(NAME, task, head.labels, max_tokens, "torch", facts=head.facts, data=data or {})
     rtrain.artifact.write(folder, made, rtrain.predict.golden_logits, rtrain.predict.golden_inputs(found, head))
     return folder
@@ -148,7 +150,7 @@ def make_store(recipe: Recipe, encoder: Path, root: Path, head: "Head | None" = 
     return commit.commit(job, source, writer, written)
 
 
-def _config(num_labels: int = 2, layers: int = 2) -> "transformers.BertConfig":
+def _config(num_labels: int = 2, layers: int = 2, positions: int = POSITIONS) -> "transformers.BertConfig":
     import transformers
 
     config = transformers.BertConfig(
@@ -157,7 +159,7 @@ def _config(num_labels: int = 2, layers: int = 2) -> "transformers.BertConfig":
         num_hidden_layers=layers,
         num_attention_heads=2,
         intermediate_size=64,
-        max_position_embeddings=128,
+        max_position_embeddings=positions,
         # Wider than usual, so that different texts get visibly different vectors from untrained weights.
         initializer_range=0.2,
     )

@@ -1,6 +1,10 @@
 """Whether a candidate takes the place of the version that answers: what is seen of both, and what follows from it.
 Pure: `trial` sees, `rollout` carries out.
 
+Its errors are compared with those of the other version in the same time: each step begins to count anew, since an
+incident that is over would hide what fails now. The comparison is looked at several times, and the chance of a wrong
+word is spent over all of the looks (Bonferroni; Lan & DeMets 1983 on the spending of it).
+
 A candidate first answers live texts that the other version has answered, unseen by clients (`shadow`). Then it answers
 requests itself, a few at first (`weighted`). What it must show for each step is told below; it is dropped for the first
 thing that it lacks, and promoted if nothing is left to show.
@@ -16,11 +20,15 @@ from serve.watching.drift import most_likely
 WEIGHTS = (0.05, 0.25)
 """Shares of the requests that a candidate answers before it answers all of them."""
 WEIGHTED_REQUESTS = 50
-"""Requests that a candidate answers in each step; they are counted on, so that the second one ends at twice as many."""
+"""Requests that a candidate answers in each step."""
+LOOKS = (3, 4, 5, 6, 8, 10, 13, 16, 20, 25, 32, 40, WEIGHTED_REQUESTS)
+"""Requests of a step after which the errors of both versions are compared (the R10 series of ISO 3)."""
 WEIGHTED_S = 60.0
 """Seconds after which a step ends all the same: where few requests come, few can be lost."""
 DOUBT = 0.01
-"""Chance of a wrong word where a candidate is just as good as it has to be."""
+"""Chance of a wrong word where a candidate is just as good as it has to be. For errors it is that of the whole trial:
+an equal share of it for each of `LOOKS` of each step."""
+LOOKS_OF_A_TRIAL = len(WEIGHTS) * len(LOOKS)
 Stage = Literal["shadow", "weighted", "promoted", "dropped"]
 
 
@@ -71,9 +79,16 @@ class Tally(NamedTuple):
     def plus(self, other: "Tally") -> "Tally":
         return Tally(*(one + another for one, another in zip(self, other, strict=True)))
 
+    def since(self, other: "Tally") -> "Tally":
+        """What has come since that one was seen."""
+        return Tally(*(one - another for one, another in zip(self, other, strict=True)))
+
+
+NOTHING = Tally()
+
 
 def total(tallies: Iterable[Tally]) -> Tally:
-    found = Tally()
+    found = NOTHING
     for tally in tallies:
         found = found.plus(tally)
     return found
@@ -88,6 +103,12 @@ class State:
     step: int = 0
     """A place in `WEIGHTS`."""
     step_began: float = 0.0
+    before: Tally = NOTHING
+    """What had been seen when the step began, or began to count anew."""
+    last: Tally = NOTHING
+    """What was seen at the last look."""
+    looks: int = 0
+    """Of `LOOKS`, those that the step has had."""
     reason: str = ""
     """Why it was dropped or promoted."""
 
@@ -105,11 +126,19 @@ def follow(state: State, seen: Tally, aim: Aim, now: float) -> State:
     """Where the candidate stands by what has been seen of it until now."""
     if state.over:
         return state
-    if lacks := _lacks(seen):
-        return replace(state, stage="dropped", reason=lacks)
+    if seen.failed:
+        return replace(state, stage="dropped", reason=f"it failed on {seen.failed} of {seen.rows + seen.failed} texts")
     if state.stage == "shadow":
         return _shadowed(state, seen, aim, now)
-    enough, waited = seen.requests >= WEIGHTED_REQUESTS * (state.step + 1), now - state.step_began
+    if seen.requests < state.last.requests or seen.old_requests < state.last.old_requests:
+        # A replica has ended and taken with it what it saw: what is left is of no one time.
+        state = replace(state, before=seen, looks=0)
+    total_seen, seen = seen, seen.since(state.before)
+    due = sum(requests <= seen.requests for requests in LOOKS)
+    if due > state.looks and seen.errors and _more_often(seen) < DOUBT * (due - state.looks) / LOOKS_OF_A_TRIAL:
+        return replace(state, stage="dropped", reason=_errors(seen))
+    state = replace(state, last=total_seen, looks=due)
+    enough, waited = seen.requests >= WEIGHTED_REQUESTS, now - state.step_began
     if not enough and seen.errors * seen.old_requests > seen.old_errors * seen.requests:
         # Neither chance nor fault by so few: the clock promotes nothing that fails more often.
         if waited < aim.seconds:
@@ -118,19 +147,12 @@ def follow(state: State, seen: Tally, aim: Aim, now: float) -> State:
     if not enough and waited < WEIGHTED_S:
         return state
     if state.step + 1 < len(WEIGHTS):
-        return replace(state, step=state.step + 1, step_began=now)
-    return replace(state, stage="promoted", reason=f"{state.reason}; {seen.requests} requests answered")
+        return replace(state, step=state.step + 1, step_began=now, before=total_seen, looks=0)
+    return replace(state, stage="promoted", reason=f"{state.reason}; {total_seen.requests} requests answered")
 
 
 def dropped(state: State, reason: str) -> State:
     return state if state.over else replace(state, stage="dropped", reason=reason)
-
-
-def _lacks(seen: Tally) -> str:
-    """What rules a candidate out at once."""
-    if seen.failed:
-        return f"it failed on {seen.failed} of {seen.rows + seen.failed} texts"
-    return _errors(seen) if seen.errors and _more_often(seen) < DOUBT else ""
 
 
 def _errors(seen: Tally) -> str:
@@ -151,7 +173,7 @@ def _shadowed(state: State, seen: Tally, aim: Aim, now: float) -> State:
     if chance(seen.slower, seen.rows) < DOUBT:
         reason = f"more than {aim.slower:g} times as long as the other version for {seen.slower} of {seen.rows} texts"
         return replace(state, stage="dropped", reason=reason)
-    return replace(state, stage="weighted", step=0, step_began=now, reason=same)
+    return replace(state, stage="weighted", step=0, step_began=now, before=seen, last=seen, reason=same)
 
 
 def _more_often(seen: Tally) -> float:

@@ -50,7 +50,12 @@ class Front:
     most: int
     """Questions (POST) that a replica takes at a time."""
     certificate: str = ""
-    """File of the certificate and its key, where clients are to encrypt."""
+    """File of the certificate, where clients are to encrypt; its key lies beside it (`key_of`)."""
+
+
+def key_of(certificate: Path) -> Path:
+    """Where HAProxy looks for the key of a certificate that stands in a file of its own (ssl-load-extra-files)."""
+    return certificate.with_name(f"{certificate.name}.key")
 
 
 def bound(host: str) -> str:

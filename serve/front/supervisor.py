@@ -30,7 +30,8 @@ import time
 from dataclasses import astuple
 from pathlib import Path
 
-from serve.front.haproxy import Front, UnknownFile, admin_socket, names_servers, rewrite
+from serve.front import certificate
+from serve.front.haproxy import Front, UnknownFile, admin_socket, key_of, names_servers, rewrite
 
 MOST_DEATHS, WITHIN_S = 5, 10.0
 """HAProxy that dies for this time in so many seconds is not started again."""
@@ -65,10 +66,10 @@ def script(python: str, binary: str, front: Front) -> str:
 
 def main() -> None:
     """Be HAProxy, for the arguments that follow those of `script`."""
-    binary, host, header_s, body_s, pages, most, certificate, *given = sys.argv[1:]
+    binary, host, header_s, body_s, pages, most, tls, *given = sys.argv[1:]
     os.umask(0o177)
     try:
-        front = Front(host, int(header_s), int(body_s), pages, int(most), certificate)
+        front = Front(host, int(header_s), int(body_s), pages, int(most), tls)
         supervisor = Supervisor(binary, front, given)
         sys.exit(supervisor.run())
     except (UnknownFile, OSError) as error:  # Ray shows what stands on stderr
@@ -79,6 +80,10 @@ class Supervisor:
     def __init__(self, binary: str, front: Front, given: list[str]):
         """`given`: HAProxy's own arguments. Raises `UnknownFile` as `rewrite` does."""
         self._parent = os.getppid()
+        self._certificate: certificate.CertificateFiles | None = None
+        if front.certificate:
+            self._certificate = certificate.CertificateFiles(front.certificate, key_of(Path(front.certificate)))
+            self._certificate.settle()
         given = list(given)
         place = given.index("-f") + 1
         path = Path(given[place])
@@ -126,7 +131,7 @@ class Supervisor:
         try:
             self._haproxy = self._started(self._command)
             while (code := self._haproxy.poll()) is None or self._starts_again(code):
-                ready = selector.select(READY_S if not self._answers else LOOK_S if self._left else None)
+                ready = selector.select(self._wait_s())
                 with contextlib.suppress(BlockingIOError):
                     woken.recv(MOST_BYTES)
                 if not self._answers:
@@ -136,10 +141,33 @@ class Supervisor:
                         self._relay()
                 if self._left and not self._told:
                     self._look(self._left)
+                if self._answers:
+                    self._renew()
             return code if code >= 0 else 128 - code
         finally:
             for made in (self._file, self._socket):
                 made.unlink(missing_ok=True)
+
+    def _wait_s(self) -> float | None:
+        """Seconds until there may be something to do although nobody has sent anything."""
+        if not self._answers:
+            return READY_S
+        if self._left:
+            return LOOK_S
+        return certificate.LOOK_S if self._certificate else None
+
+    def _renew(self) -> None:
+        """Have HAProxy take a renewed certificate for connections that come from now on."""
+        if self._certificate is None or (pair := self._certificate.renewed()) is None:
+            return
+        # An empty line ends what is sent.
+        lines = [line for line in b"\n".join(pair).splitlines() if line.strip()]
+        name = str(self._certificate.certificate).encode()
+        _ask(self._socket, b"set ssl cert " + name + b" <<\n" + b"\n".join(lines) + b"\n\n")
+        answer = _ask(self._socket, b"commit ssl cert " + name + b"\n")
+        if b"Success!" not in answer:
+            sys.stderr.write(f"HAProxy does not take the renewed certificate: {answer.decode(errors='replace')}\n")
+            sys.stderr.flush()
 
     def _is_left(self, number: int = LEFT, frame: object = None) -> None:
         """Whatever has sent the signal, or none: it is what it says where this process has another parent."""
