@@ -20,8 +20,10 @@ from rtrain.errors import ConfigError, Problem, UserError, meant
 from rtrain.run import Run
 
 Reuse = Literal["refuse", "resume", "new"]
+SETTINGS = "settings"
+"""The name under which a run or a search keeps the settings that change its weights, as it was started with them."""
 ROWS, FREQUENCY = "train.rows_per_update", "train.aggregation_frequency"
-EPOCHS, MODEL = "train.epochs", "model.name"
+EPOCHS = "train.epochs"
 STUDENTS = ".students"
 """Folder beside the runs with what students start from, each by its address: a teacher's version and what is left."""
 LEFT_OPEN = ("model.pooling", "train.precision", "distill.teacher_layers")
@@ -133,6 +135,7 @@ def freeze(run: Run, config: Config) -> Config:
     draft = run.config.with_suffix(".draft")
     draft.write_text(configuration.to_yaml(frozen), encoding="utf-8")
     draft.rename(run.config)  # at once: where it is, there is a run
+    run.decide(SETTINGS, frozen.recipe.weights())
     return frozen
 
 
@@ -235,6 +238,7 @@ def asked_of(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
 def _resumed(folder: Path, new: Config) -> Config:
     """The stored run with what `new` names; what would change its weights is refused by name."""
     old = stored(folder)
+    _refuse_edited(Run(folder), old.recipe)
     new = replace(configuration.with_overrides(new, _taken_over(old, new)), named=new.named)
     named = {name: value for name, value in configuration.flat(new).items() if name in new.named}
     asked = asked_of(Run(folder), named)
@@ -250,7 +254,8 @@ def _resumed(folder: Path, new: Config) -> Config:
     before, after = (configuration.dotted(found.weights()) for found in (old.recipe, recipe))
     was, wanted = {**configuration.flat(old), **before}, {**configuration.dotted(document), **after}
     changed = [name for name in was if was[name] != wanted[name] and before.get(name) != after.get(name)]
-    changed = [name for name in changed if not (name == MODEL and _is_same_start(was[name], wanted[name]))]
+    if recipe.name != old.recipe.name:  # it changes no weight, and shows that another run was meant
+        changed.insert(0, "name")
     if changed:
         problems = [_changed(name, was[name], wanted[name], folder, old) for name in changed]
         raise ConfigError(problems, _ways_on(folder, old))
@@ -258,10 +263,18 @@ def _resumed(folder: Path, new: Config) -> Config:
     return replace(configuration.with_overrides(old, asked), named=new.named)
 
 
-def _is_same_start(before: str, after: str) -> bool:
-    """Whether two paths are the same student's start, by its address: a folder of runs may have been moved."""
-    one, other = Path(before), Path(after)
-    return one.parent.name == other.parent.name == STUDENTS and one.name == other.name
+def _refuse_edited(run: Run, recipe: Recipe) -> None:
+    """Raise `ConfigError` if config.yaml has other settings than the run was started with, and they change weights."""
+    before = configuration.dotted(run.decisions.get(SETTINGS, {}))
+    after = configuration.dotted(recipe.weights())
+    fix = f"put it back in {run.config}, or start another run from that file with --new"
+    problems = [
+        Problem(name, after.get(name), f"the run was started with {before.get(name)!r}", fix)
+        for name in sorted(before.keys() | after.keys() if before else ())
+        if before.get(name) != after.get(name)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _refuse_cleaned(run: Run, config: Config) -> None:
@@ -308,7 +321,10 @@ def _more(run: Run, epochs: int) -> str:
 
 def _ways_on(folder: Path, old: Config) -> str:
     """What a resume may change, and how to start another run instead."""
-    settings = [f"train.{name}" for name in configuration.SPEED if name != "aggregation_frequency"]
+    settings = [
+        *(name for name in configuration.LOCATION if name != "name"),
+        *(f"train.{name}" for name in configuration.SPEED if name != "aggregation_frequency"),
+    ]
     sections = [
         *([] if old.recipe.distill.teacher else ["distill"]),
         "quantize",
