@@ -134,7 +134,7 @@ def test_a_name_that_another_command_took_meanwhile_is_refused_or_numbered_on(tm
 
 def test_a_name_that_a_killed_command_has_claimed_is_free(tmp_path: Path) -> None:
     with opening.claimed(Run(tmp_path / "run"), "refuse") as run:
-        run.config.with_suffix(".draft").touch()
+        run.config.with_name(f".{run.config.name}.0123abcd").touch()
     assert opening.choose(tmp_path / "run", made(), "refuse")[0] == tmp_path / "run"
 
 

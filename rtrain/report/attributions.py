@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rtrain import artifact, config as configuration, engines
+from rtrain import artifact, config as configuration, drafts, engines
 from rtrain.data.stores.store import open_store
 from rtrain.report import answer_rows
 from rtrain.run import Run
@@ -67,7 +67,5 @@ def ensure(run: Run) -> Path | None:
 
 
 def _write(final: Path, document: dict[str, Any]) -> Path:
-    draft = final.with_name(f".{final.name}")
-    draft.write_text(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    draft.rename(final)
+    drafts.write_text(final, json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
     return final

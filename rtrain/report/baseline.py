@@ -15,7 +15,6 @@ import json
 import re
 import statistics
 import time
-import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rtrain import config as configuration
+from rtrain import config as configuration, drafts
 from rtrain.batch import IGNORED, Head, Ragged
 from rtrain.data.stores.store import Store, open_store
 from rtrain.metrics.by_output import metric_for
@@ -104,9 +103,7 @@ def ensure(run: Run) -> Path | None:
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:
-    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
-    draft.write_text(json.dumps(found, allow_nan=False) + "\n", encoding="utf-8")
-    draft.rename(path)
+    drafts.write_text(path, json.dumps(found, allow_nan=False) + "\n")
 
 
 def _measure(store: Store, output: str, tokenizer: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rtrain import config as configuration, hub
+from rtrain import config as configuration, drafts, hub
 from rtrain.checkpoints import checkpoint
 from rtrain.cluster import prices
 from rtrain.config import Config, Recipe
@@ -45,7 +45,7 @@ def choose(folder: Path, config: Config, reuse: Reuse) -> tuple[Path, Config]:
     """
     run = Run(folder)
     used = run.exists
-    begun = {run.lock, run.config.with_suffix(".draft")}  # what a command that was killed in `claimed` leaves
+    begun = {run.lock, *folder.glob(f".{run.config.name}.*")}  # what a command that was killed in `claimed` leaves
     if not used and folder.is_dir() and set(folder.iterdir()) - begun:
         raise UserError(f"--out: {folder} is not empty and holds no run; name a new folder")
     if not used and reuse == "resume":
@@ -132,9 +132,7 @@ def freeze(run: Run, config: Config) -> Config:
     known = run.folder if run.exists else None
     frozen = configuration.with_overrides(absolute(config, known), resolved)
     run.folder.mkdir(parents=True, exist_ok=True)
-    draft = run.config.with_suffix(".draft")
-    draft.write_text(configuration.to_yaml(frozen), encoding="utf-8")
-    draft.rename(run.config)  # at once: where it is, there is a run
+    drafts.write_text(run.config, configuration.to_yaml(frozen))  # whole: where it is, there is a run
     run.decide(SETTINGS, frozen.recipe.weights())
     return frozen
 
