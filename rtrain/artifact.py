@@ -11,13 +11,12 @@ MANIFEST.json                                        size and SHA-256 of each fi
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rtrain import documents, engines, manifest
+from rtrain import documents, drafts, engines, manifest
 from rtrain.errors import UserError, meant
 
 NAME = "artifact.json"
@@ -190,12 +189,5 @@ def publish(draft: Path, final: Path) -> Path:
     """Move a complete draft to its name; an older artefact there is replaced as a whole. Behind a link it is the folder
     that the link names: a deployment's `current` stays a link."""
     final = final.resolve()
-    if final.exists():
-        old = final.with_name(f".{final.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-        draft.rename(final)
-        shutil.rmtree(old)
-    else:
-        draft.rename(final)
+    drafts.replace_folder(draft, final)
     return final

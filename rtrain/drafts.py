@@ -8,21 +8,32 @@ jobs may write drafts of one name at a time, on several machines, so drafts in u
 - Some shared storage keeps locks to one machine, or to one mount. There a free lock does not prove that the writer is
   dead. So the writer notes its kernel and mount in the file. A process with another kernel or mount removes a draft
   with a free lock only after a day in which nothing was written to it.
+
+`replacement`, `publish_folder` and `replace_folder` give a draft its final name. All three write it to disk first:
+without fsync, a machine that loses its power may keep the name and lose the content.
 """
 
+import ctypes
+import errno
 import fcntl
 import os
 import shutil
 import socket
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOCK = "writer.lock"
 SILENT_S = 24 * 3600
 """Seconds without a write after which a draft counts as left over. A living writer adds a shard within minutes; the
 rest is room for suspended machines and wrong clocks."""
+
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
+"""Errors of renameat2 where the kernel or the file system, NFS for example, cannot exchange two names."""
 
 
 class Draft:
@@ -54,6 +65,92 @@ def sweep(final: Path) -> None:
                 # The draft is moved before it is emptied. Should its writer live after all, its own move to the final
                 # name then fails; otherwise a store that was just finished could be emptied.
                 shutil.rmtree(folder.rename(_new_name(final)), ignore_errors=True)
+
+
+@contextmanager
+def replacement(path: Path) -> Iterator[Path]:
+    """Yield a draft for the block to write, which then replaces `path` atomically and durably.
+
+    Where the block or the disk fails, or the process is killed, the file of before is whole.
+    """
+    draft = _new_name(path)
+    try:
+        yield draft
+        sync(draft)
+        draft.replace(path)
+    except BaseException:
+        with suppress(OSError):  # the error of the disk is the one to tell
+            draft.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the content of a file, atomically and durably."""
+    with replacement(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
+def publish_folder(draft: Path, final: Path) -> None:
+    """Give a complete folder its final name, durably. Raises `OSError` if a folder with files has that name."""
+    sync_tree(draft)
+    draft.rename(final)
+    sync(final.parent)
+
+
+def replace_folder(draft: Path, final: Path) -> None:
+    """Put a complete folder in the place of the one that has the name `final`, durably, and remove the old one.
+
+    The exchange of two names is atomic. Where the file system has none, the old folder is moved away and, if the new
+    one cannot be moved there, back; a process that is killed in between leaves it as `.<name>.old`.
+    """
+    sync_tree(draft)
+    old = final.with_name(f".{final.name}.old")
+    if not final.exists():
+        draft.rename(final)
+    else:
+        try:
+            _exchange(draft, final)
+        except OSError as error:
+            if error.errno not in NO_EXCHANGE:
+                raise
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+            try:
+                draft.rename(final)
+            except BaseException:
+                old.rename(final)
+                raise
+    sync(final.parent)
+    for folder in (draft, old):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Exchange the names of two folders, atomically (renameat2, Linux 3.15). Raises `OSError`."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+def sync(path: Path) -> None:
+    """Write a file's content, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Write all files and folders of `folder` to disk."""
+    for path in folder.rglob("*"):
+        if not path.is_symlink():
+            sync(path)
+    sync(folder)
 
 
 def _new_name(final: Path) -> Path:

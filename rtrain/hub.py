@@ -178,8 +178,12 @@ def keep_files(files: Mapping[str, Path], final: Path) -> Path:
             _lay(path.resolve(), target)
         (draft.folder / drafts.LOCK).unlink()
         manifest.write(draft.folder)
-        with suppress(OSError):  # another run may have made the same folder meanwhile
-            draft.folder.rename(final)
+        try:
+            drafts.publish_folder(draft.folder, final)
+        except OSError:
+            if not final.is_dir():
+                raise
+            # Another run has made the same folder meanwhile.
     finally:
         shutil.rmtree(draft.folder, ignore_errors=True)
         draft.release()

@@ -3,11 +3,11 @@
 import errno
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypedDict
 
+from rtrain import drafts
 from rtrain.errors import TryAgain
 
 NAME = "MANIFEST.json"
@@ -46,10 +46,8 @@ def write(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path != folder / NAME:
             files[path.relative_to(folder).as_posix()] = entry(path)
-        sync(path)
     (folder / NAME).write_text(json.dumps({"schema_version": SCHEMA_VERSION, "files": files}, indent=1))
-    sync(folder / NAME)
-    sync(folder)
+    drafts.sync_tree(folder)
 
 
 def damage(folder: Path, needed: Iterable[str] = ()) -> str | None:
@@ -98,15 +96,6 @@ def _refuse_unread(path: Path, error: OSError) -> None:
             f"{path} cannot be read ({error.strerror or error}): whether it is whole is not known, and it stays where "
             "it is. Try again; where that does not help, mend the disk, the mount or the file's permissions."
         ) from error
-
-
-def sync(path: Path) -> None:
-    """Put a file's content, or the names in a folder, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(path: Path) -> str:

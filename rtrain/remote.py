@@ -301,7 +301,7 @@ def _kept(inside: Path, final: Path, url: str) -> Path:
             f"{_shown(url)} is damaged, or was changed while it was fetched: {problem}; nothing of it was kept"
         )
     try:
-        inside.rename(final)
+        drafts.publish_folder(inside, final)
     except OSError:
         if not final.is_dir():
             raise

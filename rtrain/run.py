@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rtrain import documents, events
+from rtrain import documents, drafts, events
 from rtrain.errors import UserError, meant
 
 ARTIFACT = "artifact.json"
@@ -241,9 +241,7 @@ class Run:
         if name in known:
             return known[name]
         path = self.folder / "decisions.json"
-        draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps({**known, name: value}))
-        draft.rename(path)  # at once: whoever reads it sees a whole file
+        drafts.write_text(path, json.dumps({**known, name: value}))
         return value
 
 

@@ -473,7 +473,7 @@ def test_a_resume_needs_the_folder_of_its_run_and_no_recipe(run: Cli, tmp_path: 
     csv_of(tmp_path, labelled_rows(40), "gone2.csv")
     code, _, err = run("train", "--resume", "--out", "run")
     assert (code, err.count("no such file")) == (2, 1), err  # of the run's own, which has gone
-    assert "no such file, folder or glob; put it back at that path, as a resume reads the rows that the run has" in err
+    assert "no such file, folder or glob; put it back at that path or name its new place, as a resume" in err
     assert "did you mean" not in err
     code, _, err = run("train", "--resume", "--out", "run", "--set", "optim.lr=1e-5", "--workers", 3)
     assert (code, "optim.lr=1e-05: the run was started with 0.0003" in err) == (2, True), err

@@ -1,6 +1,8 @@
 """Copies of training rows with words of other rows, for a student: which rows, which words, and once."""
 
+import errno
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from rtrain.data import records
 from rtrain.data.augment import replaced
 from rtrain.data.splits import Splits
 from rtrain.errors import ConfigError
+from tests import system_calls
 from tests.conftest import labelled_rows, write_rows
 
 ROWS, COPIES = 200, 3
@@ -104,3 +107,18 @@ def test_of_many_words_a_sample_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     found = replaced.sample(str(number) for number in range(10_000))
     assert len(found) == len(set(found)) == 100
     assert 3000 < sum(map(int, found)) / 100 < 7000
+
+
+@system_calls.needed
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES, errno.EIO])
+def test_copies_that_cannot_be_kept_are_an_error(tmp_path: Path, error: int) -> None:
+    recipe = recipe_of(tmp_path)
+
+    def make() -> None:
+        replaced.ensure(recipe, tmp_path)
+
+    calls = system_calls.trace(make).calls
+    shutil.rmtree(tmp_path / replaced.FOLDER)
+    last = len(calls) - 1 - calls[::-1].index("rename")
+    assert not system_calls.trace(make, last, error).succeeded
+    assert replaced.ensure(recipe, tmp_path).is_file()

@@ -183,6 +183,16 @@ def test_a_run_of_another_version_is_told_from_one_on_other_files(
     assert contents(ground / "runs") == before
 
 
+def test_a_resume_may_name_the_new_place_of_the_same_rows(ground: Path) -> None:
+    start(ground)
+    (ground / "parts").rename(ground / "moved")
+    with pytest.raises(ConfigError):
+        start(ground, "resume")
+    moved = settings(ground, **{"data.path": str(ground / "moved"), "data.max_bad_rows": 0.5})
+    resumed = preparing.prepare(moved, ground / "runs" / "run", "resume")
+    assert resumed.config.recipe.data.path == str(ground / "moved")
+
+
 def test_a_start_that_was_killed_before_its_first_event_is_made_up_for(ground: Path) -> None:
     first = start(ground)
     first.run.log.unlink()

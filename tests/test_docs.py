@@ -319,6 +319,9 @@ def test_what_belongs_to_a_run_is_what_changes_its_identity() -> None:
     base = config.load("intent", {**active, "train.rows_per_update": 64})
     other: dict[str, Any] = {
         "data.max_tokens": 32,
+        "data.path": "rows.csv",
+        "data.max_bad_rows": 0.5,
+        "train.evaluate_every": 7,
         "data.slices": ["x"],
         "augment.seed": 1,
         "model.freeze": "encoder",
@@ -345,6 +348,6 @@ def test_kinds_are_told_with_their_bounds() -> None:
         '| `quantize.engine` | `openvino`, `onnxruntime` | `"openvino"` | int8 |',
         "| `tune.points` | list of mapping | `[]` | deploy |",
         '| `tune.space` | mapping of range or list | `{"optim.lr": {"low": 5e-05, "high": 0.001, "log": true}, ',
-        "| `name` | string | required | run |",
+        "| `name` | string | required | rows |",
     ):
         assert line in page

@@ -8,15 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rtrain import drafts
-from rtrain.data.stores.store import Store, Writer
+from rtrain import artifact, drafts
+from rtrain.data.stores.store import Manifest, Store, Writer
+from rtrain.run import Run
+from tests import system_calls
 from tests.test_stores_store import fill, make
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -174,3 +176,98 @@ def test_a_draft_that_cannot_be_removed_stops_no_job(job: Job, tmp_path: Path, m
     monkeypatch.setattr(Path, "rename", refuse)
     drafts.sweep(tmp_path / "abc")
     assert names(tmp_path) == {job.draft.name}
+
+
+# ----------------------------------------------------------------------------------------- faults at every system call
+
+FAULTS = [errno.ENOSPC, errno.EACCES, errno.EIO, None]
+
+
+def faults_of(
+    work: Callable[[], object], error: int | None, prepare: Callable[[], object], **rest: Any
+) -> Iterator[bool]:
+    """Whether the work succeeded, with a fault at each of its file system calls in turn."""
+    prepare()
+    calls = len(system_calls.trace(work, **rest).calls)
+    assert calls > 3
+    for number in range(calls):
+        prepare()
+        yield system_calls.trace(work, number, error, **rest).succeeded
+
+
+def folder_of(path: Path, files: dict[str, bytes]) -> Path:
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    return path
+
+
+OLD, NEW = {"a": b"old", "b": b"old"}, {"a": b"new", "c": b"new"}
+
+
+@system_calls.needed
+@pytest.mark.parametrize("error", FAULTS)
+@pytest.mark.parametrize("refused", [(), ("renameat2",)], ids=["exchanged", "no exchange"])
+def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, error: int | None, refused: tuple[str]) -> None:
+    final, draft, moved = tmp_path / "artifact", tmp_path / ".artifact.0123abcd", tmp_path / ".artifact.old"
+
+    def prepare() -> None:
+        folder_of(final, OLD)
+        folder_of(draft, NEW)
+        shutil.rmtree(moved, ignore_errors=True)
+
+    for succeeded in faults_of(lambda: artifact.publish(draft, final), error, prepare, refused=refused):
+        held = contents(final)
+        if error is None and refused and not held:
+            assert contents(moved) == OLD  # killed between two renames
+        else:
+            assert held in ((NEW,) if succeeded else (OLD, NEW))
+        artifact.publish(folder_of(tmp_path / ".again", NEW), final)
+        assert contents(final) == NEW
+
+
+@system_calls.needed
+@pytest.mark.parametrize("error", FAULTS)
+def test_a_decision_is_kept_whole_or_not_at_all(tmp_path: Path, error: int | None) -> None:
+    run = Run(tmp_path)
+    before, after = {"precision": "fp32"}, {"precision": "fp32", "device": "cpu"}
+
+    def prepare() -> None:
+        for path in tmp_path.iterdir():
+            path.unlink()
+        run.decide("precision", "fp32")
+
+    for succeeded in faults_of(lambda: run.decide("device", "cpu"), error, prepare):
+        assert run.decisions in ((after,) if succeeded else (before, after))
+        if error is not None and error != errno.EACCES:
+            assert len(list(tmp_path.iterdir())) <= 2
+
+
+@system_calls.needed
+@pytest.mark.parametrize("error", FAULTS)
+def test_a_token_store_is_committed_whole_or_not_at_all(tmp_path: Path, error: int | None) -> None:
+    final, begun = tmp_path / "store", list[tuple[Writer, Manifest]]()
+
+    def prepare() -> None:
+        for writer, _ in begun:
+            writer.abandon()
+        shutil.rmtree(final, ignore_errors=True)
+        writer = Writer(final)
+        begun[:] = [(writer, fill(writer))]
+
+    for succeeded in faults_of(lambda: begun[0][0].commit(begun[0][1]), error, prepare):
+        assert final.is_dir() or not succeeded
+        if final.is_dir():
+            assert Store(final).rows("train") > 0
+
+
+@system_calls.needed
+def test_what_gets_its_name_is_on_the_disk_before(tmp_path: Path) -> None:
+    """A machine that loses its power may keep a rename and lose what was written before it."""
+    folder_of(tmp_path / ".draft", NEW)
+    traced = system_calls.trace(lambda: drafts.publish_folder(tmp_path / ".draft", tmp_path / "final"))
+    calls = [name for name in traced.calls if name != "openat"]
+    assert calls == [*["fsync"] * 3, "rename", "fsync"]
+    calls = [name for name in system_calls.trace(lambda: Run(tmp_path).decide("a", 1)).calls if name != "openat"]
+    assert calls == ["write", "fsync", "rename", "fsync"]

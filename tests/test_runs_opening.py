@@ -81,7 +81,7 @@ def test_a_free_name_is_taken(tmp_path: Path, reuse: opening.Reuse) -> None:
     assert (folder, opened) == (tmp_path / "deep" / "run", made())
     assert list(tmp_path.iterdir()) == []  # nothing is written before all is checked
     opening.freeze(Run(folder), opened)
-    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "decisions.json"]
 
 
 def test_a_used_name_is_refused_with_both_ways_out(used: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_name_that_another_command_took_meanwhile_is_refused_or_numbered_on(tm
 
 def test_a_name_that_a_killed_command_has_claimed_is_free(tmp_path: Path) -> None:
     with opening.claimed(Run(tmp_path / "run"), "refuse") as run:
-        run.config.with_suffix(".draft").touch()
+        run.config.with_name(f".{run.config.name}.0123abcd").touch()
     assert opening.choose(tmp_path / "run", made(), "refuse")[0] == tmp_path / "run"
 
 
@@ -199,6 +199,7 @@ def test_a_strategy_that_was_chosen_is_left_open_without_the_recipe_s_name_too(t
 
 def test_a_run_of_before_there_was_a_choice_of_pooling_keeps_its_own(used: Path) -> None:
     Run(used).append("created")
+    (used / "decisions.json").unlink()  # then, settings were not kept there
     document = yaml.safe_load((used / "config.yaml").read_text())
     del document["model"]["pooling"]
     (used / "config.yaml").write_text(yaml.safe_dump(document))
@@ -309,7 +310,7 @@ def test_every_setting_is_taken_by_a_resume_or_refused_by_name(tmp_path: Path, n
     else:
         raise AssertionError(f"{name} has no other value")
     assert config.flat(changed)[name] != config.flat(old)[name]
-    if changed.recipe.identity() == old.recipe.identity():
+    if changed.recipe.identity() == old.recipe.identity() and name != "name":
         assert opening.choose(tmp_path / "run", new, "resume")[1] == changed
         return
     with pytest.raises(ConfigError) as caught:
@@ -343,6 +344,36 @@ def test_what_would_change_the_weights_is_refused_by_name(
     assert (problem.field, problem.value) == (field, after)
     assert problem.reason == f"the run was started with {before!r}"
     assert problem.fix.endswith(", or start another run")
+
+
+def edit(run: Path, name: str, value: object) -> None:
+    document = yaml.safe_load((run / "config.yaml").read_text())
+    config.put(document, name, value)
+    (run / "config.yaml").write_text(yaml.safe_dump(document))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("optim.lr", 1e-5), ("train.epochs", 9), ("train.evaluate_every", 3), ("data.text", "message")]
+)
+@pytest.mark.parametrize("by_file", [False, True], ids=["by the recipe", "by config.yaml"])
+def test_a_resume_with_an_edited_configuration_is_refused_by_name(
+    used: Path, name: str, value: object, by_file: bool
+) -> None:
+    edit(used, name, value)
+    again = config.load(str(used / "config.yaml")) if by_file else made(**DECIDED)
+    with pytest.raises(ConfigError) as caught:
+        opening.choose(used, again, "resume")
+    assert [(problem.field, problem.value) for problem in caught.value.problems] == [(name, value)]
+    edit(used, name, config.flat(made(**DECIDED))[name])
+    opening.choose(used, made(**DECIDED), "resume")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("data.path", "/moved.csv"), ("data.max_bad_rows", 0.5), ("train.workers", 4)]
+)
+def test_an_edited_setting_that_changes_no_weight_is_taken(used: Path, name: str, value: object) -> None:
+    edit(used, name, value)
+    assert config.flat(opening.choose(used, made(), "resume")[1])[name] == value
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from rtrain import config
 from rtrain.checkpoints.replica import Unreachable
 from rtrain.cluster import preflight
-from rtrain.errors import TryAgain, UserError
+from rtrain.errors import ConfigError, TryAgain, UserError
 from rtrain.run import Run
 from rtrain.runs import driver, group, opening
 from tests.histories import configured
@@ -103,6 +103,21 @@ def test_a_search_of_whose_trials_alone_there_are_copies_is_refused_with_the_rea
     with pytest.raises(UserError, match=refused), trial.held(chosen, tmp_path / "search", reuse, None):
         pass
     with trial.held(chosen, tmp_path / "another", "refuse", None):
+        pass
+
+
+def test_a_search_with_an_edited_configuration_is_refused_by_name(tmp_path: Path) -> None:
+    chosen = configured(tmp_path)
+    with trial.held(chosen, tmp_path / "search", "refuse", None):
+        pass
+    file = tmp_path / "search" / "config.yaml"
+    whole = file.read_text()
+    file.write_text(whole.replace(f"weight_decay: {chosen.recipe.optim.weight_decay}", "weight_decay: 0.5"))
+    with pytest.raises(ConfigError) as caught, trial.held(chosen, tmp_path / "search", "resume", None):
+        pass
+    assert [(problem.field, problem.value) for problem in caught.value.problems] == [("optim.weight_decay", 0.5)]
+    file.write_text(whole)
+    with trial.held(chosen, tmp_path / "search", "resume", None):
         pass
 
 

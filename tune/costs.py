@@ -3,11 +3,10 @@
 import json
 import statistics
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from rtrain import documents
+from rtrain import documents, drafts
 from rtrain.data.formats import digests
 
 NAME = "costs.json"
@@ -61,7 +60,5 @@ class Costs:
         shape = digests.file_digest(str(model / "config.json"))
         if shape not in self._known:
             self._known[shape] = self._measure(model)
-            draft = self._path.with_name(f".{NAME}.{uuid.uuid4().hex[:8]}")
-            draft.write_text(json.dumps(self._known, indent=1) + "\n", encoding="utf-8")
-            draft.rename(self._path)
+            drafts.write_text(self._path, json.dumps(self._known, indent=1) + "\n")
         return self._known[shape]

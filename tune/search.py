@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rtrain import artifact, config as configuration, env
+from rtrain import artifact, config as configuration, drafts, env
 from rtrain.cluster import preflight
 from rtrain.config import Config
 from rtrain.data import records
@@ -379,7 +379,7 @@ class _Search:
         winner = self._search.trial(best)
         config = configuration.load(str(winner.config))
         text = configuration.to_yaml(_replayed(config, self._config))
-        self._search.best.write_text(text, encoding="utf-8")
+        drafts.write_text(self._search.best, text)
         if self._search.winner is None:
             self._search.append("searched", best=best, trials=len(history.trials))
         say = self._record.say

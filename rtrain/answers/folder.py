@@ -24,7 +24,7 @@ from typing import IO, Any, Literal
 import fsspec
 import fsspec.utils
 
-from rtrain import manifest
+from rtrain import drafts, manifest
 from rtrain.answers import writing
 from rtrain.answers.answering import Answered, Counts
 from rtrain.answers.columns import Layout
@@ -153,9 +153,9 @@ class Folder:
         with self._writing():
             with whole.open("wb") as file:
                 writing.join(self._format, layout, (self._file(one.number) for one in portions), file)
-            manifest.sync(whole)
+            drafts.sync(whole)
             whole.replace(self.out)
-            manifest.sync(self.out.parent)
+            drafts.sync(self.out.parent)
         shutil.rmtree(self.path)
 
     @contextmanager
@@ -220,7 +220,5 @@ def _line(line: Mapping[str, Any]) -> bytes:
 
 def _write_whole(path: Path, body: bytes) -> None:
     """Write a file whole or not at all."""
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_bytes(body)
-    manifest.sync(draft)
-    draft.replace(path)
+    with drafts.replacement(path) as draft:
+        draft.write_bytes(body)

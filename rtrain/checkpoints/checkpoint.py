@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rtrain import manifest
+from rtrain import drafts, manifest
 from rtrain.checkpoints.loss_scale import Scale
 from rtrain.errors import UserError
 from rtrain.exchange import whole
@@ -152,7 +152,7 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
         return final
     if not folder.is_dir():
         folder.mkdir(parents=True)
-        manifest.sync(folder.parent)
+        drafts.sync(folder.parent)
     draft = _hidden(final)
     draft.mkdir()
     try:
@@ -164,7 +164,7 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
         manifest.write(draft)
         discard(final)  # only ever an incomplete one: see above
         draft.rename(final)
-        manifest.sync(folder)
+        drafts.sync(folder)
     except OSError:
         shutil.rmtree(draft, ignore_errors=True)
         raise

@@ -105,6 +105,7 @@ class Replica:
                         path.parent.mkdir(parents=True, exist_ok=True)
                         files.get_file(place, str(path))
                 run.mkdir(parents=True, exist_ok=True)
+                drafts.sync_tree(draft)
                 for name in ("artifact", RUNGS, *ANSWERS, *LOGS, *reversed(FILES)):
                     if (draft / name).is_dir():  # one that is here is of a restore that was interrupted
                         shutil.rmtree(run / name, ignore_errors=True)
@@ -134,7 +135,7 @@ class Replica:
                         (draft / path).parent.mkdir(parents=True, exist_ok=True)
                         files.get_file(place, str(draft / path))
                 _get_logs(files, root, draft)
-                draft.rename(to)
+                drafts.publish_folder(draft, to)
             return sum(path.stat().st_size for path in to.rglob("*") if path.is_file())
 
         return self._try(read)

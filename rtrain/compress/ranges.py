@@ -4,7 +4,6 @@ They stand where post-training quantization puts them: before each linear layer,
 after queries and keys, whose products attention computes.
 """
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain import engines
+from rtrain import drafts, engines
 from rtrain.batch import Floats
 from rtrain.compress.export_check import SPLIT, evenly
 from rtrain.config import Recipe
@@ -64,9 +63,8 @@ def begin(prepared: Prepared) -> None:
     task, labels = base.get(recipe.task), store.manifest.labels
     network = model.build(prepared.model, task, labels, recipe.train.seed, recipe.model, pack=False)
     found = measure(network, store, model.pad_id(prepared.model), recipe.quantize.calibration_rows)
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    found.write(draft)
-    draft.rename(path)
+    with drafts.replacement(path) as draft:
+        found.write(draft)
 
 
 def measure(network: Any, store: Store, pad_id: int, most_rows: int) -> Quantizers:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtrain import artifact, documents
+from rtrain import artifact, documents, drafts
 from rtrain.config import Distill
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import pooling, tokenizer_files
@@ -106,7 +106,7 @@ def start(teacher: Path, chosen: Distill, root: Path) -> Path:
             if (teacher / name).is_file():
                 shutil.copyfile(teacher / name, draft / name)
         try:
-            draft.rename(final)
+            drafts.publish_folder(draft, final)
         except OSError:
             if not (final / "config.json").is_file():
                 raise

@@ -214,7 +214,9 @@ def _written(final: Path, shape: tuple[int, int]) -> Iterator["np.memmap[Any, An
         _hold_room(path)
         yield found
         found.flush()
+        drafts.sync(path)
         path.rename(final)
+        drafts.sync(final.parent)
     finally:
         shutil.rmtree(draft.folder, ignore_errors=True)
         draft.release()

@@ -35,6 +35,7 @@ from rtrain.config.loading import (
 from rtrain.config.recipe import (
     BETAS as BETAS,
     DEFAULT_FREQUENCY as DEFAULT_FREQUENCY,
+    LOCATION as LOCATION,
     SPEED as SPEED,
     Distill as Distill,
     Gate as Gate,

@@ -6,6 +6,7 @@ The sections `data` and `augment`, which say which rows there are, are in `confi
 import hashlib
 import json
 import math
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -198,10 +199,14 @@ SPEED = (
     *("workers", "device", "gpus_per_worker", "min_workers", "micro_batch", "tokens_per_pass"),
     *("aggregation_frequency", "balance", "gradient_checkpointing", "transport"),
     *("strategy", *LAID_OUT),
-    *("evaluate_every", "save_every", "keep", "log_every"),
+    *("save_every", "keep", "log_every"),
 )
 """Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved. The one
-exception is dropout: which activations it drops depends on the workers and their passes."""
+exception is dropout: which activations it drops depends on the workers and their passes. `evaluate_every` is none of
+them: the artefact has the best weights of those that were evaluated."""
+LOCATION = ("name", "data.path", "data.valid", "data.test", "data.max_bad_rows")
+"""Settings that say what the recipe is called, where its rows lie and how many of them may be bad. The rows themselves
+are compared by the digest of their content."""
 
 
 ADDED = {"lr_scaling": "none", "lr_rows": None, "beta2_scaling": "none", "layer_decay": 1.0}
@@ -406,10 +411,15 @@ class Recipe(Section):
         return max(beta1, math.pow(beta2, self.rows_per_update / optim.lr_rows))
 
     def weights(self) -> dict[str, Any]:
-        """The settings that change the weights, by section. rows_per_update is one of them; workers, micro-batch and
-        cadences are not."""
+        """The settings that change the weights, by section. rows_per_update and evaluate_every are among them; workers,
+        micro-batch, the name and the places of the rows are not."""
         others = {"quantize", "gate"} if self.distill.teacher else {"quantize", "gate", "distill"}
         document = self.model_dump(mode="json", exclude=others)
+        for name in LOCATION:
+            section, _, leaf = name.rpartition(".")
+            del (document[section] if section else document)[leaf]
+        if self.distill.teacher:  # the folder of a student's first weights is named for what they are made of
+            document["model"]["name"] = PurePath(self.model.name).name
         for name in SPEED:
             del document["train"][name]
         for name, neutral in ADDED_TO_DATA.items():

@@ -16,7 +16,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from rtrain.config.deploy import Deploy
 from rtrain.config.loading import load, recipe_text, to_document
-from rtrain.config.recipe import SPEED, Recipe
+from rtrain.config.recipe import LOCATION, SPEED, Recipe
 
 WIDTH = 100
 """Characters of a line of a recipe that is shown in full."""
@@ -34,6 +34,7 @@ The column *of* says what a setting belongs to:
 | of | meaning | `--resume` with another value |
 |---|---|---|
 | run | It changes the weights, so it is part of a run's identity. | is refused by name |
+| rows | It says where the same rows lie; and `name`, the recipe. | is allowed, but for `name` |
 | student | It changes the weights of a distilled student, and of no other run. | is refused for a student |
 | int8 | It changes the int8 artefact only. | is allowed |
 | gate | It says what a compressed artefact must be like to be released, and changes none. | is allowed |
@@ -125,6 +126,8 @@ def owner(name: str) -> str:
     section, _, leaf = name.rpartition(".")
     if section in Deploy.model_fields:
         return "deploy"
+    if name in LOCATION:
+        return "rows"
     if section == "train" and leaf in SPEED:
         return "speed"
     return {"distill": "student", "quantize": "int8", "gate": "gate"}.get(section, "run")

@@ -86,7 +86,7 @@ class Order:
 
     @property
     def identity(self) -> str:
-        """What a run's checkpoints are known by: the rows of all of its updates."""
+        """Digest of the rows of all of a run's updates."""
         rule = version(self.rows)
         # Orders of the first version have the identity that they had when there was no other.
         parts = astuple(self) if rule == 1 else (*astuple(self), rule)

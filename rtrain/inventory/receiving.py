@@ -66,7 +66,7 @@ def _unpack(file: Path, tar: tarfile.TarFile, out: Path | None, root: Path) -> R
         if wheels.is_dir():
             wheels.rename(unpacked / parcel.WHEELS)
         Run(unpacked).append("imported", file=file.name, files=len(members), rtrain=document.get("rtrain"))
-        unpacked.rename(final)
+        drafts.publish_folder(unpacked, final)
     finally:
         shutil.rmtree(draft.folder, ignore_errors=True)
         draft.release()

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rtrain import drafts
 from rtrain.batch import OUTSIDE, Head, Int32s, Ragged
 from rtrain.errors import UserError
 from rtrain.metrics import bootstrap, per_class, slices
@@ -116,9 +117,7 @@ def sampled(task: Task, head: Head, outcomes: Ragged, targets: Ragged, rows: npt
 
 def write(path: Path, document: dict[str, Any]) -> None:
     """Write the file, whole or not at all."""
-    draft = path.with_name(f".{path.name}")
-    draft.write_text(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    draft.rename(path)
+    drafts.write_text(path, json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read(path: Path) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from rtrain import drafts
 from rtrain.batch import Ints
 from rtrain.errors import UserError
 from rtrain.network import vocabulary
@@ -96,7 +97,7 @@ def trim(folder: Path, ids: Sequence[int], out: Path) -> Path:
         save_file(_cut(folder, ids), draft / "model.safetensors", {"format": "pt"})
         (draft / NAME).write_text(json.dumps({"of": of, "kept": list(ids)}))
         try:
-            draft.rename(out)
+            drafts.publish_folder(draft, out)
         except OSError:
             if not out.is_dir():
                 raise

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rtrain import artifact, config as configuration, engines
+from rtrain import artifact, config as configuration, drafts, engines
 from rtrain.data.stores.store import open_store
 from rtrain.report import answer_rows
 from rtrain.run import Run
@@ -88,7 +88,5 @@ def ensure(run: Run, say: Callable[[str], None] = lambda text: None, seconds: fl
 
 
 def _write(final: Path, document: dict[str, Any]) -> Path:
-    draft = final.with_name(f".{final.name}")
-    draft.write_text(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    draft.rename(final)
+    drafts.write_text(final, json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
     return final

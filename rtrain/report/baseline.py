@@ -17,7 +17,6 @@ import json
 import re
 import statistics
 import time
-import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rtrain import config as configuration
+from rtrain import config as configuration, drafts
 from rtrain.batch import Head, Ragged, Tokens
 from rtrain.data.stores.store import Store, open_store
 from rtrain.metrics.by_output import metric_for
@@ -113,9 +112,7 @@ def ensure(run: Run) -> Path | None:
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:
-    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
-    draft.write_text(json.dumps(found, allow_nan=False) + "\n", encoding="utf-8")
-    draft.rename(path)
+    drafts.write_text(path, json.dumps(found, allow_nan=False) + "\n")
 
 
 def _measure(store: Store, task: base.Task, tokenizer: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rtrain import drafts
 from rtrain.exchange import noise
 from rtrain.report import cost
 from rtrain.run import Run
@@ -160,5 +161,5 @@ def exchange(log: list[dict[str, Any]]) -> dict[str, Any]:
 
 def write(run: Run) -> dict[str, Any]:
     summary = summarise(run)
-    run.summary.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    drafts.write_text(run.summary, json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
     return summary

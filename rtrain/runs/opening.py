@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rtrain import config as configuration, hub
+from rtrain import config as configuration, drafts, hub
 from rtrain.checkpoints import checkpoint
 from rtrain.cluster import prices
 from rtrain.config import Config, Recipe
@@ -20,8 +20,10 @@ from rtrain.errors import ConfigError, Problem, UserError, meant
 from rtrain.run import Run
 
 Reuse = Literal["refuse", "resume", "new"]
+SETTINGS = "settings"
+"""The name under which a run or a search keeps the settings that change its weights, as it was started with them."""
 ROWS, FREQUENCY = "train.rows_per_update", "train.aggregation_frequency"
-EPOCHS, MODEL = "train.epochs", "model.name"
+EPOCHS = "train.epochs"
 STUDENTS = ".students"
 """Folder beside the runs with what students start from, each by its address: a teacher's version and what is left."""
 LEFT_OPEN = ("model.pooling", "train.precision", "distill.teacher_layers")
@@ -43,7 +45,7 @@ def choose(folder: Path, config: Config, reuse: Reuse) -> tuple[Path, Config]:
     """
     run = Run(folder)
     used = run.exists
-    begun = {run.lock, run.config.with_suffix(".draft")}  # what a command that was killed in `claimed` leaves
+    begun = {run.lock, *folder.glob(f".{run.config.name}.*")}  # what a command that was killed in `claimed` leaves
     if not used and folder.is_dir() and set(folder.iterdir()) - begun:
         raise UserError(f"--out: {folder} is not empty and holds no run; name a new folder")
     if not used and reuse == "resume":
@@ -130,9 +132,8 @@ def freeze(run: Run, config: Config) -> Config:
     known = run.folder if run.exists else None
     frozen = configuration.with_overrides(absolute(config, known), resolved)
     run.folder.mkdir(parents=True, exist_ok=True)
-    draft = run.config.with_suffix(".draft")
-    draft.write_text(configuration.to_yaml(frozen), encoding="utf-8")
-    draft.rename(run.config)  # at once: where it is, there is a run
+    drafts.write_text(run.config, configuration.to_yaml(frozen))  # whole: where it is, there is a run
+    run.decide(SETTINGS, frozen.recipe.weights())
     return frozen
 
 
@@ -248,6 +249,7 @@ def asked_of(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
 def _resumed(folder: Path, new: Config) -> Config:
     """The stored run with what `new` names; what would change its weights is refused by name."""
     old = stored(folder)
+    _refuse_edited(Run(folder), old.recipe)
     new = replace(configuration.with_overrides(new, _taken_over(old, new)), named=new.named)
     named = {name: value for name, value in configuration.flat(new).items() if name in new.named}
     asked = asked_of(Run(folder), named)
@@ -263,7 +265,8 @@ def _resumed(folder: Path, new: Config) -> Config:
     before, after = (configuration.dotted(found.weights()) for found in (old.recipe, recipe))
     was, wanted = {**configuration.flat(old), **before}, {**configuration.dotted(document), **after}
     changed = [name for name in was if was[name] != wanted[name] and before.get(name) != after.get(name)]
-    changed = [name for name in changed if not (name == MODEL and _is_same_start(was[name], wanted[name]))]
+    if recipe.name != old.recipe.name:  # it changes no weight, and shows that another run was meant
+        changed.insert(0, "name")
     if changed:
         problems = [_changed(name, was[name], wanted[name], folder, old) for name in changed]
         raise ConfigError(problems, _ways_on(folder, old))
@@ -271,10 +274,18 @@ def _resumed(folder: Path, new: Config) -> Config:
     return replace(configuration.with_overrides(old, asked), named=new.named)
 
 
-def _is_same_start(before: str, after: str) -> bool:
-    """Whether two paths are the same student's start, by its address: a folder of runs may have been moved."""
-    one, other = Path(before), Path(after)
-    return one.parent.name == other.parent.name == STUDENTS and one.name == other.name
+def _refuse_edited(run: Run, recipe: Recipe) -> None:
+    """Raise `ConfigError` if config.yaml has other settings than the run was started with, and they change weights."""
+    before = configuration.dotted(run.decisions.get(SETTINGS, {}))
+    after = configuration.dotted(recipe.weights())
+    fix = f"put it back in {run.config}, or start another run from that file with --new"
+    problems = [
+        Problem(name, after.get(name), f"the run was started with {before.get(name)!r}", fix)
+        for name in sorted(before.keys() | after.keys() if before else ())
+        if before.get(name) != after.get(name)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _refuse_cleaned(run: Run, config: Config) -> None:
@@ -321,7 +332,10 @@ def _more(run: Run, epochs: int) -> str:
 
 def _ways_on(folder: Path, old: Config) -> str:
     """What a resume may change, and how to start another run instead."""
-    settings = [f"train.{name}" for name in configuration.SPEED if name != "aggregation_frequency"]
+    settings = [
+        *(name for name in configuration.LOCATION if name != "name"),
+        *(f"train.{name}" for name in configuration.SPEED if name != "aggregation_frequency"),
+    ]
     sections = [
         *([] if old.recipe.distill.teacher else ["distill"]),
         "quantize",

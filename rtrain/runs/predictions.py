@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
+from rtrain import drafts
 from rtrain.batch import Head, Ints, Ragged, Tokens
 from rtrain.data.stores.store import Store
 from rtrain.metrics import scores
@@ -67,9 +68,8 @@ def write(
         columns["id"] = origins["id"]
     for name, values in store.slices(split).items():
         columns[name if name not in {*columns, "id"} else f"{name} (slice)"] = values
-    draft = path.with_name(f".{path.name}")
-    pyarrow.parquet.write_table(pa.table(columns), draft)
-    draft.rename(path)
+    with drafts.replacement(path) as draft:
+        pyarrow.parquet.write_table(pa.table(columns), draft)
 
 
 def measured(

@@ -106,8 +106,8 @@ def check(
 
 
 def _put_back(problem: Problem) -> Problem:
-    """A problem of a run that has begun: where its file is gone, naming another one in its place would be refused."""
-    fix = "put it back at that path, as a resume reads the rows that the run has begun with"
+    """A problem of a run that has begun: where its file is gone, another place may be named, and no other rows."""
+    fix = "put it back at that path or name its new place, as a resume reads the rows that the run has begun with"
     return replace(problem, fix=fix) if problem.reason == files.NO_FILE else problem
 
 

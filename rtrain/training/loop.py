@@ -77,6 +77,11 @@ class Job:
         return self.chosen or self.store.manifest.head
 
     @property
+    def identity(self) -> str:
+        """Digest of the rows of all updates, and of the settings that change the weights: of each checkpoint too."""
+        return f"{self.order.identity}-{self.recipe.identity()}"
+
+    @property
     def validates(self) -> bool:
         """Whether there are validation rows. Without them the last weights are the run's."""
         return self.store.rows("valid") > 0
@@ -256,7 +261,7 @@ class _Loop(step.Observer):
 
     def _restored(self) -> checkpoint.State:
         """Rank 0 selects the checkpoint, once; the others follow, so that no two ranks start from different ones."""
-        folder, run = self._saver.folder, self._job.order.identity
+        folder, run = self._saver.folder, self._job.identity
 
         def select() -> int:
             known = checkpoint.set_aside(folder)

@@ -4,6 +4,7 @@ A rung changes nothing in the run: it is no evaluation among which the best weig
 frozen at a rung and thawed ends as one that never paused.
 """
 
+from rtrain import drafts
 from rtrain.batch import Ragged
 from rtrain.run import Run
 
@@ -15,9 +16,8 @@ def keep(run: Run, update: int, outcomes: Ragged) -> int:
 
     path = run.rung(update)
     path.parent.mkdir(exist_ok=True)
-    draft = path.with_suffix(".draft")
-    save_file({"values": outcomes.values, "counts": outcomes.counts}, draft)
-    draft.rename(path)  # whoever reads it sees a whole file
+    with drafts.replacement(path) as draft:
+        save_file({"values": outcomes.values, "counts": outcomes.counts}, draft)
     return len(outcomes)
 
 

@@ -32,7 +32,7 @@ from limits.storage import MemoryStorage
 from limits.strategies import SlidingWindowCounterRateLimiter
 from pydantic import Field
 
-from rtrain import manifest
+from rtrain import drafts
 from rtrain.errors import UserError, meant, quoted
 from serve.schema import Closed, RequestError
 
@@ -213,7 +213,7 @@ def _write(path: Path, keys: Sequence[Key]) -> None:
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise UserError(f"the file of keys {path} cannot be written: {error.strerror}") from None
-    manifest.sync(path.parent)
+    drafts.sync(path.parent)
 
 
 class Keys:

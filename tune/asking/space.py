@@ -99,6 +99,8 @@ def _refused(config: Config, name: str) -> list[Problem]:
         reason = "it makes a smaller model of the winner; a search compares settings of one model"
     elif name == RATE_ROWS and not _scales(config):
         reason = "the search itself says for how many rows learning rates are meant (tune.lr_scaling)"
+    elif name == "train.evaluate_every":
+        reason = "trials are evaluated after as many rows as each other"
     elif name == "model.name":
         reason = "a search compares settings of one model"
     elif section == "train" and leaf in SPEED and name != FREQUENCY:

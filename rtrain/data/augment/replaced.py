@@ -11,7 +11,6 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -59,8 +58,12 @@ def ensure(recipe: Recipe, root: Path) -> Path:
                     if changed != texts:
                         out.write(f"{json.dumps(changed)}\n")
         (draft.folder / drafts.LOCK).unlink()
-        with suppress(OSError):  # another run may have made the same folder meanwhile
-            draft.folder.rename(final)
+        try:
+            drafts.publish_folder(draft.folder, final)
+        except OSError:
+            if not (final / FILE).is_file():
+                raise
+            # Another run has made the same folder meanwhile.
     finally:
         shutil.rmtree(draft.folder, ignore_errors=True)
         draft.release()

@@ -386,7 +386,7 @@ class Writer:
         text = json.dumps({**document, "sha256": _digest(document)}, indent=1, ensure_ascii=False)
         (self.folder / "manifest.json").write_text(text, encoding="utf-8")
         try:
-            self.folder.rename(self.final)
+            drafts.publish_folder(self.folder, self.final)
         except OSError:
             # Another run has made the same store meanwhile. Both hold the same rows, since the name is their digest.
             if not (self.final / "manifest.json").is_file():

@@ -6,15 +6,14 @@ by the template (`autoescape`) and by `svg.tag`; control characters are shown as
 
 import re
 import time
-import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
+from rtrain import drafts
 from rtrain.errors import UserError
 from rtrain.report.drawing.blocks import Section, Tile
 from rtrain.report.drawing.svg import visible
@@ -33,13 +32,10 @@ def render(name: str, about: str, tiles: Sequence[Tile], sections: Sequence[Sect
 def write(path: Path, text: str, fix: str = "make room there, or the folder writable") -> Path:
     """Write a page, whole or not at all: a reader never sees half of one. Raises `UserError` where it cannot be
     written."""
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.draft")  # the run's end and a command may write it
     try:
-        draft.write_bytes(text.encode("utf-8", "backslashreplace"))
-        draft.rename(path)
+        with drafts.replacement(path) as draft:
+            draft.write_bytes(text.encode("utf-8", "backslashreplace"))
     except OSError as error:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
         raise UserError(f"{path} cannot be written ({error.strerror}); {fix}") from None
     return path
 

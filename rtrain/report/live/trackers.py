@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rtrain import config as configuration, documents, events
+from rtrain import config as configuration, documents, drafts, events
 from rtrain.config import Config
 from rtrain.errors import Problem, TryAgain, UserError, hide
 from rtrain.run import Run
@@ -248,7 +248,7 @@ class MLflow:
         found = self._client.get_experiment_by_name(experiment)
         place = found.experiment_id if found else self._client.create_experiment(experiment)
         made: str = self._client.create_run(place, run_name=run.name, tags={"rtrain.run": str(run)}).info.run_id
-        path.write_text(json.dumps({**known, address: made}), encoding="utf-8")
+        drafts.write_text(path, json.dumps({**known, address: made}))
         return made, True
 
     def _describe(self, config: Config) -> None:
