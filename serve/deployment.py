@@ -287,7 +287,7 @@ def _waiting(settings: Serve, models: int, application: str, seconds: float) -> 
 
 def _options(settings: Serve, port: int, front: ingress.Ingress | None) -> HTTPOptions:
     """HAProxy takes the address and the certificate; else Ray's own proxy does."""
-    common = {"port": port, "keep_alive_timeout_s": settings.keep_alive_s}
+    common: dict[str, Any] = {"port": port, "keep_alive_timeout_s": settings.keep_alive_s}
     if front is not None:
         return HTTPOptions(host=front.host, **common)
     return HTTPOptions(host=settings.host, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, **common)

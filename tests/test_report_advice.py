@@ -178,7 +178,7 @@ def test_a_model_that_loses_to_a_baseline_is_not_led_to_the_endpoint() -> None:
     (step,) = advice.steps(lost)
     assert step.why == "TF-IDF is better: 0.700 against 1.50 of the encoder"
     # Within the interval it is not called better, as the page's title says.
-    (step,) = advice.steps(replace(FINE, score=0.939, interval=(0.92, 0.956), baseline=("TF-IDF", 0.949)))[:1]
+    (step,) = advice.steps(replace(FINE, compared=Compared(0.939, (0.92, 0.956), "TF-IDF", 0.949)))[:1]
     assert "is not told apart" in step.why
 
 

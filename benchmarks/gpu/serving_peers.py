@@ -130,7 +130,7 @@ def _batched(predictor: "Predictor", texts: Sequence[str]) -> Callable[[int, flo
 def _peer(bench: Bench, folder: Path, texts: Sequence[str]) -> Callable[[int, float], Timed]:
     import torch
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.models import Pooling, Transformer
+    from sentence_transformers.models import Pooling, Transformer  # type: ignore[import-not-found]
 
     half = {"dtype": torch.float16} if bench.gpu else {}
     words = Transformer(str(folder), max_seq_length=512, model_kwargs={**half, "attn_implementation": "sdpa"})

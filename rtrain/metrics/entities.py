@@ -19,7 +19,7 @@ MISSING = -1000
 less the word's place, and MISSING less one more than its tag. Such a word is answered O, and its tag counts."""
 
 
-def missing_words(places: Sequence[int], tags: Sequence[int]) -> Floats:
+def missing_words(places: Sequence[int] | Ints, tags: Sequence[int] | Ints) -> Floats:
     """The targets of words without a token."""
     return MISSING - np.stack([np.asarray(places), np.asarray(tags) + 1], axis=1).reshape(-1).astype(np.float64)
 

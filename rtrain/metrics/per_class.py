@@ -50,8 +50,8 @@ def of_answers(
             every += [{**one, "class": f"{name}: {one['class']}"} for one in own]
         return every
     if output == "tags":
-        found = entities.per_type(list(target), list(prediction))
-        return [{"class": name, **one._asdict()} for name, one in found.items()]
+        types = entities.per_type(list(target), list(prediction))
+        return [{"class": name, **scores._asdict()} for name, scores in types.items()]
     if output not in ("classes", "labels"):
         return []
     sides = [[{one} - {""} if isinstance(one, str) else set(one) for one in side] for side in (target, prediction)]
