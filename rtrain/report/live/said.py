@@ -153,9 +153,10 @@ def texts(event: Event) -> str | None:
 
 def conflicts(event: Event) -> str:
     """How many training rows have the text of another one and another label."""
+    texts = "1 text" if event["texts"] == 1 else f"{event['texts']:,} texts"
     return (
-        f"WARNING: {event['rows']:,} training rows have the text of another row and another label ({event['texts']:,} "
-        f"texts): {event['places']}"
+        f"WARNING: {event['rows']:,} training rows have the text of another row and another label ({texts}): "
+        f"{event['places']}"
     )
 
 
