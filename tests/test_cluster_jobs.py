@@ -976,9 +976,7 @@ def test_a_job_is_watched_asked_for_again_and_read_when_the_cluster_is_gone(head
 
 @pytest.mark.ray
 @pytest.mark.timeout(3600)
-def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(
-    head: Head, command: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(head: Head, command: list[str]) -> None:
     out = head.folder / "runs" / "long"
     words = [str(out) if word == str(head.folder / "runs" / "made") else word for word in command]
     words += ["--set", "train.epochs=500"]
@@ -996,9 +994,9 @@ def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(
     while next(job for job in head.jobs() if job["submission_id"] == job_of(out))["status"] not in naming.ENDED:
         assert time.monotonic() < give_up
         time.sleep(0.5)
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.setenv(name, head.environ[name])
-    assert ipaddress.ip_address(client.Jobs(head.api).head_ip() or "")
+    script = "import sys; from rtrain.cluster.jobs import client; print(client.Jobs(sys.argv[1]).head_ip())"
+    asked = subprocess.run([sys.executable, "-c", script, head.api], env=head.environ, capture_output=True, text=True)
+    assert ipaddress.ip_address(asked.stdout.strip()), asked.stderr
     nothing = ask(head, "stop", "long")
     assert (nothing.returncode, "no job of the run long is going on" in nothing.stderr) == (1, True)
 
