@@ -9,7 +9,8 @@ from rtrain.errors import UserError
 from rtrain.explain import targets
 from rtrain.predict import Predictor
 from rtrain.tasks.base import Input, Task
-from serve.schema import Closed
+from serve import abstention
+from serve.schema import Closed, RequestError
 
 
 class Scale(Closed):
@@ -44,10 +45,14 @@ class About(Closed):
     revisions: Revisions
     fields: list[str]
     """Names of the texts that a question is about: one, or two."""
+    columns: dict[str, str]
+    """By these names, the columns of the training rows that the texts stood in; empty where they are not known."""
     labels: list[str]
     """As the artefact has them: `head=label` of several heads, B- and I- of entities."""
     thresholds: dict[str, float] | None
     """Score from which each label is given, by label; null where the first one is the answer."""
+    abstain: float | None
+    """Score below which `parameters.abstain` gives no label; null where the artefact has none."""
     scale: Scale | None
     """Range of the training scores, where the answer is a number."""
     max_words: int | None
@@ -64,6 +69,13 @@ def is_paired(predictor: Predictor) -> bool:
     return predictor.task.needs_pair or bool(predictor.artifact.data.get("text_pair"))
 
 
+def columns(predictor: Predictor) -> dict[str, str]:
+    """The columns of the training rows by the names of the texts of a question."""
+    data = predictor.artifact.data
+    settings = zip(predictor.task.fields, ("text", "text_pair"), strict=True)
+    return {field: data[setting] for field, setting in settings if data.get(setting)}
+
+
 def describe(predictor: Predictor, settings: Serve) -> dict[str, Any]:
     """The `About` of a loaded model."""
     artifact, task, facts = predictor.artifact, predictor.task, predictor.head.facts
@@ -76,8 +88,10 @@ def describe(predictor: Predictor, settings: Serve) -> dict[str, Any]:
         "engine": artifact.engine,
         "revisions": predictor.revisions,
         "fields": list(task.fields if paired else task.fields[:1]),
+        "columns": columns(predictor),
         "labels": list(artifact.labels),
         "thresholds": task.thresholds(predictor.head),
+        "abstain": _abstains_below(predictor),
         "scale": {name: facts[name] for name in ("lowest", "highest", "step")} if on_scale else None,
         "max_words": facts.get("max_words"),
         "explains": _explains(predictor),
@@ -96,6 +110,13 @@ def _explains(predictor: Predictor) -> bool:
     except UserError:
         return False
     return engines.get(predictor.artifact.engine).gradients
+
+
+def _abstains_below(predictor: Predictor) -> float | None:
+    try:
+        return abstention.least(predictor.task, predictor.head)
+    except RequestError:
+        return None
 
 
 def _examples(task: Task, predictor: Predictor, paired: bool) -> list[Input]:

@@ -48,7 +48,17 @@ def build_app(
         service.close()
 
     bodies = (schema.PredictRequest, protocol.InferRequest, protocol.IndexRequest)
-    app = base.Application(settings, bodies, title=artifact.name, version=artifact.version, lifespan=lifespan)
+    columns = "; ".join(
+        f"`{field}` is what column `{column}` was" for field, column in about.columns(predictor).items()
+    )
+    app = base.Application(
+        settings,
+        bodies,
+        title=artifact.name,
+        version=artifact.version,
+        description=f"Texts of a question, by the training rows: {columns}." if columns else "",
+        lifespan=lifespan,
+    )
     app.state.service = service
 
     write = writing.labelled if predictor.task.output in writing.LABELLED else writing.text

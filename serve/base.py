@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import rtrain
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from serve import protocol, schema, writing
+from serve import pages, protocol, schema, writing
 from serve.door import guard, keys
 from serve.door.access import is_loopback
 from serve.envelope import Envelope
@@ -60,8 +60,7 @@ class Application(FastAPI):
     def __init__(self, settings: Serve, bodies: Iterable[type[BaseModel]], **options: Any):
         """`bodies`: the requests that its routes parse."""
         super().__init__(
-            # The page loads a script from elsewhere, and describes the service to whoever can reach it.
-            docs_url="/docs" if is_loopback(settings.host) else None,
+            docs_url=None,  # FastAPI's loads its scripts from elsewhere
             redoc_url=None,
             redirect_slashes=False,
             responses={"default": {"model": schema.ErrorReply, "description": "Error"}},
@@ -160,6 +159,8 @@ def routes(desk: Desk, settings: Serve, exposition: Exposition | None) -> APIRou
         text = desk.exposition() if exposition is None else await exposition()
         return Response(with_haproxy(text, told), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    if is_loopback(settings.host):  # it describes the service to whoever can reach it
+        router.include_router(pages.docs())
     return router
 
 

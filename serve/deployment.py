@@ -287,10 +287,15 @@ def _waiting(settings: Serve, models: int, application: str, seconds: float) -> 
 
 def _options(settings: Serve, port: int, front: ingress.Ingress | None) -> HTTPOptions:
     """HAProxy takes the address and the certificate; else Ray's own proxy does."""
-    common: dict[str, Any] = {"port": port, "keep_alive_timeout_s": settings.keep_alive_s}
     if front is not None:
-        return HTTPOptions(host=front.host, **common)
-    return HTTPOptions(host=settings.host, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, **common)
+        return HTTPOptions(host=front.host, port=port, keep_alive_timeout_s=settings.keep_alive_s)
+    return HTTPOptions(
+        host=settings.host,
+        port=port,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+        keep_alive_timeout_s=settings.keep_alive_s,
+    )
 
 
 def _await_ready(address: Address) -> None:

@@ -145,7 +145,8 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # it has no 
                 except StopAsyncIteration:
                     refusal = RequestError(400, "the call has no message")
             if refusal is not None:
-                _count_refused(self._desk, details.method, "", refusal, began)
+                # A name that is no call's is the client's, and may be another one each time.
+                _count_refused(self._desk, details.method if handler else "other", "", refusal, began)
                 await _abort(context, refusal)
             return await handler.unary_unary(request, context)
 

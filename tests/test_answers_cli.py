@@ -211,7 +211,7 @@ def test_a_cluster_is_not_asked_where_no_row_is_left(run: Cli, artifact: Path, t
     nowhere = ("--address", "127.0.0.1:1")
     code, out, err = run("predict", artifact, "--data", "none.csv", "--out", "a.csv", *nowhere, "--json")
     assert (code, json.loads(out)["rows"]) == (0, 0), err
-    assert (tmp_path / "a.csv").read_text() == "text,label,score,abstained,reason\n"
+    assert (tmp_path / "a.csv").read_text() == "text,label,score,reason\n"
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_evaluate_leaves_each_row_with_its_answer_and_what_is_right(run: Cli, ar
     found = read_csv(tmp_path / "a.csv")
     assert [(row["text"], row["label"]) for row in found] == rows
     assert list(found[0]) == [
-        *("text", "label", "label (answer)", "score", "abstained", "target", "right", "reason"),
+        *("text", "label", "label (answer)", "score", "target", "right", "reason"),
     ]
     assert found[20]["reason"] == "line 22: column 'text' is empty; write a text or remove the row"
     assert (found[20]["right"], found[21]["right"]) == ("", "false")

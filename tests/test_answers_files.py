@@ -77,7 +77,7 @@ def test_each_row_of_a_messy_file_keeps_its_place_and_its_columns(artifact: Path
         ("5", 'say "hi"', "z", "a"),
         ("6", "日本 é", "z", "b"),
     ]
-    assert list(rows[0])[4:] == ["label (answer)", "score", "abstained", "reason"]
+    assert list(rows[0])[4:] == ["label (answer)", "score", "reason"]
     assert [row["reason"] for row in rows] == [
         "",
         f"line 4: {EMPTY}",
@@ -92,7 +92,6 @@ def test_each_row_of_a_messy_file_keeps_its_place_and_its_columns(artifact: Path
     assert [row["label (answer)"] for row in answered] == [label for label, _ in expected]
     assert [float(row["score"]) for row in answered] == pytest.approx([score for _, score in expected], abs=1e-5)
     assert {row["label (answer)"] + row["score"] for row in rows if row["reason"]} == {""}
-    assert {row["abstained"] for row in rows} == {""}  # the artefact has no threshold
 
 
 @pytest.mark.usefixtures("portions_of_seven")
@@ -127,7 +126,7 @@ def test_parquet_keeps_the_types_of_its_columns(artifact: Path, tmp_path: Path) 
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     files.to_file(asked(artifact, tmp_path / "rows.parquet"), tmp_path / "a.parquet")
     found = pyarrow.parquet.ParquetFile(tmp_path / "a.parquet").read()
-    assert found.schema.names == [*table.schema.names, "label", "score (answer)", "abstained", "reason"]
+    assert found.schema.names == [*table.schema.names, "label", "score (answer)", "reason"]
     for name in table.schema.names:
         assert found[name].type == table[name].type
         assert found[name].combine_chunks().equals(table[name].combine_chunks()) or name == "score"
@@ -176,7 +175,7 @@ def test_a_file_of_texts_alone_has_an_answer_for_every_line(artifact: Path, tmp_
 
 def test_a_file_without_rows_gives_a_table_without_rows(artifact: Path, tmp_path: Path) -> None:
     (tmp_path / "none.csv").write_text("id,text\n")
-    for suffix, expected in (("csv", b"id,text,label,score,abstained,reason\n"), ("jsonl", b"")):
+    for suffix, expected in (("csv", b"id,text,label,score,reason\n"), ("jsonl", b"")):
         report = files.to_file(asked(artifact, tmp_path / "none.csv"), tmp_path / f"a.{suffix}")
         assert (report["rows"], (tmp_path / f"a.{suffix}").read_bytes()) == (0, expected)
     files.to_file(asked(artifact, tmp_path / "none.csv"), tmp_path / "a.parquet")

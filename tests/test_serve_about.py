@@ -8,6 +8,7 @@ import pytest
 
 from rtrain.config import Serve
 from rtrain.predict import Predictor
+from rtrain.reference import ABSTAIN
 from serve.about import describe
 from serve.app import build_app
 from tests import serving
@@ -27,8 +28,10 @@ def test_a_model_says_what_it_is_for(predictor: Predictor) -> None:
         "engine": "torch",
         "revisions": predictor.revisions,
         "fields": ["text"],
+        "columns": {},
         "labels": list(LABELS),
         "thresholds": None,
+        "abstain": None,
         "scale": None,
         "max_words": None,
         "explains": True,
@@ -76,6 +79,9 @@ def test_a_model_of_pairs_asks_for_two_texts(predictor: Predictor) -> None:
     paired.artifact = replace(predictor.artifact, data={"text": "premise", "text_pair": "hypothesis"})
     found = describe(paired, Serve())
     assert found["fields"] == ["text", "text_pair"]
+    assert found["columns"] == {"text": "premise", "text_pair": "hypothesis"}
+    described = call(build_app(paired, Serve()), "GET", "/openapi.json").json()["info"]["description"]
+    assert all(name in described for pair in found["columns"].items() for name in pair)
     assert all(set(example) == {"text", "text_pair"} for example in found["examples"])
     answers = call(build_app(paired, Serve()), "POST", "/predict", json={"inputs": found["examples"]})
     assert len(answers.json()) == len(found["examples"]) > 0
@@ -86,3 +92,13 @@ def test_an_int8_model_does_not_explain(predictor: Predictor) -> None:
     int8.__dict__ |= predictor.__dict__
     int8.artifact = replace(predictor.artifact, engine="openvino")
     assert describe(int8, Serve())["explains"] is False
+
+
+def test_a_model_says_below_which_score_it_abstains(predictor: Predictor, tmp_path: Path) -> None:
+    served = Predictor.__new__(Predictor)
+    served.__dict__ |= predictor.__dict__
+    served.head = replace(predictor.head, facts={ABSTAIN: 0.812})
+    app = build_app(served, Serve())
+    assert call(app, "GET", "/info").json()["abstain"] == 0.812
+    labels = predictor_of(tmp_path, "multi_label")
+    assert describe(labels, Serve())["abstain"] is None  # each label has a threshold of its own

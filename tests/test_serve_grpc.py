@@ -245,9 +245,11 @@ def test_calls_without_a_key_end_before_their_message_and_leave_room_for_others(
     right = ("authorization", f"Bearer {keys.add(path, 'shop')}")
     settings = Serve(keys=str(path), max_queue_rows=1, max_batch_rows=1)  # three calls at a time
 
+    service = Service(predictor, settings)
+
     async def main() -> None:
         async with (
-            serving(Service(predictor, settings), settings, 0, guard.door(settings)) as port,
+            serving(service, settings, 0, guard.door(settings)) as port,
             grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
         ):
             for route in (ROUTE, ROUTE.replace("ModelInfer", "ModelStreamInfer"), "/no/Such"):
@@ -259,6 +261,8 @@ def test_calls_without_a_key_end_before_their_message_and_leave_room_for_others(
             assert (await stub.ModelInfer(question(TEXT), metadata=(right,))).model_name == "tiny"
 
     asyncio.run(main())
+    assert f'{{model="tiny",route="{ROUTE}",status="401"}} 5.0' in service.exposition()
+    assert '{model="tiny",route="other",status="401"} 5.0' in service.exposition(), "a name of the client's is kept"
 
 
 def test_a_message_has_to_arrive_within_the_deadline(predictor: Predictor) -> None:

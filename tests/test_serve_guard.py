@@ -386,7 +386,7 @@ def test_every_answer_has_the_security_headers(
         assert answer.headers["content-security-policy"].startswith("default-src 'none'")
         assert "strict-transport-security" not in answer.headers
     assert "script-src" in answers[5].headers["content-security-policy"], "the page has a policy of its own"
-    assert "content-security-policy" not in call(plain, "GET", "/docs").headers, "it loads a script from elsewhere"
+    assert call(plain, "GET", "/docs").headers["content-security-policy"].startswith("default-src 'none'")
     secured = build_app(predictor, Serve(tls_cert="c", tls_key="k"))
     assert call(secured, "GET", "/v2").headers["strict-transport-security"] == security.ONLY_TLS
 

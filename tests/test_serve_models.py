@@ -262,10 +262,10 @@ def test_without_a_key_a_name_that_is_there_is_answered_like_one_that_is_not(
 ) -> None:
     path = tmp_path / "keys.json"
     keys.add(path, "shop")
-    tails = (
+    tails = [
         *("", "/", "/page.css", "/page.js", "/models.js", "/v2/health/live", "/v2/health/ready", "/info", "/metrics"),
         *("/predict", "/docs", "/openapi.json", "/nowhere", "/page.js/", "/models/mood/page.js"),
-    )
+    ]
 
     async def check(models: Models, client: httpx.AsyncClient) -> None:
         for tail in tails:

@@ -40,13 +40,15 @@ def test_its_files_are_served_and_are_all_there_is(app: FastAPI) -> None:
     several.include_router(pages.SEVERAL)
     routes = {"index.html": (app, "/"), "page.css": (app, "/page.css"), "page.js": (app, "/page.js")}
     routes |= {"models.html": (several, "/"), "models.js": (several, "/models.js")}
+    routes |= {"docs.html": (app, "/docs"), "docs.js": (app, "/docs/docs.js")}
     assert call(several, "GET", "/page.css").text == STYLE
     for name, kind in pages.FILES.items():
         at, path = routes[name]
         response = call(at, "GET", path)
         assert (response.status_code, response.headers["content-type"]) == (200, kind)
         assert response.text == TEXTS[name]
-        assert {header: response.headers[header] for header in pages.HEADERS} == pages.HEADERS
+        own = pages.SWAGGER_HEADERS if name == "docs.html" else pages.HEADERS
+        assert {header: response.headers[header] for header in own} == own
     assert call(app, "GET", "/page.html").status_code == 404
     project = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = project["tool"]["setuptools"]["package-data"]["serve"]
@@ -62,6 +64,19 @@ def test_it_asks_no_address_but_its_own() -> None:
     links = [value for _, names in tags.found for name, value in names.items() if name in ("src", "href", "action")]
     assert links == ["page.css", "page.js", "../../"]
     assert re.findall(r"fetch\(([^,)]+)", TEXTS["models.js"]) == ['"v2/repository/index"']
+
+
+def test_the_description_of_the_routes_needs_no_internet(app: FastAPI) -> None:
+    page = call(app, "GET", "/docs").text
+    names = re.findall(r'(?:src|href)="([^"]+)"', page)
+    assert names == ["data:,", "docs/swagger-ui.css", "docs/swagger-ui-bundle.js", "docs/docs.js"]
+    for name in names[1:]:
+        response = call(app, "GET", f"/{name}")
+        assert response.status_code == 200
+        assert response.headers["content-type"] in (*pages.FILES.values(), *pages.SWAGGER_FILES.values())
+    assert b"3.1" in call(app, "GET", "/docs/swagger-ui-bundle.js").content
+    assert call(app, "GET", "/openapi.json").json()["openapi"].startswith("3.1")
+    assert call(app, "GET", "/docs/favicon.png").status_code == 404
 
 
 def test_its_policy_allows_what_it_does_and_nothing_else() -> None:

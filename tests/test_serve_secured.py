@@ -1,5 +1,6 @@
 """The endpoint on Ray Serve with keys and TLS: who is answered, and keys that change while it answers."""
 
+import contextlib
 import json
 import ssl
 import threading
@@ -8,12 +9,15 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+import tritonclient.grpc
+from tritonclient.utils import InferenceServerException
 
 from rtrain.config import Serve
 from serve.deployment import start
 from serve.door import keys
-from serve.front.address import Address
+from serve.front.address import Address, free_address
 from tests.certificates import make_certificate
 from tests.serving import TEXT
 from tests.test_serve_deployment import processes
@@ -28,6 +32,34 @@ STARTS_S = 15.0
 @pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "https://127.0.0.1:80"), ("::1", "https://[::1]:80")])
 def test_an_address_with_a_certificate_is_https(host: str, url: str) -> None:
     assert Address(host, 80, tls=True).url == url
+
+
+@pytest.mark.serve
+@pytest.mark.usefixtures("ray_session")
+def test_a_rate_is_one_over_all_replicas_over_http_and_over_grpc(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    web, line = (keys.add(path, name, rate="30/hour") for name in ("web", "line"))
+    free = keys.add(path, "free")
+    settings = Serve(port=0, replicas=2, grpc_port=free_address("127.0.0.1", 0).port, keys=str(path))
+    tensor = tritonclient.grpc.InferInput("text", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([TEXT.encode()], dtype=np.object_))
+    answered = Counter[str]()
+    with start(make_artifact(tmp_path / "artifact"), settings) as endpoint:
+        with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{settings.grpc_port}") as client:
+            for _ in range(45):  # a connection stays with one replica
+                with contextlib.suppress(InferenceServerException):
+                    client.infer("tiny", [tensor], headers={"authorization": f"Bearer {line}"})
+                    answered["grpc"] += 1
+        for _ in range(45):  # each on a connection of its own, so that both replicas get some
+            headers = {"authorization": f"Bearer {web}"}
+            reply = httpx.post(f"{endpoint.url}/predict", json={"inputs": TEXT}, headers=headers, trust_env=False)
+            answered["http"] += reply.status_code == 200
+        headers = {"authorization": f"Bearer {free}"}
+        index = httpx.post(f"{endpoint.url}/v2/repository/index", headers=headers, trust_env=False)
+        assert index.status_code == 200
+        assert httpx.get(f"{endpoint.url}/-/routes", trust_env=False).status_code == 401
+    assert answered["grpc"] == 30
+    assert 30 <= answered["http"] <= 31  # both may have taken the last one
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ PREDICT = ("fsspec", "numpy", "pyarrow", "pydantic", "PyYAML", "regex", "rich", 
 """Needed by the command line, by every answer, and by rows of files (pyarrow)."""
 ENGINE = {"torch": ("torch", "transformers", "safetensors")}
 """Needed by an engine; of those that are not here, the package of its own name."""
-SERVE = ("ray[data,serve]", "fastapi", "limits", "prometheus_client", "psutil", "scipy")
+SERVE = ("ray[data,serve]", "fastapi", "fastapi-offline", "limits", "prometheus_client", "psutil", "scipy")
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "rtrain", "serve", "tune")
 """What rtrain's own wheel is built from, in a checkout."""
 BUILT_AT = "315532800"

@@ -106,13 +106,14 @@ class Classification(PooledTask):
         return answers
 
     def columns(self, head: Head) -> list[Column]:
-        """`abstained`: the best class's chance is below the threshold, and the label is that of rows outside of all
-        classes. It has no value where the artefact has no such threshold."""
-        least, outside = refusal(head), head.facts.get("outside")
+        """`abstained`, where the artefact has a threshold: the best class's chance is below it, and the label is that
+        of rows outside of all classes."""
+        outside = head.facts.get("outside")
+        abstained = [Column("abstained", bool, lambda answer: answer[0]["label"] == outside)] if refusal(head) else []
         return [
             Column("label", str, lambda answer: answer[0]["label"]),
             Column("score", float, lambda answer: answer[0]["score"]),
-            Column("abstained", bool, lambda answer: answer[0]["label"] == outside if least else None),
+            *abstained,
         ]
 
 

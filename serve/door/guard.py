@@ -43,11 +43,8 @@ def security_headers(settings: Serve) -> Pairs:
 
 
 def hardened(headers: Pairs, added: Pairs) -> Pairs:
-    """The headers of an answer, and those of `added` of which it has none of its own. A page without a policy of its
-    own gets none that would keep it from showing."""
+    """The headers of an answer, and those of `added` of which it has none of its own."""
     own = dict(headers)
-    if own.get(b"content-type", b"").startswith(b"text/html"):
-        own.setdefault(security.CONTENT_POLICY.encode(), b"")
     return [*headers, *(pair for pair in added if pair[0] not in own)]
 
 

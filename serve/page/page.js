@@ -354,7 +354,9 @@ function field(name) {
   box.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) element("form").requestSubmit();
   });
-  return [make("label", {htmlFor: box.id}, NAMES[name] ?? name), box];
+  const column = about.columns[name];
+  const label = column && column !== name ? `${NAMES[name] ?? name} (column ${column})` : NAMES[name] ?? name;
+  return [make("label", {htmlFor: box.id}, label), box];
 }
 
 function example(given) {
