@@ -1,7 +1,7 @@
 """Scores of each class as a terminal shows them, of one model or of two beside each other.
 
-A class is a dictionary as `rtrain.metrics.tables` has it: class, precision, recall, f1, support (rows or entities of
-that class), predicted. Of two models: class, support, and `first` and `other`, each with the remaining figures.
+A class is a dictionary of `rtrain.metrics.tables`: class, precision, recall, f1, support (rows or entities of that
+class), predicted. The dictionary of two models has class, support, and `first` and `other` with the remaining figures.
 Classes with fewer than `LEAST_SUPPORT` come first, since a mean over all rows hides them.
 """
 
@@ -27,7 +27,7 @@ Class = Mapping[str, Any]
 Objects = npt.NDArray[np.object_]
 
 
-def of_tables(tables: Mapping[str, Any]) -> list[dict[str, Any]]:
+def collect_classes(tables: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The classes of a split's tables; of several heads each label behind the name of its head."""
     parts = tables["heads"].items() if "heads" in tables else [("", tables)]
     return [
@@ -37,7 +37,7 @@ def of_tables(tables: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def of_answers(
+def score_answers(
     output: str, target: Sequence[Any] | Objects, prediction: Sequence[Any] | Objects, heads: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """The classes of rows whose answers are known as labels: a label ("" for none), a list of labels or tags, or a
@@ -46,7 +46,7 @@ def of_answers(
         every = []
         for place, name in enumerate(heads):
             pairs = [(row[place], said[place]) for row, said in zip(target, prediction, strict=True) if row[place]]
-            own = of_answers("classes", *zip(*pairs, strict=True)) if pairs else []
+            own = score_answers("classes", *zip(*pairs, strict=True)) if pairs else []
             every += [{**one, "class": f"{name}: {one['class']}"} for one in own]
         return every
     if output == "tags":
@@ -62,7 +62,7 @@ def of_answers(
     return found
 
 
-def beside(first: Sequence[Class], other: Sequence[Class]) -> list[dict[str, Any]]:
+def pair_classes(first: Sequence[Class], other: Sequence[Class]) -> list[dict[str, Any]]:
     """The classes of two models on the same rows."""
     nothing = dict.fromkeys((*SCORES, "predicted"), 0)
     sides = [{one["class"]: one for one in side} for side in (first, other)]
@@ -79,13 +79,13 @@ def beside(first: Sequence[Class], other: Sequence[Class]) -> list[dict[str, Any
     ]
 
 
-def parted(classes: Sequence[Class]) -> tuple[list[Class], list[Class]]:
+def split_by_support(classes: Sequence[Class]) -> tuple[list[Class], list[Class]]:
     """(classes with too few rows to judge, the rarest first; the others, in their order)."""
     few = sorted((one for one in classes if one["support"] < LEAST_SUPPORT), key=lambda one: int(one["support"]))
     return few, [one for one in classes if one["support"] >= LEAST_SUPPORT]
 
 
-def lines(classes: Sequence[Class]) -> Iterator[str]:
+def format_classes(classes: Sequence[Class]) -> Iterator[str]:
     """A line for each class; nothing where there are none."""
     yield from _lines(
         classes,
@@ -95,7 +95,7 @@ def lines(classes: Sequence[Class]) -> Iterator[str]:
     )
 
 
-def lines_of_two(classes: Sequence[Class], letters: tuple[str, str]) -> Iterator[str]:
+def format_pairs(classes: Sequence[Class], letters: tuple[str, str]) -> Iterator[str]:
     """The same of two models, which `letters` name."""
     sides = tuple(zip(("first", "other"), letters, strict=True))
     yield from _lines(
@@ -111,7 +111,7 @@ def _lines(
 ) -> Iterator[str]:
     if not classes:
         return
-    few, enough = parted(classes)
+    few, enough = split_by_support(classes)
     enough.sort(key=worth)
     shown = [*few, *enough]
     if len(classes) > MOST_SHOWN:

@@ -139,8 +139,8 @@ def text(document: Mapping[str, Any]) -> str:
     for name, value in document["scores"].items():
         interval = "  [{:.4f}, {:.4f}]".format(*spread[name]) if name in spread else ""
         lines.append(f"{name:>24}  {value:.4f}{interval}" if isinstance(value, float) else f"{name:>24}  {value}")
-    if classes := per_class.of_tables(document["tables"]):
-        lines += ["", *per_class.lines(classes)]
+    if classes := per_class.collect_classes(document["tables"]):
+        lines += ["", *per_class.format_classes(classes)]
     headline = document["headline"]
     for column, every in document["slices"].items():
         lines.append(f"\n{column}: {headline} (rows), the worst first")
