@@ -155,7 +155,8 @@ def test_a_run_tells_what_its_answers_to_running_text_are_worth(tmp_path: Path) 
 
 
 def test_rows_are_named_by_the_column_that_people_know_them_by(tmp_path: Path) -> None:
-    run = Run(make_answered(tmp_path, "regression", **{"data.id": "kind"}))
+    overrides: dict[str, Any] = {"data.id": "kind"}
+    run = Run(make_answered(tmp_path, "regression", **overrides))
     html.make(run)
     collected = collect.read(run)
     assert collected.answers is not None

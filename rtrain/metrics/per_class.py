@@ -5,13 +5,15 @@ class), predicted. The dictionary of two models has class, support, and `first` 
 Classes with fewer than `LEAST_SUPPORT` come first, since a mean over all rows hides them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.metrics import classification, entities
+from rtrain.metrics import entities
+from rtrain.metrics.additive import ratio
 
 LEAST_SUPPORT = 5
 """Rows of a class below which its scores say nothing."""
@@ -50,16 +52,30 @@ def score_answers(
             every += [{**one, "class": f"{name}: {one['class']}"} for one in own]
         return every
     if output == "tags":
-        found = entities.per_type(list(target), list(prediction))
-        return [{"class": name, **one._asdict()} for name, one in found.items()]
+        types = entities.per_type(list(target), list(prediction))
+        return [{"class": name, **scores._asdict()} for name, scores in types.items()]
     if output not in ("classes", "labels"):
         return []
     sides = [[{one} - {""} if isinstance(one, str) else set(one) for one in side] for side in (target, prediction)]
-    found = []
-    for name in sorted(set().union(*sides[0], *sides[1])):
-        true, given = (np.array([name in row for row in side], dtype=np.int64) for side in sides)
-        found.append({"class": name, **classification.per_class(classification.confusion(true, given, 2))[1]._asdict()})
-    return found
+    right, support, predicted = Counter[str](), Counter[str](), Counter[str]()
+    for true, given in zip(*sides, strict=True):
+        right.update(true & given)
+        support.update(true)
+        predicted.update(given)
+    names = sorted({*support, *predicted})
+    counts = [np.array([counter[name] for name in names]) for counter in (right, support, predicted)]
+    precision, recall, f1 = (
+        ratio(above, below).tolist()
+        for above, below in (
+            (counts[0], counts[2]),
+            (counts[0], counts[1]),
+            (2 * counts[0], counts[1] + counts[2]),
+        )
+    )
+    return [
+        {**dict(zip(("class", *SCORES), one, strict=True)), "support": support[one[0]], "predicted": predicted[one[0]]}
+        for one in zip(names, precision, recall, f1, strict=True)
+    ]
 
 
 def pair_classes(first: Sequence[Class], other: Sequence[Class]) -> list[dict[str, Any]]:
