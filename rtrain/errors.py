@@ -69,7 +69,7 @@ def quoted(value: object, limit: int = 60) -> str:
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 
-def nearest_file(name: str, names: Iterable[str]) -> str | None:
+def find_nearest_file(name: str, names: Iterable[str]) -> str | None:
     """The file's name most like one that is not there; None where none is. Endings do not count: most names share
     them."""
     stems = {each.partition(".")[0] or each: each for each in sorted(names, reverse=True)}
@@ -85,7 +85,7 @@ def meant(path: Path) -> str | None:
         missing = missing.parent
     readable = os.access(missing.parent, os.R_OK)
     beside = [name for name in os.listdir(missing.parent) if name[0] != "."] if readable else []
-    near = nearest_file(missing.name, beside)
+    near = find_nearest_file(missing.name, beside)
     if near is None or missing.exists():
         return None
     found = missing.with_name(near)

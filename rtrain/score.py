@@ -27,7 +27,7 @@ from rtrain.run import Run
 from rtrain.tasks.base import Input, Task, flaw_of
 from rtrain.tasks.token_tags import tags_of
 from rtrain.training.evaluate import SEED
-from rtrain.words import running_text
+from rtrain.words import join_words
 
 ABSENT = -100.0
 """Logit of a label that a side lacks."""
@@ -98,7 +98,7 @@ def settings(made: Artifact, overrides: Mapping[str, Any]) -> Data:
     return parse(document, overrides).recipe.data
 
 
-def labelled_settings(made: Artifact, overrides: Mapping[str, Any]) -> Data:
+def settings_for_scores(made: Artifact, overrides: Mapping[str, Any]) -> Data:
     """As `settings`, for rows that are scored: where the file has the column that split the training run, it says here
     too which rows are test rows."""
     data, column = settings(made, overrides), made.data.get("split")
@@ -138,7 +138,7 @@ def measured(folder: Path, data: Data) -> Measured:
     task = predictor.task
     rows, left_out = rows_of(source, data, task)
     good = sound_rows(rows, data)
-    seen = seen_rows(trained_from(folder, predictor.artifact), good)
+    seen = find_seen_rows(trained_from(folder, predictor.artifact), good)
     start = time.perf_counter()
     asked = ask(predictor, good)
     tokens, targets = asked.tokens, asked.targets
@@ -155,10 +155,10 @@ def measured(folder: Path, data: Data) -> Measured:
     if task.output == "tags":
         some = good[:RUNNING_ROWS]
         words = [row.text.split(" ") for row in some]
-        own = on_running_text(predictor, words, [tags_of(row.label) for row in some])
+        own = score_running_text(predictor, words, [tags_of(row.label) for row in some])
         found["scores"] |= {f"running_text_{name}": value for name, value in own.items()}
-    if seen is not None and seen.any.any():
-        found["unseen"] = without(task, asked.head, outcomes, targets, seen.any)
+    if seen is not None and seen.either.any():
+        found["unseen"] = without(task, asked.head, outcomes, targets, seen.either)
     flaws = (f"line {row.line}: {row.reason}" for row in rows if row.reason not in (None, *map(_other_split, left_out)))
     report = {
         **found,
@@ -175,12 +175,14 @@ def measured(folder: Path, data: Data) -> Measured:
     return Measured(report, rows, answers, right)
 
 
-def on_running_text(
+def score_running_text(
     predictor: Predictor, words: Sequence[Sequence[str]], tags: Sequence[Sequence[str]]
 ) -> dict[str, float]:
-    """Precision, recall and F1 of entities where rows of words are put together as running text (`words.running_text`)
-    and cut again as those of requests are: right are those that begin and end at the same characters."""
-    joined = [running_text(row) for row in words]
+    """Precision, recall and F1 of entities in rows whose words are joined as running text.
+
+    The text is cut again as requests are (`rtrain.words.join_words`). An entity is right if its type and both its
+    characters, first and last, are."""
+    joined = [join_words(row) for row in words]
     answers = predictor([text for text, _ in joined])
     right = given = true = 0
     for (_, spans), row, answer in zip(joined, tags, answers, strict=True):
@@ -191,8 +193,9 @@ def on_running_text(
     return {name: above / below if below else 0.0 for name, (above, below) in parts.items()}
 
 
-def caveats(report: Mapping[str, Any], data: Data, labels: Sequence[str]) -> Iterator[str]:
-    """What a reader of a report's scores must know of its rows, a line each. `labels`: the artifact's."""
+def describe_rows(report: Mapping[str, Any], data: Data, labels: Sequence[str]) -> Iterator[str]:
+    """Lines about the rows behind a report's scores: left out, seen in training, bad, with unknown labels. `labels`:
+    the artifact's."""
     if left := report["left_out"]:
         splits = " and ".join(f"{rows:,} {split}" for split, rows in left.items())
         every = "; --set data.split=null scores all" if data.split else ""
@@ -203,19 +206,19 @@ def caveats(report: Mapping[str, Any], data: Data, labels: Sequence[str]) -> Ite
     elif "unseen" in report:
         unseen, headline = report["unseen"], report["headline"]
         yield (
-            f"of these {report['rows']:,} rows {seen['train']:,} are training rows of the model, and {seen['valid']:,} "
-            "its validation rows: the scores above say little of new rows"
+            f"WARNING: {seen['train']:,} of the {report['rows']:,} rows are training rows of the model, and "
+            f"{seen['valid']:,} are validation rows: the scores above say little about new rows"
         )
-        alone = f"{headline} {unseen['scores'][headline]:.4f}" if headline in unseen["scores"] else "no score"
-        yield f"on the {unseen['rows']:,} rows that it has not seen: {alone}"
+        score = f"{headline} {unseen['scores'][headline]:.4f}" if headline in unseen["scores"] else "no score"
+        yield f"the {unseen['rows']:,} rows that the model has not seen: {score}"
     bad = "".join(f"; {example}" for example in report["bad_row_examples"])
     cut = f", {report['cut_rows']:,} cut rows" if report["cut_rows"] else ""
     yield f"{report['bad_rows']} bad rows{bad}{cut}, {report['rows_per_second']} rows/s"
     if rows := report["unknown_labels"]["rows"]:
-        named = " and ".join(report["unknown_labels"]["examples"])
+        examples = " and ".join(report["unknown_labels"]["examples"])
         where = f"{rows} row{'' if rows == 1 else 's'}"
         known = quarantine.list_labels(labels)
-        yield f"labels that the artefact lacks, in {where}, such as {named}; it has {known}"
+        yield f"labels that the artefact lacks, in {where}, such as {examples}; it has {known}"
 
 
 def rows_of(source: records.Source, data: Data, task: Task) -> tuple[list[Record], dict[str, int]]:
@@ -264,14 +267,14 @@ class Seen(NamedTuple):
     valid: npt.NDArray[np.bool_]
 
     @property
-    def any(self) -> npt.NDArray[np.bool_]:
+    def either(self) -> npt.NDArray[np.bool_]:
         return self.train | self.valid
 
     def counts(self) -> dict[str, int]:
         return {split: int(mask.sum()) for split, mask in self._asdict().items()}
 
 
-def seen_rows(store: Store | None, rows: Sequence[Record]) -> Seen | None:
+def find_seen_rows(store: Store | None, rows: Sequence[Record]) -> Seen | None:
     """Rows whose texts are training or validation rows of a store; None where it is gone, or kept no keys of texts."""
     if store is None or not all(len(store.keys(split)) == store.rows(split) for split in Seen._fields):
         return None

@@ -26,8 +26,8 @@ Span = tuple[int, int]
 def word_spans(text: str, cut_before: str = "", cut_after: str = "") -> list[Span]:
     """The characters [start, end) of each word, cut as annotators cut words.
 
-    Punctuation inside a word stays in it, but for the signs before or after which `word_cuts` has found that the words
-    of a data set end; punctuation before or behind a word is a word of its own. Scripts without blanks between words
+    Punctuation inside a word stays in it, except at the signs of `find_word_cuts`; punctuation before or behind a word
+    is a word of its own. Scripts without blanks between words
     (Thai, Chinese) are cut only at punctuation, since finding their words takes a dictionary.
     """
     found: list[Span] = []
@@ -45,7 +45,7 @@ _SIGN = regex.compile(r"[^\p{L}\p{N}\p{M}\p{Cf}_\s]")
 _LETTER = regex.compile(LETTER)
 
 
-def word_cuts(words: Iterable[str]) -> dict[str, str]:
+def find_word_cuts(words: Iterable[str]) -> dict[str, str]:
     """The signs inside of running words at which a data set cuts: `cut_before` those that begin words and never follow
     a letter of one, `cut_after` those that end words and never precede a letter. So "AG's" is cut as the data set cuts
     it: not at all, before the apostrophe, or on both sides of it."""
@@ -65,7 +65,7 @@ _BETWEEN_WORDS, _BETWEEN_DIGITS = frozenset("'\u2019-/&@_"), frozenset(".,:")
 _CONTRACTED = re.compile(r"['\u2019]\w+|n['\u2019]t")
 
 
-def running_text(words: Sequence[str]) -> tuple[str, list[Span]]:
+def join_words(words: Sequence[str]) -> tuple[str, list[Span]]:
     """(a text that the words may be of, where each word stands in it): blanks are left out where most texts have none,
     as before a comma or around an apostrophe."""
     text, spans = "", list[Span]()
@@ -93,7 +93,7 @@ def _joins(before: str, sign: str, behind: str) -> bool:
     return sign in _BETWEEN_WORDS and before[-1:].isalnum() and behind[:1].isalnum()
 
 
-def cuts_of(facts: Mapping[str, Any]) -> dict[str, str]:
+def read_cuts(facts: Mapping[str, Any]) -> dict[str, str]:
     """The arguments of `word_spans` that a model's facts hold."""
     return {name: facts[name] for name in ("cut_before", "cut_after") if name in facts}
 

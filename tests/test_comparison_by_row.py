@@ -56,7 +56,7 @@ def test_over_all_rows_the_scores_are_those_of_the_run(task: str, tmp_path: Path
     # So are those of each class, of classes that occur in truth or answers.
     ours, theirs = (
         {one["class"]: {name: one[name] for name in (*per_class.SCORES, "support", "predicted")} for one in side}
-        for side in (found.classes, per_class.of_tables(measured["tables"]))
+        for side in (found.classes, per_class.collect_classes(measured["tables"]))
     )
     theirs = {name: one for name, one in theirs.items() if one["support"] + one["predicted"]}
     assert ours == {name: pytest.approx(one) for name, one in theirs.items()}

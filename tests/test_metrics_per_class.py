@@ -15,25 +15,25 @@ def named(lines: list[str]) -> list[str]:
 
 def test_all_classes_have_a_line_up_to_twenty_and_the_rare_come_first() -> None:
     every = [scored("good", 0.99, 500), scored("bad", 0.4, 20), scored("rare", 0.9, 4), scored("none", 0.0, 0)]
-    lines = list(per_class.lines(every))
+    lines = list(per_class.format_classes(every))
     assert named(lines) == ["none", "rare", "bad", "good"]
     assert [per_class.TOO_FEW in line for line in lines[1:]] == [True, True, False, False]
     assert "0.4000" in lines[3]
-    assert list(per_class.lines([])) == []
+    assert list(per_class.format_classes([])) == []
 
 
 def test_of_many_classes_the_worst_ten_have_a_line() -> None:
     every = [scored(f"c{place}", place / 100, 10) for place in range(30)] + [scored("rare", 0.0, 2)]
-    lines = list(per_class.lines(every))
+    lines = list(per_class.format_classes(every))
     assert named(lines) == [f"c{place}" for place in range(10)]
     assert any("rare (2)" in line and per_class.TOO_FEW in line for line in lines)
 
 
 def test_two_models_stand_beside_each_other() -> None:
     first, other = [scored("a", 0.5, 9), scored("b", 0.9, 8)], [scored("b", 0.7, 8), scored("a", 0.6, 9)]
-    both = per_class.beside(first, other)
+    both = per_class.pair_classes(first, other)
     assert [(one["class"], one["first"]["recall"], one["other"]["recall"]) for one in both] == [
         ("a", 0.5, 0.6),
         ("b", 0.9, 0.7),
     ]
-    assert named(list(per_class.lines_of_two(both, ("A", "B")))) == ["a", "b"]
+    assert named(list(per_class.format_pairs(both, ("A", "B")))) == ["a", "b"]

@@ -91,7 +91,7 @@ def test_training_and_validation_rows_of_a_file_are_counted(run: Cli, hashed: Ma
     assert found["unseen"]["rows"] == hashed.store.rows("test") > 0
     said = run("evaluate", hashed.folder, "--data", hashed.rows)[1]
     assert all(any(line.split()[:1] == [label] for line in said.splitlines()) for label in LABELS)
-    assert f"{hashed.store.rows('train')} are training rows" in said
+    assert f"{hashed.store.rows('train')} of the {len(TEXTS)} rows are training rows" in said
     new = evaluated(run, hashed.folder, "--data", labelled(tmp_path / "new.csv", NEW))
     assert new["seen"] == {"train": 0, "valid": 0}
     assert "unseen" not in new

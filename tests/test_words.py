@@ -6,7 +6,7 @@ import re
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rtrain.words import running_text, word_cuts, word_spans
+from rtrain.words import find_word_cuts, join_words, word_spans
 
 
 def cut(text: str) -> list[str]:
@@ -37,8 +37,8 @@ def cut(text: str) -> list[str]:
 def test_running_text_is_cut_as_the_rows_are(
     words: list[str], cuts: dict[str, str], running: str, expected: list[str] | None
 ) -> None:
-    assert word_cuts(words) == cuts
-    text, spans = running_text(words)
+    assert find_word_cuts(words) == cuts
+    text, spans = join_words(words)
     assert text == running
     assert [text[start:end] for start, end in spans] == words
     assert [text[start:end] for start, end in word_spans(text, **cuts)] == (expected or words)

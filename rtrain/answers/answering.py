@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from rtrain import artifact as artifacts, engines
 from rtrain.answers import writing
-from rtrain.answers.columns import Layout, label_scores, scores_by_column
+from rtrain.answers.columns import Layout, score_columns, scores_by_column
 from rtrain.answers.source import Chunk, Portion, Reader
 from rtrain.answers.writing import Format
 from rtrain.batch import Encoded, Floats
@@ -107,7 +107,7 @@ class Answerer:
         answers = task.decode(outputs, asked, encoded, head, {}) if asked else []
         added = beside(chunk, task.columns(head), answers)
         if self._work.scores:
-            added += beside(chunk, label_scores(task, head), [scores_by_column(answer) for answer in answers])
+            added += beside(chunk, score_columns(task, head), [scores_by_column(answer) for answer in answers])
         added.append(reasons(chunk))
         body = writing.encode(self._work.format, self._work.layout, chunk, added)
         return Answered(number, body, Counts(len(asked), chunk.empty, len(chunk.records) - len(asked) - chunk.empty))

@@ -84,7 +84,7 @@ def layout(given: Mapping[str, pa.DataType], answer: Sequence[Column]) -> Layout
     return Layout(dict(given), added, renamed)
 
 
-def label_scores(task: Task, head: Head) -> list[Column]:
+def score_columns(task: Task, head: Head) -> list[Column]:
     """A column for the score of each label; their values are of `scores_by_column`. Raises `ConfigError` for a task
     whose answers have no score for each label."""
     if task.output not in ("classes", "labels", "heads"):
@@ -96,7 +96,7 @@ def label_scores(task: Task, head: Head) -> list[Column]:
 
 
 def scores_by_column(answer: Any) -> dict[str, float]:
-    """An answer with all labels, as values of `label_scores`."""
+    """An answer with all labels, as values of `score_columns`."""
     parts = answer.items() if isinstance(answer, dict) else (("", answer),)
     return {_score_name(head, entry["label"]): entry["score"] for head, entries in parts for entry in entries}
 

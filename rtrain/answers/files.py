@@ -49,7 +49,7 @@ class Asked:
     def columns(self, made: artifacts.Artifact) -> list[Column]:
         """The answers' columns."""
         task, head = base.get(made.task), Head(made.labels, made.facts)
-        return task.columns(head) + (columns.label_scores(task, head) if self.scores else [])
+        return task.columns(head) + (columns.score_columns(task, head) if self.scores else [])
 
 
 def here(work: Work, portions: list[Portion]) -> Iterator[Answered]:

@@ -137,9 +137,9 @@ def evaluate(
 
     overrides = {"data.path": data, **dict(config.parse_assignment(text) for text in assignments or ())}
     folder = answering(artifact)
-    settings = score.labelled_settings(artifacts.read(folder), overrides)
+    settings = score.settings_for_scores(artifacts.read(folder), overrides)
     into = None if out is None else out.expanduser().absolute()
     report = score.run(folder, settings) if into is None else scored.run(folder, settings, into, overwrite)
     labels = artifacts.read(folder).labels
-    lines = (scores.text(report), "", *score.caveats(report, settings, labels))
+    lines = (scores.text(report), "", *score.describe_rows(report, settings, labels))
     show(report, as_json, "\n".join(lines), used(folder))

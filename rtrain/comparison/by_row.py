@@ -60,7 +60,7 @@ def judge(output: str, sheet: Sheet) -> Judged:
     if found is None:
         return _losses(sheet)
     heads = _names_of_heads(sheet) if output == "heads" else ()
-    return replace(found, classes=per_class.of_answers(output, sheet.target, sheet.prediction, heads))
+    return replace(found, classes=per_class.score_answers(output, sheet.target, sheet.prediction, heads))
 
 
 def reconciled(output: str, targets: Sequence[Column]) -> tuple[Column, Bools]:

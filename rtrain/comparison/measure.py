@@ -165,7 +165,7 @@ def _against(
         mcnemar=flipped,
         slices=tuple(slices(first.main, other.main, first.headline, columns)),
         kinds=tuple(flips.kinds(sides[0].output, first, other, both, (at[0], at[place]), letters)),
-        classes=per_class.beside(first.classes, other.classes),
+        classes=per_class.pair_classes(first.classes, other.classes),
     )
 
 

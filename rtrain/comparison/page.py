@@ -157,7 +157,7 @@ def _classes(found: Compared) -> Iterator[Section]:
                 *(f"{each[side][score]:.3f}" for score in per_class.SCORES for side in ("first", "other")),
                 per_class.TOO_FEW if each["support"] < per_class.LEAST_SUPPORT else "",
             )
-            for part in per_class.parted(one.classes)
+            for part in per_class.split_by_support(one.classes)
             for each in part[:MOST_CLASSES]
         ]
         if rows:

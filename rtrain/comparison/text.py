@@ -71,7 +71,7 @@ def _against(found: Compared, one: Against) -> Iterator[str]:
         yield mcnemar(one, a, b)
     if one.classes:
         yield ""
-        yield from per_class.lines_of_two(one.classes, (a, b))
+        yield from per_class.format_pairs(one.classes, (a, b))
         yield ""
     beyond = [slice_ for slice_ in one.slices if slice_.verdict]
     for slice_ in beyond:

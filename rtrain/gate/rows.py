@@ -401,7 +401,7 @@ def judge(both: Both) -> Judged:
     classes: list[dict[str, Any]] = []
     if metric.tables is not None:
         tables = (metric.tables(side.answered.outcomes, side.targets, side.head) for side in sides)
-        classes = per_class.beside(*map(per_class.of_tables, tables))
+        classes = per_class.pair_classes(*map(per_class.collect_classes, tables))
     return Judged(
         headline,
         tuple(scores.values()),

@@ -34,7 +34,7 @@ def find(candidate: Path, base: Path, overrides: Mapping[str, Any]) -> tuple[Sid
     stores = [store for store in (theirs, own) if store is not None]
     of_rows = {name: value for name, value in overrides.items() if name.startswith("data.")}
     if "data.path" in of_rows:
-        rows: Any = score.labelled_settings(base_made, of_rows)
+        rows: Any = score.settings_for_scores(base_made, of_rows)
         records.inspect(rows)  # before two models are loaded for them
     elif of_rows:
         fix = "write --data with a file of rows, or leave it out"

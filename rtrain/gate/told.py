@@ -58,7 +58,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"{name:<34}{own['first']:>11.4f}{own['other']:>11.4f}  {own['difference']:+.4f} ({own['rows']:,} rows)"
     if classes := found.get("classes"):  # verdicts of earlier versions have none
         yield ""
-        yield from per_class.lines_of_two(classes, ("base", "cand."))
+        yield from per_class.format_pairs(classes, ("base", "cand."))
         yield ""
     for one in found["latency"]:
         faster = (

@@ -48,10 +48,10 @@ def of_file(sides: Sequence[Artifact], stores: Sequence[Store], rows: Sequence[R
     `stores`, or kept no keys of texts."""
     found = np.zeros(len(rows), dtype=np.bool_)
     for digest in {side.lineage.get("data_digest") for side in sides}:
-        seen = score.seen_rows(next((one for one in stores if one.manifest.digest == digest), None), rows)
+        seen = score.find_seen_rows(next((one for one in stores if one.manifest.digest == digest), None), rows)
         if seen is None:
             return None
-        found |= seen.any
+        found |= seen.either
     return found
 
 

@@ -1,17 +1,19 @@
 """Scores of each class as a terminal shows them, of one model or of two beside each other.
 
-A class is a dictionary as `rtrain.metrics.tables` has it: class, precision, recall, f1, support (rows or entities of
-that class), predicted. Of two models: class, support, and `first` and `other`, each with the remaining figures.
+A class is a dictionary of `rtrain.metrics.tables`: class, precision, recall, f1, support (rows or entities of that
+class), predicted. The dictionary of two models has class, support, and `first` and `other` with the remaining figures.
 Classes with fewer than `LEAST_SUPPORT` come first, since a mean over all rows hides them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.metrics import classification, entities
+from rtrain.metrics import entities
+from rtrain.metrics.additive import ratio
 
 LEAST_SUPPORT = 5
 """Rows of a class below which its scores say nothing."""
@@ -27,7 +29,7 @@ Class = Mapping[str, Any]
 Objects = npt.NDArray[np.object_]
 
 
-def of_tables(tables: Mapping[str, Any]) -> list[dict[str, Any]]:
+def collect_classes(tables: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The classes of a split's tables; of several heads each label behind the name of its head."""
     parts = tables["heads"].items() if "heads" in tables else [("", tables)]
     return [
@@ -37,7 +39,7 @@ def of_tables(tables: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def of_answers(
+def score_answers(
     output: str, target: Sequence[Any] | Objects, prediction: Sequence[Any] | Objects, heads: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """The classes of rows whose answers are known as labels: a label ("" for none), a list of labels or tags, or a
@@ -46,7 +48,7 @@ def of_answers(
         every = []
         for place, name in enumerate(heads):
             pairs = [(row[place], said[place]) for row, said in zip(target, prediction, strict=True) if row[place]]
-            own = of_answers("classes", *zip(*pairs, strict=True)) if pairs else []
+            own = score_answers("classes", *zip(*pairs, strict=True)) if pairs else []
             every += [{**one, "class": f"{name}: {one['class']}"} for one in own]
         return every
     if output == "tags":
@@ -55,14 +57,28 @@ def of_answers(
     if output not in ("classes", "labels"):
         return []
     sides = [[{one} - {""} if isinstance(one, str) else set(one) for one in side] for side in (target, prediction)]
-    found = []
-    for name in sorted(set().union(*sides[0], *sides[1])):
-        true, given = (np.array([name in row for row in side], dtype=np.int64) for side in sides)
-        found.append({"class": name, **classification.per_class(classification.confusion(true, given, 2))[1]._asdict()})
-    return found
+    right, support, predicted = Counter[str](), Counter[str](), Counter[str]()
+    for true, given in zip(*sides, strict=True):
+        right.update(true & given)
+        support.update(true)
+        predicted.update(given)
+    names = sorted({*support, *predicted})
+    counts = [np.array([counter[name] for name in names]) for counter in (right, support, predicted)]
+    precision, recall, f1 = (
+        ratio(above, below).tolist()
+        for above, below in (
+            (counts[0], counts[2]),
+            (counts[0], counts[1]),
+            (2 * counts[0], counts[1] + counts[2]),
+        )
+    )
+    return [
+        {**dict(zip(("class", *SCORES), one, strict=True)), "support": support[one[0]], "predicted": predicted[one[0]]}
+        for one in zip(names, precision, recall, f1, strict=True)
+    ]
 
 
-def beside(first: Sequence[Class], other: Sequence[Class]) -> list[dict[str, Any]]:
+def pair_classes(first: Sequence[Class], other: Sequence[Class]) -> list[dict[str, Any]]:
     """The classes of two models on the same rows."""
     nothing = dict.fromkeys((*SCORES, "predicted"), 0)
     sides = [{one["class"]: one for one in side} for side in (first, other)]
@@ -79,13 +95,13 @@ def beside(first: Sequence[Class], other: Sequence[Class]) -> list[dict[str, Any
     ]
 
 
-def parted(classes: Sequence[Class]) -> tuple[list[Class], list[Class]]:
+def split_by_support(classes: Sequence[Class]) -> tuple[list[Class], list[Class]]:
     """(classes with too few rows to judge, the rarest first; the others, in their order)."""
     few = sorted((one for one in classes if one["support"] < LEAST_SUPPORT), key=lambda one: int(one["support"]))
     return few, [one for one in classes if one["support"] >= LEAST_SUPPORT]
 
 
-def lines(classes: Sequence[Class]) -> Iterator[str]:
+def format_classes(classes: Sequence[Class]) -> Iterator[str]:
     """A line for each class; nothing where there are none."""
     yield from _lines(
         classes,
@@ -95,7 +111,7 @@ def lines(classes: Sequence[Class]) -> Iterator[str]:
     )
 
 
-def lines_of_two(classes: Sequence[Class], letters: tuple[str, str]) -> Iterator[str]:
+def format_pairs(classes: Sequence[Class], letters: tuple[str, str]) -> Iterator[str]:
     """The same of two models, which `letters` name."""
     sides = tuple(zip(("first", "other"), letters, strict=True))
     yield from _lines(
@@ -111,7 +127,7 @@ def _lines(
 ) -> Iterator[str]:
     if not classes:
         return
-    few, enough = parted(classes)
+    few, enough = split_by_support(classes)
     enough.sort(key=worth)
     shown = [*few, *enough]
     if len(classes) > MOST_SHOWN:

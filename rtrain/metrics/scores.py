@@ -150,8 +150,8 @@ def text(document: Mapping[str, Any]) -> str:
         lines.append(f"{name:>24}  {value:.4f}{interval}" if isinstance(value, float) else f"{name:>24}  {value}")
     if missing := document["tables"].get("words_without_tokens"):
         lines.append(f"{missing:,} words have no token of the model's tokenizer: each counts as answered O")
-    if classes := per_class.of_tables(document["tables"]):
-        lines += ["", *per_class.lines(classes)]
+    if classes := per_class.collect_classes(document["tables"]):
+        lines += ["", *per_class.format_classes(classes)]
     headline = document["headline"]
     for column, every in document["slices"].items():
         lines.append(f"\n{column}: {headline} (rows), the worst first")

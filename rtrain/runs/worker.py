@@ -328,7 +328,7 @@ def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged], aliv
         predictions.write(job.run.predictions(split), split, job.store, job.task, job.head, found, tokenizer, alive)
         document = predictions.measured(job.store, split, job.task, job.head, found, alive)
         scores.write(job.run.scores(split), document)
-        classes = per_class.of_tables(document["tables"])
+        classes = per_class.collect_classes(document["tables"])
         job.run.append("sliced", split=split, slices=scores.headlines(document), classes=classes)
         if missing := document["tables"].get("words_without_tokens"):
             job.run.append("words_without_tokens", split=split, words=missing)
@@ -373,7 +373,7 @@ def export(
             **({pooling.FACT: "mean"} if mean else {}),
             **({local.FACT: reach} if reach is not None else {}),
             **abstains,
-            **running_text.cuts(job.task, job.store),
+            **running_text.find_cuts(job.task, job.store),
         },
         data=job.recipe.data.model_dump(mode="json", include=set(artifact.COLUMNS)),
         metrics=outcome.scores,

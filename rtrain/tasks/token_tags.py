@@ -22,7 +22,7 @@ from rtrain.tasks.base import Column, Described, Input, Targets
 from rtrain.tasks.classification import divergence
 from rtrain.tasks.defaults import Defaults
 from rtrain.tasks.labels import flaw_of, listed
-from rtrain.words import cuts_of, word_spans
+from rtrain.words import read_cuts, word_spans
 
 if TYPE_CHECKING:
     import tokenizers
@@ -181,7 +181,7 @@ def located(
 ) -> list[tuple[dict[str, Any], list[int], list[int]]]:
     """Each entity as in the HTTP answer, the token at which each of its words is answered, and the tag found there."""
     text = asked if isinstance(asked, str) else asked["text"]
-    words = word_spans(text, **cuts_of(head.facts))
+    words = word_spans(text, **read_cuts(head.facts))
     answered = _answered(encoded, np.array([start for start, _ in words], dtype=np.int64))
     tokens = np.flatnonzero(answered >= 0)
     spans, chances = [words[word] for word in answered[tokens]], softmax(output[tokens])

@@ -17,7 +17,7 @@ from rtrain import hub
 from rtrain.data.formats import addresses
 from rtrain.data.formats.addresses import COMPRESSIONS, is_glob, path_of, suffix
 from rtrain.data.formats.values import printable
-from rtrain.errors import ConfigError, Problem, nearest_file
+from rtrain.errors import ConfigError, Problem, find_nearest_file
 
 LOCAL = "file://"
 ENCRYPTED, UNPACKED = 1, (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
@@ -139,7 +139,7 @@ def _nearby(filesystem: Any, path: str) -> str:
     parent = str(Path(path).parent)
     found = filesystem.ls(parent, detail=False) if filesystem.isdir(parent) else []
     names = sorted(name for name in (Path(entry).name for entry in found) if name[0] != ".")
-    if near := nearest_file(Path(path).name, names):
+    if near := find_nearest_file(Path(path).name, names):
         return f"did you mean {Path(parent) / near}?"
     listed = ", ".join(names[:8])
     return f"{parent} holds {listed}" if names else "write the path of an existing file, or a hub name (owner/name)"

@@ -173,10 +173,10 @@ class Bar:
 
 
 def _names_width(names: Sequence[str]) -> float:
-    return 10 + max((text_width(_fitted(name)) for name in names), default=0.0)
+    return 10 + max((text_width(_fit_name(name)) for name in names), default=0.0)
 
 
-def _fitted(name: str) -> str:
+def _fit_name(name: str) -> str:
     """The name, cut to the width that charts leave for names."""
     return next(cut for most in range(MOST_LETTERS, 0, -1) if text_width(cut := short(name, most)) <= NAMES_WIDTH)
 
@@ -190,7 +190,7 @@ def bars(items: Sequence[Bar], x_label: str, at: tuple[float, str] | None = None
     parts = [bottom_axis(x, TOP + height, TOP, x_label)]
     for place, bar in enumerate(items):
         top = TOP + place * ROW
-        parts.append(text(left - 6, top + 12, _fitted(bar.name), anchor="end", full=bar.name))
+        parts.append(text(left - 6, top + 12, _fit_name(bar.name), anchor="end", full=bar.name))
         parts.append(
             rect(min(x(0), x(bar.value)), top + 3, abs(x(bar.value) - x(0)), ROW - 6, "s0", bar.hint or bar.name)
         )
@@ -219,7 +219,7 @@ def boxes(items: Sequence[tuple[str, Box]], x_label: str) -> Markup:
         hint = (
             f"{name}: median {number(box.median)}, quartiles {number(box.q1)} and {number(box.q3)}, {box.rows:,} rows"
         )
-        parts.append(text(left - 6, top + 12, _fitted(name), anchor="end", full=name))
+        parts.append(text(left - 6, top + 12, _fit_name(name), anchor="end", full=name))
         parts.append(line(x(box.low), middle, x(box.high), middle, "whisker"))
         parts.append(rect(x(box.q1), top + 3, max(1.5, x(box.q3) - x(box.q1)), ROW - 6, "box", hint))
         parts.append(line(x(box.median), top + 3, x(box.median), top + ROW - 3, "median"))
@@ -311,7 +311,7 @@ def stacked(items: Sequence[Stacked], names: Sequence[str], x_label: str) -> Mar
     parts = [*keys, bottom_axis(x, top + height, top, x_label)]
     for place, item in enumerate(items):
         up, whole, done = top + place * ROW, sum(item.values), 0.0
-        parts.append(text(left - 6, up + 12, _fitted(item.name), anchor="end", full=item.name))
+        parts.append(text(left - 6, up + 12, _fit_name(item.name), anchor="end", full=item.name))
         for series, value in enumerate(item.values):
             hint = f"{item.name}, {names[series]}: {number(round(value, 3))}, {100 * value / (whole or 1.0):.1f} %"
             wide = x(done + value) - x(done)
@@ -365,7 +365,7 @@ def heat(counts: npt.NDArray[np.int64], names: Sequence[str], unit: str = "label
             text(
                 left - 6,
                 top + size * (place + 0.5) + 3.5,
-                _fitted(name),
+                _fit_name(name),
                 anchor="end",
                 css=None if has_numbers else "fine",
                 full=name,

@@ -54,7 +54,7 @@ def bars(tables: Mapping[str, Any], note: str = "", unit: str = "label") -> Figu
 
 
 def worst(tables: Mapping[str, Any], head: str = "", unit: str = "label") -> Table:
-    few, enough = per_class.parted(tables["per_class"])
+    few, enough = per_class.split_by_support(tables["per_class"])
     rows: list[list[Cell]] = [
         [
             *(short(one["class"], 40), one["support"]),

@@ -290,7 +290,7 @@ def summary_text(summary: dict[str, Any], run: Run) -> str:
         f"{seconds['train']:.0f} s of training ({summary['rows_per_second']:.0f} rows/s), "
         f"input wait {seconds['input_wait']:.2f} s, padded/real tokens {padding:.2f}",
         f"test ({test.get('rows', 0)} rows): {scores}" if test else "no test score yet",
-        *per_class.lines(classes.get("test") or classes.get("valid") or []),
+        *per_class.format_classes(classes.get("test") or classes.get("valid") or []),
         *([f"on running text, as requests have it: F1 {running['f1']:.4f}"] if running else []),
         f"run: {run}",
     ]

@@ -188,7 +188,7 @@ def rare_labels(run: Collected) -> list[per_class.Class]:
 
 
 def _parted(run: Collected) -> tuple[list[per_class.Class], list[per_class.Class]]:
-    return per_class.parted([] if run.scores is None else per_class.of_tables(run.scores["tables"]))
+    return per_class.split_by_support([] if run.scores is None else per_class.collect_classes(run.scores["tables"]))
 
 
 def confused_pairs(run: Collected) -> list[tuple[str, str, int]]:
