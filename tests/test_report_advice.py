@@ -174,6 +174,14 @@ def test_a_weak_length_is_a_matter_of_tokens() -> None:
     )
 
 
+def test_a_baseline_within_the_interval_is_not_called_better() -> None:
+    """The headline of the same page says that the two are not told apart."""
+    within = replace(FINE, score=0.939, interval=(0.92, 0.958), baseline=("TF-IDF", 0.949))
+    beyond = replace(within, baseline=("TF-IDF", 0.96))
+    whys = [step.why for facts in (within, beyond) if (step := advice.beat_baseline(facts)) is not None]
+    assert ["better" in why for why in whys] == [False, True]
+
+
 def test_a_model_that_loses_to_a_baseline_is_not_led_to_the_endpoint() -> None:
     lost = replace(FINE, score=-1.5, interval=(-1.7, -1.3), baseline=("TF-IDF", -0.7))
     (step,) = advice.steps(lost)

@@ -170,10 +170,10 @@ def beat_baseline(facts: Facts) -> Step | None:
     if facts.score is None or facts.baseline is None:
         return None
     name, reached = facts.baseline
-    low = facts.interval[0] if facts.interval else facts.score
+    low, high = facts.interval or (facts.score, facts.score)
     if low > reached:
         return None
-    said = "is better" if reached > facts.score else "is not told apart from it by these rows"
+    said = "is better" if reached > high else "is not told apart from it by these rows"
     return Step(
         "Search the learning rate, and train longer, before anything else",
         f"{name} {said}: {three(abs(reached))} against {three(abs(facts.score))} of the encoder",
