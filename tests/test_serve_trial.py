@@ -251,7 +251,7 @@ def test_clients_do_not_judge_a_version_by_their_own_deadlines(folders: tuple[st
         async def too_late(*given: object) -> Any:
             raise Expired("late")
 
-        batcher.submit = too_late  # type: ignore[method-assign]
+        batcher.submit = too_late  # type: ignore[method-assign, assignment]
         assert (await client.post("/predict", json={"inputs": CORPUS[0]})).status_code == 504
         assert versions.trial.tally()[4:] == (2, 1, 0, 0)  # by the endpoint's own deadline
         batcher.stalled_s = lambda: 2 * Serve().deadline_s  # type: ignore[method-assign]
