@@ -1,5 +1,6 @@
 """Plain models beside a candidate: taken from a run's report where they are there, and why there is none."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -109,3 +110,12 @@ def test_answers_of_other_kinds(task: str, name: str, said: str | None, tmp_path
     else:
         assert plain["score"] is not None
         assert plain["ms"] > 0
+
+
+def test_an_error_is_told_as_it_is_and_not_by_its_negative(run: Run) -> None:
+    found = gated(run)
+    ends = {"first": -0.5, "other": -0.4, "difference": 0.1, "low": 0.05, "high": 0.2}
+    text = told.text({**found, "scores": [{**found["scores"][0], "name": "neg_rmse", **ends}], "slices": []})
+    [line] = [line for line in text.splitlines() if "rmse" in line]
+    assert [float(number) for number in re.findall(r"[-+]?\d+\.\d+", line)] == [0.5, 0.4, -0.1, -0.2, -0.05]
+    assert line.startswith("rmse ")

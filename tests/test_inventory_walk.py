@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,6 +27,8 @@ def lines(root: Path, **how: object) -> dict[str, str]:
 def test_a_finished_run_is_told_with_its_score_its_time_its_size_and_where_it_came_from(tmp_path: Path) -> None:
     run = stock.make(tmp_path / "intent")
     [known] = walk.look(tmp_path).runs
+    assert known.score is not None
+    assert str(replace(known.score, name="neg_rmse", value=-0.42)) == "0.4200 rmse (test)"
     assert (known.kind, known.status, str(known.score)) == ("run", "finished", "0.6000 accuracy (test)")
     assert (known.began, known.seconds) == (1_700_000_000.0, 60.0)
     assert known.size == sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file())

@@ -245,6 +245,7 @@ def test_requests_of_all_sizes_reach_a_graph_in_few_shapes(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_an_endpoint_does_not_grow_with_its_requests(tmp_path: Path) -> None:
     """10,000 requests of 1 to 32 texts of up to 500 tokens."""
     resident = dict[int, int]()

@@ -16,6 +16,7 @@ from rtrain.config import Config, with_overrides
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, UserError
 from rtrain.proof.faults import workers_left
+from rtrain.report import baseline
 from rtrain.report.live import peak_memory
 from rtrain.run import Run
 from rtrain.runs import driver, preparing
@@ -130,6 +131,8 @@ def test_a_trial_is_gated_beside_trial_0_on_the_rows_that_were_held_back(found: 
     assert (document["rows"], document["source"]) == (len(held), "held-back valid rows")
     assert document["headline"]["rows"] == len(held)
     assert document["against"]["version"] == artifact.read(base.artifact).version
+    [plain] = [one for one in document["rivals"] if one["name"] == baseline.TFIDF]
+    assert plain["score"] is not None, plain  # the rows that trial 0 was trained on are known
     assert document["latency"] == []  # the two differ in their weights alone
     said.clear()
     again = gated.run(found.search, other.number, chosen, said.append)

@@ -1,7 +1,7 @@
 """What one start of a search writes down while its slots work: the journal, the log, and what the user is told."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,10 +85,11 @@ class Record:
             self.say({"kind": "search", "what": "thawed", "trial": order.trial})
         slots.give(slot, order)
 
-    def hear(self, slots: Slots) -> None:
-        """Wait for a slot's next answer, and write down what it tells. An order that was lost is due again, unless it
-        was lost too often: then its trial has failed. Raises `TryAgain` where something is wrong with the machine."""
-        order, outcomes = slots.wait()
+    def hear(self, slots: Slots, look: Callable[[], None] = lambda: None) -> None:
+        """Wait for a slot's next answer, with a `look` about every second, and write down what it tells. An order that
+        was lost is due again, unless it was lost too often: then its trial has failed. Raises `TryAgain` where
+        something is wrong with the machine."""
+        order, outcomes = slots.wait(look)
         if order is None:
             self._search.append("slot_up")
         elif outcomes is None:

@@ -35,6 +35,9 @@ from tune.trial import LOG_EVERY, Order, Task, headline_of, held, refused
 FINAL_RUNS = 4
 """Full runs whose rows the end may take, where `tune.final_rows` does not say."""
 
+SPENT_S = 10.0
+"""Seconds of a search that a kill may lose."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -215,7 +218,7 @@ class _Search:
                 self._record.give(open_slots, slot, self._order(go))
             if not open_slots.orders and due(set(), False) is None:
                 return
-            self._record.hear(open_slots)
+            self._record.hear(open_slots, self._spend_now_and_then)
             self._spend()
 
     def _spend(self) -> None:
@@ -223,6 +226,11 @@ class _Search:
         now = time.monotonic()
         seconds, self._counted = now - self._counted, now
         self._record.write("spent", seconds=round(seconds, 3), slot_seconds=round(seconds * self._slots, 3))
+
+    def _spend_now_and_then(self) -> None:
+        """The same while a trial trains to its rung, which may take hours."""
+        if time.monotonic() - self._counted >= SPENT_S:
+            self._spend()
 
     def _order(self, go: Go) -> Order:
         rows = self._ladder.full if go.rung is None else self._ladder.rungs[go.rung]

@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -147,15 +147,16 @@ class Slots:
         self.orders[slot] = order
         ray.get(self.office.put.remote(self.boxes[slot], order))
 
-    def wait(self) -> tuple[Order | None, tuple[Outcome, ...] | None]:
+    def wait(self, look: Callable[[], None] = lambda: None) -> tuple[Order | None, tuple[Outcome, ...] | None]:
         """The next answer: (order, what it came to). (order, None): the slot died with the order in hand. (None, ()): a
-        slot is up.
+        slot is up. `look` is called about every `LOOK_S` until then.
 
         Raises `UserError` where a slot dies again and again without an order, and where no slot is left; `AskedToEnd`
         where the search was asked to end and no order is in hand any more.
         """
         waits = self.office.take.remote(ANSWERS, self.answers)
         while True:
+            look()
             if self.asked.given:
                 self._give_notice()
             ended = [slot for slot in self.deaths.ended if slot in self.boxes]

@@ -52,7 +52,11 @@ def searched(
     brief = [] if found.gate is None else gate.brief(found.gate)
     text = [
         f"{(told := verdict.of(found.search))}\n",
-        *([] if found.gate is None else ["\n".join([f"gate, beside {beside}: {brief[0]}", *brief[1:], ""])]),
+        *(
+            ["\n".join([f"gate, of these weights beside those of {beside}: {brief[0]}", *brief[1:], ""])]
+            if brief
+            else []
+        ),
         table.text(found.history, headline, settings),
         f"settings of the winner: {found.search.best}; all trials: {found.search.search_page}",
         summary_text(summary, found.winner),

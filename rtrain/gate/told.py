@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rtrain.metrics import per_class
+from rtrain.metrics.by_output import as_read
 
 MOST_SLICES = 5
 """Slices that are shown: those where the candidate is worst."""
@@ -41,7 +42,8 @@ def rivals(found: dict[str, Any]) -> Iterator[str]:
         each = one["points_per_ms"]
         price = "at no cost of time" if each is None else f"{each:.2f} for each further millisecond"
         side = "ahead of" if ahead >= 0 else "behind"
-        yield f"{one['name']}: {one['score']:.3f} at {one['ms']:.2f} ms; {abs(ahead):.1f} points {side} it, {price}"
+        score = _sign(found) * one["score"]
+        yield f"{one['name']}: {score:.3f} at {one['ms']:.2f} ms; {abs(ahead):.1f} points {side} it, {price}"
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
@@ -50,13 +52,16 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield f"{'':<34}{'base':>11}{'candidate':>11}"
     for one in found["scores"]:
-        change = f"  {one['difference']:+.4f} ({one['low']:.4f} to {one['high']:.4f})"
-        yield f"{one['name']:<34}{one['first']:>11.4f}{one['other']:>11.4f}{change}"
+        name, sign = as_read(one["name"])
+        first, other, difference = (sign * one[key] for key in ("first", "other", "difference"))
+        low, high = sorted((sign * one["low"], sign * one["high"]))
+        yield f"{name:<34}{first:>11.4f}{other:>11.4f}  {difference:+.4f} ({low:.4f} to {high:.4f})"
     for one in found["slices"][:MOST_SLICES]:
-        own = one["difference"]
-        name = f"{own['name']}, {one['column']} {one['value']}"[:33]
-        yield f"{name:<34}{own['first']:>11.4f}{own['other']:>11.4f}  {own['difference']:+.4f} ({own['rows']:,} rows)"
-    if classes := found.get("classes"):  # verdicts of earlier versions have none
+        own, (score, sign) = one["difference"], as_read(one["difference"]["name"])
+        first, other, difference = (sign * own[key] for key in ("first", "other", "difference"))
+        name = f"{score}, {one['column']} {one['value']}"[:33]
+        yield f"{name:<34}{first:>11.4f}{other:>11.4f}  {difference:+.4f} ({own['rows']:,} rows)"
+    if classes := found["classes"]:
         yield ""
         yield from per_class.format_pairs(classes, ("base", "cand."))
         yield ""
@@ -78,14 +83,19 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         yield "whether the candidate was trained on these rows is not known: a token store or its keys are gone"
     elif trained_on:
         yield f"{trained_on:,} more rows are left out: the candidate was trained on them, or one side was tuned by them"
-    yield from _rivals(found.get("rivals") or [])
+    yield from _rivals(found.get("rivals") or [], _sign(found))
     yield ""
     yield from (f"{one['word']:<8} {one['text']}" for one in found["findings"])
     yield ""
     yield f"{sentence(found)} ({found['seconds']:.0f} s)"
 
 
-def _rivals(rivals: list[dict[str, Any]]) -> Iterator[str]:
+def _sign(found: dict[str, Any]) -> int:
+    """Of the headline's values, as they are shown."""
+    return as_read((found.get("headline") or {}).get("name") or "")[1]
+
+
+def _rivals(rivals: list[dict[str, Any]], sign: int) -> Iterator[str]:
     if not rivals:
         return
     yield ""
@@ -97,5 +107,5 @@ def _rivals(rivals: list[dict[str, Any]]) -> Iterator[str]:
             continue
         bought = "it is no slower" if one["points_per_ms"] is None else f"{one['points_per_ms']:.2f}"
         own = "" if one is rivals[0] else f"  {bought}"
-        yield f"{one['name']:<42}{one['score']:>9.4f}{one['ms']:>9.3f}{own}"
+        yield f"{one['name']:<42}{sign * one['score']:>9.4f}{one['ms']:>9.3f}{own}"
     yield "ms/text is measured apart from p50: of texts of all lengths, with the tokenizer, up to the model's outputs"

@@ -11,7 +11,7 @@ import yaml
 
 from rtrain.config.recipe import TASKS
 from rtrain.inventory import log as logs, sizes
-from rtrain.metrics.by_output import metric_for
+from rtrain.metrics.by_output import as_read, metric_for
 from rtrain.report.summary import AFTERWARDS
 from rtrain.run import ARTIFACT, Run
 from rtrain.tasks import base
@@ -32,7 +32,8 @@ class Score:
     split: str
 
     def __str__(self) -> str:
-        return f"{self.value:.4f} {self.name} ({self.split})"
+        name, sign = as_read(self.name)
+        return f"{sign * self.value:.4f} {name} ({self.split})"
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,11 @@ class Metric(NamedTuple):
         return found if self.more is None else {**found, **self.more(outcomes, targets, head)}
 
 
+def as_read(name: str) -> tuple[str, int]:
+    """A score's name as it is shown, and the sign of its value: the negative of an error is shown as the error."""
+    return name.removeprefix("neg_"), -1 if name.startswith("neg_") else 1
+
+
 def metric_for(output: str) -> Metric:
     return METRICS[output]
 

@@ -42,6 +42,7 @@ def run(
         won.artifact,
         other,
         store,
+        trained=own,
         threads=config.deploy.serve.threads,
         among=(held_back.SPLIT, held) if len(held) else None,
         timed=not is_computed_alike(won.artifact, other),

@@ -58,7 +58,8 @@ def ended(one: Verdict, target: float | None = None) -> str:
     if one.kind == "better":
         return f"trial {one.best}{faster} is better than {OWN}: {_figures(one, target)}{where}"
     return (
-        f"trial {one.best}{faster} is taken, and whether it is better than {OWN} cannot be told{where}: "
+        f"trial {one.best}{faster} is taken; that its settings are better than {OWN}, whatever the seed, is not "
+        f"shown{where}: "
         f"{_figures(one, target)}{_needed(one)}"
     )
 
