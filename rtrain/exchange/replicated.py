@@ -143,6 +143,20 @@ class Replicated(Replicas):
                 self._transport.mean(tensor.view(-1))
         return tensor
 
+    def union(self, places: "torch.Tensor", rows: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+        """See `transport.Transport.union`: by the transport's own way, or by a gather of the places and a mean."""
+        import torch
+
+        with self.timeline.during(WAITS):
+            found = self._transport.union(places, rows)
+        if found is not None:
+            return found
+        union = torch.unique(torch.cat([torch.from_numpy(one) for one in self.gather(places.cpu().numpy())]))
+        union = union.to(places.device)
+        shared = rows.new_zeros(len(union), rows.shape[1])
+        shared[torch.searchsorted(union, places)] = rows
+        return union, self.mean(shared)
+
     def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
         """Broadcast `owned[rank]` from each rank to all others. Shapes are the same everywhere, tensors contiguous."""
         if self.distributed:

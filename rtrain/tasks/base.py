@@ -94,6 +94,8 @@ class Task(Protocol):
     """Supports `data.outside`: rows that belong to none of the labels, and are never trained on, are told apart."""
     smooths: bool
     """Supports `train.label_smoothing`: each target is one label out of several."""
+    prepares: bool
+    """`prepare` makes the targets: counts of these do not follow from the stored ones."""
     packs: bool
     """Rows are blocks of text that fill the model's window (`rtrain.data.packing`), not the file's rows."""
 

@@ -29,6 +29,7 @@ class Defaults:
     """Where False, a second text is left out."""
     never_cuts = False
     rule_of_marks = 1
+    prepares = False
     packs = False
     varies: base.Variation = "nothing"
     finds_outside = False
