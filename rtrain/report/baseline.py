@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rtrain import config as configuration
-from rtrain.batch import Head, Ragged, Tokens
+from rtrain.batch import Floats, Head, Ragged, Tokens
 from rtrain.data.stores.store import Store, open_store
 from rtrain.metrics.by_output import metric_for
 from rtrain.metrics.classification import choose_label_thresholds
@@ -347,12 +347,12 @@ def _spans(
     most = float(np.log(len(train.ids)))
     near = 1 - np.abs(np.arange(-REACH, REACH + 1)) / (REACH + 1)
 
-    def answer(tokens: Tokens, gives: bool) -> list[npt.NDArray[np.float64]]:
+    def answer(tokens: Tokens, gives: bool) -> list[Floats]:
         """Logits of each row, [tokens, 2]."""
         outputs = []
         for row in range(len(tokens)):
             one = tokens.pick([row])
-            logits, begin = np.zeros((len(one.ids), 2)), 0
+            logits, begin = np.zeros((len(one.ids), 2), dtype=np.float32), 0
             for length, second in zip(one.lengths.tolist(), one.second.tolist(), strict=True):
                 ids = one.ids[begin : begin + length].tolist()
                 if second >= length - 1:  # no token of the context
