@@ -48,8 +48,8 @@ class Replicated(Replicas):
             if table:
                 torch_internals.leave_out(module, [table[0]])
             # gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them all per update.
-            # broadcast_buffers: an encoder's buffers are constants, so rank 0 need not send them before each step.
-            self.model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+            # forward_sync_buffers: an encoder's buffers are constants, so rank 0 need not send them before each step.
+            self.model = DistributedDataParallel(module, gradient_as_bucket_view=True, forward_sync_buffers=False)
             torch_internals.take_times(self.model)
             self._sent = compression.sent(compressed)
             self._transport = self._carried(by)
