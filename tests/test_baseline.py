@@ -143,8 +143,8 @@ def test_questions_are_answered_by_the_words_around(tmp_path: Path) -> None:
         rows.append({"question": f"{first} {other}", "context": context, "answers": answers})
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    overrides: dict[str, Any] = {"data.path": str(path), "data.format": None, "data.split_by": None}
-    run = make_answered(tmp_path, "span_qa", **overrides)
+    columns: dict[str, Any] = {"data.path": str(path), "data.format": None, "data.split_by": None}
+    run = make_answered(tmp_path, "span_qa", **columns)
     found, store = measured(run), collect.read(Run(run)).store
     assert store is not None
     places = store.targets("test")

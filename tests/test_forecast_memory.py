@@ -100,7 +100,7 @@ def test_an_unknown_strategy_is_none() -> None:
 
 def test_what_workers_share_and_what_is_saved_is_told_apart() -> None:
     need = needed(TRACED, 2, transport="shared_memory", saves=True)
-    assert need.segment == (400 - 120) * MB * 3 / 2
+    assert need.segment == (400 - 120) * MB * 4 / 2
     assert need.checkpoint == (420 + 800) * MB
     assert need.process == memory.PROCESS
     assert needed(TRACED, 1, transport="shared_memory").segment == 0

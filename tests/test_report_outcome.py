@@ -112,8 +112,7 @@ def test_only_scores_of_the_same_rows_are_compared(finished: Path) -> None:
     assert outcome.section(run).blocks[0].title == "Test accuracy 0.500"  # type: ignore[union-attr]
     assert next_steps.facts(run).compared is None
     sample = {"rows": 50, "scores": {"accuracy": 0.1}, "intervals": {}}
-    assert run.scores is not None
-    run = replace(run, scores={**run.scores, "sample": sample})
+    run = replace(run, scores={**(run.scores or {}), "sample": sample})
     found = outcome.section(run).blocks[0]
     assert isinstance(found, Table)
     assert ", NOT ahead of the best baseline" in found.title

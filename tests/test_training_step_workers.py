@@ -69,6 +69,7 @@ def _in_world(rank: int, world: int, folder: Path) -> None:
         _updates(world, rank, folder, freeze="encoder")
         results = {"updates": _updates(world, rank, folder), "exchanges": _exchanges(world, rank, folder)}
         results["rows"] = _touched_rows(world, rank, folder)
+        results["collectives"] = _collectives(world, rank, folder)
         results["infinite"] = _infinite(world, rank, folder)
         from tests import test_exchange_noise, test_training_evaluate, test_training_loop, test_training_loop_faults
 
@@ -102,6 +103,56 @@ def _updates(world: int, rank: int, folder: Path, freeze: Literal["none", "encod
         torch.save(gradients(network), kept / f"gradients-{world}-{rank}-{number}.pt")
     torch.save(network.state_dict(), kept / f"weights-{world}-{rank}.pt")
     return found
+
+
+def _collectives(world: int, rank: int, folder: Path) -> dict[str, Any]:
+    """How often the workers wait for each other in an update whose targets are planned and in one whose are not, by
+    shared memory where two are; and whether both give the same weights."""
+    if world == 1:
+        return {}
+    calls, real = [0], {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def counted(name: str) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            calls[0] += 1
+            return real[name](*given, **named)
+
+        return call
+
+    found: dict[str, Any] = {}
+    weights = []
+    for planned in (True, False):
+        network = make_network(folder / "encoder")
+        exchange, optimizer = Replicated(network, by="auto"), optim.build(network, Optim(lr=1e-3))
+        for name in COLLECTIVES:
+            setattr(dist, name, counted(name))
+        try:
+            most = 0
+            for number, count in enumerate(UPDATES):
+                rows = make_rows(count, seed=number)
+                targets = LOSS.counts(rows) if planned else None
+                share, calls[0] = _share(number, count, world, rank), 0
+                expected = step.row_sum(rows.row_ids)
+                done = step.run_update(
+                    exchange, optimizer, LOSS, share, pad_id=0, clip_norm=1.0, rows=expected, targets=targets
+                )
+                most = max(most, calls[0])
+                assert done.loss > 0
+                if planned and number == 0:
+                    for wrong in ({"rows": expected + 1, "targets": targets}, {"rows": expected, "targets": [99]}):
+                        before = {name: value.clone() for name, value in network.state_dict().items()}
+                        with pytest.raises(step.WrongRows):
+                            step.run_update(exchange, optimizer, LOSS, share, pad_id=0, **wrong)
+                        assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+        finally:
+            for name, function in real.items():
+                setattr(dist, name, function)
+        found["planned" if planned else "unplanned"] = most
+        weights.append(network.state_dict())
+    return {**found, "same": all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())}
+
+
+COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "barrier", "_broadcast_coalesced")
 
 
 def _share(number: int, count: int, world: int, rank: int) -> list[Tokens]:
@@ -261,6 +312,15 @@ def test_workers_together_take_the_gradient_of_one_worker(world: int, freeze: st
         for rank in range(world):
             # From the second update on the weights differ by rounding already.
             assert distance(loaded(folder / f"gradients-{world}-{rank}-{number}.pt"), alone) < 1e-10
+
+
+def test_two_workers_wait_for_each_other_three_times_an_update() -> None:
+    """For the gradients, for the rows of the word embedding, and for all numbers of the update."""
+    results, _ = on_workers()
+    for rank in range(2):
+        found = results[2, rank]["collectives"]
+        assert found == {"planned": 3, "unplanned": 4, "same": True}
+    assert all(results[3, rank]["collectives"]["same"] for rank in range(3))
 
 
 @pytest.mark.parametrize("freeze", ["none", "encoder"])

@@ -47,6 +47,9 @@ class Compared:
         exact = self._exact(flat)
         return self._compare(self._inner.mean(flat), exact)
 
+    def union(self, places: "torch.Tensor", rows: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor] | None":
+        return self._inner.union(places, rows) if self._done else None
+
     def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
         self._inner.spread(owned)
 

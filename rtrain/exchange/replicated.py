@@ -48,8 +48,8 @@ class Replicated(Replicas):
             if table:
                 torch_internals.leave_out(module, [table[0]])
             # gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them all per update.
-            # broadcast_buffers: an encoder's buffers are constants, so rank 0 need not send them before each step.
-            self.model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+            # forward_sync_buffers: an encoder's buffers are constants, so rank 0 need not send them before each step.
+            self.model = DistributedDataParallel(module, gradient_as_bucket_view=True, forward_sync_buffers=False)
             torch_internals.take_times(self.model)
             self._sent = compression.sent(compressed)
             self._transport = self._carried(by)
@@ -142,6 +142,20 @@ class Replicated(Replicas):
             with self.timeline.during(WAITS):
                 self._transport.mean(tensor.view(-1))
         return tensor
+
+    def union(self, places: "torch.Tensor", rows: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+        """See `transport.Transport.union`: by the transport's own way, or by a gather of the places and a mean."""
+        import torch
+
+        with self.timeline.during(WAITS):
+            found = self._transport.union(places, rows)
+        if found is not None:
+            return found
+        union = torch.unique(torch.cat([torch.from_numpy(one) for one in self.gather(places.cpu().numpy())]))
+        union = union.to(places.device)
+        shared = rows.new_zeros(len(union), rows.shape[1])
+        shared[torch.searchsorted(union, places)] = rows
+        return union, self.mean(shared)
 
     def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
         """Broadcast `owned[rank]` from each rank to all others. Shapes are the same everywhere, tensors contiguous."""

@@ -8,8 +8,6 @@ gradient as ever: moments and decay of untouched rows go on.
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
     import torch
 
@@ -83,16 +81,11 @@ class TouchedRows:
 
     def complete(self, exchange: "Replicated") -> None:
         """After its last pass: `weight.grad` is the mean over the workers, as DistributedDataParallel's."""
-        import torch
 
         rows, sums = self.collected()
         exchange.own.add(sums)
         if exchange.distributed:
-            every = np.unique(np.concatenate(exchange.gather(rows.cpu().numpy())))
-            union = torch.from_numpy(every).to(rows.device)
-            shared = sums.new_zeros(len(union), sums.shape[1])
-            shared[torch.searchsorted(union, rows)] = sums
-            rows, sums = union, exchange.mean(shared)
+            rows, sums = exchange.union(rows, sums)
         self._dense.index_fill_(0, self._filled, 0.0)
         self._dense.index_copy_(0, rows, sums)
         self._filled, self.weight.grad = rows, self._dense

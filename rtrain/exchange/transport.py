@@ -1,8 +1,9 @@
 """How workers take the mean of their gradients: by the process group's own sums, or through memory that they share.
 
 Gloo sends gradients through TCP sockets, also between two processes of one machine. Through a shared segment each
-worker writes its gradient once, adds up its own share of all of them, and reads the other shares. What a worker waits
-for is a sum of one number by the process group, twice an exchange: where a worker dies, the others' sum fails at once.
+worker writes its gradient once, adds up its own share of all of them, and reads the other shares; two workers each add
+up all. What a worker waits for is a sum of one number by the process group, twice an exchange, once between two
+workers: where a worker dies, the others' sum fails at once.
 """
 
 import mmap
@@ -46,6 +47,12 @@ class Transport(Protocol):
         """`flat`, a vector, replaced by its mean over the workers."""
         ...
 
+    def union(self, places: "torch.Tensor", rows: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor] | None":
+        """The mean of a matrix that is 0 but for some rows: (places of the rows that any worker has, ascending; their
+        means [places, dim]). `places` are this worker's, ascending, `rows` its rows. None, on every worker, where this
+        transport has no way of its own."""
+        ...
+
     def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
         """Every worker's tensors `owned[rank]`, contiguous and of the same shapes everywhere, become that rank's."""
         ...
@@ -73,6 +80,9 @@ class Stock:
 
     def mean(self, flat: "torch.Tensor") -> "torch.Tensor":
         return self.start(flat, last=True).wait()
+
+    def union(self, places: "torch.Tensor", rows: "torch.Tensor") -> None:
+        return None
 
     def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
         import torch.distributed as dist
@@ -135,20 +145,26 @@ class Shared:
 
     Terms are added in the order of ranks, by the worker that has that share: all workers get the same bits, whatever
     the buckets are. Two workers' mean is the stock transport's, bit for bit: two terms have one order.
+
+    Two workers have two parts each, which they write in turn, and none for the means: both add up everything. A part is
+    written again after the next exchange's wait, before which the other worker has read it.
     """
 
     segment: "torch.Tensor"
-    """The segment, bytes [world + 1, capacity]."""
+    """The segment, bytes [`parts_of(world)`, capacity]."""
     rank: int
+    world: int
     sent: "torch.dtype | None" = None
     """The type in which numbers lie in the segment; None keeps their own. They are added in the vector's own type."""
     name: str = field(default="shared_memory", init=False)
     beside: bool = field(default=False, init=False)
     _held: list[_Held] = field(default_factory=list, init=False)
+    _turn: int = field(default=0, init=False)
+    """Which of its two parts a worker writes next."""
 
     @property
-    def world(self) -> int:
-        return self.segment.shape[0] - 1
+    def _alternates(self) -> bool:
+        return self.world == SAME_BITS
 
     def start(self, flat: "torch.Tensor", last: bool) -> "Future":
         import torch
@@ -169,7 +185,8 @@ class Shared:
 
     def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
         """Sum through the parts, as often as they are full; after an exchange they are free."""
-        room = self.segment[: self.world].view(-1)
+        first_part = self._turn * self.world  # between two workers, those that neither reads any more
+        room = self.segment[first_part : first_part + self.world].view(-1)
         placed: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         """Rank, tensor and its place, of this round."""
         first = 0
@@ -200,6 +217,11 @@ class Shared:
         self._wait()
         for held in exchanged:
             self._sum(held)
+        if self._alternates:
+            self._turn = 1 - self._turn
+            for held in exchanged:
+                held.future.set_result(held.flat)
+            return
         self._wait()
         for held in exchanged:
             means = self._part(held, self.world)
@@ -208,22 +230,57 @@ class Shared:
             held.flat[end:].copy_(means[end:])
             held.future.set_result(held.flat)
 
-    def _sum(self, held: _Held) -> None:
-        """This worker's share of the mean, into `flat` and the segment."""
+    def union(self, places: "torch.Tensor", rows: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor] | None":
+        if not self._alternates:
+            return None
         import torch
 
-        means = self._part(held, self.world)
+        parts = self.segment[self._turn * self.world :][: self.world]
+        kind, wide = self.sent or rows.dtype, rows.shape[1]
+
+        def laid(part: "torch.Tensor", count: int) -> "tuple[torch.Tensor, torch.Tensor] | None":
+            """Where a worker's places and rows lie in its part, behind their number; None where they do not fit."""
+            first = ALIGNED + -(-8 * count // ALIGNED) * ALIGNED
+            end = first + count * wide * kind.itemsize
+            if end > len(part):
+                return None
+            values = part[first:end].view(kind).view(count, wide)
+            return part[ALIGNED : ALIGNED + 8 * count].view(torch.int64), values
+
+        own = parts[self.rank]
+        own[:8].view(torch.int64)[0] = len(places)
+        if (room := laid(own, len(places))) is not None:
+            room[0].copy_(places)
+            torch.div(rows, self.world, out=room[1])
+        self._wait()
+        self._turn = 1 - self._turn
+        found = [laid(part, int(part[:8].view(torch.int64)[0])) for part in parts]
+        written = [one for one in found if one is not None]
+        if len(written) < self.world:
+            return None
+        union = torch.unique(torch.cat([numbers for numbers, _ in written]))
+        means = rows.new_zeros(len(union), wide)
+        for numbers, values in written:
+            means[torch.searchsorted(union, numbers)] += values.to(means.dtype)
+        return union, means.to(kind).to(means.dtype)
+
+    def _sum(self, held: _Held) -> None:
+        """This worker's share of the mean, into `flat` and the segment; between two workers all of it, into `flat`."""
+        import torch
+
         parts = [self._part(held, rank) for rank in range(self.world)]
-        begin, end = self._share(held, self.rank)
+        means = None if self._alternates else self._part(held, self.world)
+        begin, end = (0, held.flat.numel()) if self._alternates else self._share(held, self.rank)
         for start in range(begin, end, CHUNK):
             chunk = slice(start, min(start + CHUNK, end))
             total = held.flat[chunk]
             torch.add(parts[0][chunk].to(total.dtype), parts[1][chunk], out=total)
             for part in parts[2:]:
                 total += part[chunk]
-            means[chunk].copy_(total)
-            if means.dtype != total.dtype:
-                total.copy_(means[chunk])  # as the others read it
+            if means is not None:
+                means[chunk].copy_(total)
+            if (kind := parts[0].dtype) != total.dtype:
+                total.copy_(total.to(kind))  # as the others read it
 
     def _share(self, held: _Held, rank: int) -> tuple[int, int]:
         size = held.flat.numel()
@@ -231,7 +288,8 @@ class Shared:
 
     def _part(self, held: _Held, number: int) -> "torch.Tensor":
         kind = self.sent or held.flat.dtype
-        bytes_ = self.segment[number, held.first : held.first + held.flat.numel() * kind.itemsize]
+        row = number + self._turn * self.world
+        bytes_ = self.segment[row, held.first : held.first + held.flat.numel() * kind.itemsize]
         return bytes_.view(kind)
 
     def _wait(self) -> None:
@@ -246,14 +304,19 @@ def _aligned(tensor: "torch.Tensor") -> int:
     return -(-tensor.numel() * tensor.itemsize // ALIGNED) * ALIGNED
 
 
+def parts_of(world: int) -> int:
+    """Parts of a segment."""
+    return 2 * world if world == SAME_BITS else world + 1
+
+
 def share(tensors: "Sequence[torch.Tensor]", rank: int, world: int, sent: "torch.dtype | None") -> Shared | str:
     """A shared segment for gradients of the shapes of `tensors`, or why there is none. Called on every rank, which all
     come to the same: where one of them cannot, none does."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return "gradients lie on a GPU"
     row = sum(_aligned(tensor) for tensor in tensors)
-    opened = _open((world + 1) * row, rank)
-    return opened if isinstance(opened, str) else Shared(opened.view(world + 1, row), rank, sent)
+    opened = _open(parts_of(world) * row, rank)
+    return opened if isinstance(opened, str) else Shared(opened.view(parts_of(world), row), rank, world, sent)
 
 
 def _open(size: int, rank: int) -> "torch.Tensor | str":

@@ -19,9 +19,9 @@ MISSING = -1000
 less the word's place, and MISSING less one more than its tag. Such a word is answered O, and its tag counts."""
 
 
-def missing_words(places: Sequence[int] | Ints, tags: Sequence[int] | Ints) -> Floats:
+def missing_words(places: Ints, tags: Ints) -> Floats:
     """The targets of words without a token."""
-    return MISSING - np.stack([np.asarray(places), np.asarray(tags) + 1], axis=1).reshape(-1).astype(np.float64)
+    return MISSING - np.stack([places, tags + 1], axis=1).reshape(-1).astype(np.float64)
 
 
 def of_tokens(targets: Ragged) -> Ragged:

@@ -67,14 +67,14 @@ def ensure(run: Run, say: Callable[[str], None] = lambda text: None, seconds: fl
     say(f"explaining the {total} hardest rows for the report, in at most {seconds:.0f} s; all else of the run is there")
     predictor, until, said = Predictor.load(run.artifact), time.monotonic() + seconds, time.monotonic()
 
-    def tell_progress(count: int) -> None:
+    def count_explained(count: int) -> None:
         nonlocal said
         if time.monotonic() - said >= EVERY_S:
             said = time.monotonic()
             say(f"explained {count} of the {total} hardest rows")
 
     found = rows.explain(
-        predictor, tokens, paired, texts=texts, stop=lambda: time.monotonic() > until, explained=tell_progress
+        predictor, tokens, paired, texts=texts, stop=lambda: time.monotonic() > until, explained=count_explained
     )
     if len(found["rows"]) < total:
         say(f"explained {len(found['rows'])} of the {total} hardest rows: the others would take too long")

@@ -96,11 +96,11 @@ def _collapsed(task: Task, head: Head, target: Sequence[Any], prediction: Sequen
     """The one answer that almost all rows get, also those with another target: [{answer, rows: that get it, of: all,
     others: rows with another target, given: those of them that get it}], for each head of several; often none."""
     if task.output == "number":
-        answers, targets = np.asarray(prediction, dtype=np.float64), np.asarray(target, dtype=np.float64)
-        if len(targets) < FEWEST or not answers.std() < COLLAPSED_SPREAD * targets.std():
+        numbers, values = np.asarray(prediction, dtype=np.float64), np.asarray(target, dtype=np.float64)
+        if len(values) < FEWEST or not numbers.std() < COLLAPSED_SPREAD * values.std():
             return []
-        count = len(targets)
-        return [{"answer": f"{answers.mean():.4g}", "rows": count, "of": count, "others": count, "given": count}]
+        count = len(values)
+        return [{"answer": f"{numbers.mean():.4g}", "rows": count, "of": count, "others": count, "given": count}]
     if task.output not in ("classes", "labels", "heads", "tags", "spans"):
         return []
     sides: list[tuple[str, list[Any], list[Any]]] = [("", list(target), list(prediction))]

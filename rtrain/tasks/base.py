@@ -104,6 +104,8 @@ class Task(Protocol):
     """Supports `train.label_smoothing`: each target is one label out of several."""
     reads_special: bool
     """The names of special tokens in a text, e.g. of masks, are those tokens. Elsewhere they are text."""
+    prepares: bool
+    """`prepare` makes the targets: counts of these do not follow from the stored ones."""
     packs: bool
     """Rows are blocks of text that fill the model's window (`rtrain.data.packing`), not the file's rows."""
 

@@ -30,6 +30,7 @@ class Defaults:
     never_cuts = False
     rule_of_marks = 1
     reads_special = False
+    prepares = False
     packs = False
     varies: base.Variation = "nothing"
     problem_type: base.ProblemType = None

@@ -36,6 +36,7 @@ class MaskedLM(Defaults):
     auto_model = "AutoModelForMaskedLM"
     by_token = True
     reads_pair = False
+    prepares = True
     packs = True
     reads_special = True
 

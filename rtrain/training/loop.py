@@ -19,7 +19,7 @@ from rtrain.metrics.by_output import metric_for
 from rtrain.network import device, dropout
 from rtrain.run import Run
 from rtrain.tasks import base
-from rtrain.training import best, optim, rungs, stages, step
+from rtrain.training import best, losses, optim, rungs, stages, step
 from rtrain.training.cadence import Cadence
 from rtrain.training.evaluate import evaluate, gathered
 from rtrain.training.totals import Clock as Clock, Totals
@@ -383,7 +383,9 @@ def one_update(
     seed, head = job.recipe.train.seed, job.store.manifest.head
     with exchange.timeline.during(stages.GET_BATCH):
         passes = [job.task.prepare(tokens, head, seed, epoch) for tokens in update.passes]
-        expected = step.row_sum(job.store.column("train", "row_id")[job.order.positions(update.number)])
+        positions = job.order.positions(update.number)
+        expected = step.row_sum(job.store.column("train", "row_id")[positions])
+        planned = losses.planned(job.loss, job.store, positions) if exchange.world > 1 else None
     optim.set_rate(optimizer, optim.learning_rate(job.recipe, update.number, job.order.updates))
     torch.manual_seed(dropout.seed_of(seed, update.number, exchange.rank))
     try:
@@ -399,6 +401,7 @@ def one_update(
             rows=expected,
             observer=observer,
             measures=noise.due(update.number, job.measures),
+            targets=planned,
         )
     except (step.NonFinite, step.WrongRows) as error:
         raise type(error)(f"{_named(job, update.number)}: {error}") from None

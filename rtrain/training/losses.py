@@ -7,8 +7,10 @@ import numpy as np
 
 from rtrain.batch import Head, Ints, Tokens, spread
 from rtrain.config import Distill, Recipe
+from rtrain.data.stores.store import Store
 from rtrain.errors import Problem
 from rtrain.tasks.base import Task, get
+from rtrain.training.step import Loss
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +39,11 @@ class RunLoss:
         self._task, self._distill, self._head, self._smoothing, self._inner = task, distill, head, smoothing, inner
         self._parts = task.parts(head)
         self.parts = len(self._parts) + (inner.parts if inner else 0)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the counts follow from the rows' stored targets."""
+        return self._inner is None and not self._task.prepares
 
     def counts(self, tokens: Tokens) -> list[int]:
         """Targets of each part. Those that stand in for a label count too: the teacher answers them."""
@@ -95,6 +102,16 @@ class RunLoss:
         import torch
 
         return torch.stack([sums[name] for name in self._parts])
+
+
+def planned(loss: Loss, store: Store, positions: Ints) -> list[int] | None:
+    """Targets of each part of the loss in some training rows, by the store alone; None where they depend on more."""
+    if not isinstance(loss, RunLoss) or not loss.is_planned:
+        return None
+    targets, nothing = store.targets("train", positions), np.empty(0, dtype=np.int32)
+    ids = store.column("train", "row_id")[positions]
+    teacher = np.empty((len(positions), 0), dtype=np.float32)
+    return loss.counts(Tokens(nothing, nothing, nothing, nothing, targets.values, targets.counts, ids, teacher))
 
 
 def problems(recipe: Recipe) -> list[Problem]:

@@ -100,6 +100,7 @@ class RunUpdate(Protocol):
         rows: int | None = None,
         observer: Observer | None = None,
         measures: bool = False,
+        targets: Sequence[int] | None = None,
     ) -> Done:
         """`exchange`: an `Exchange`; mistakes are of some of its classes."""
         ...
@@ -184,6 +185,7 @@ def run_update(
     rows: int | None = None,
     observer: Observer | None = None,
     measures: bool = False,
+    targets: Sequence[int] | None = None,
 ) -> Done:
     """Train on one update. Every worker exchanges exactly once, also one without rows: the others would wait for ever.
 
@@ -191,8 +193,10 @@ def run_update(
     DistributedDataParallel averages over workers, so each worker's sum is multiplied by their number:
     mean_w(world * sum_w / count) = sum / count. A part without a target in the update adds nothing.
 
-    `rows` is the `row_sum` that the rows of all workers must come to. It travels with the counts, and with what the
-    observers notice, in one exchange. With a `scale`, a power of two, the loss is multiplied by it and the gradient
+    `rows` is the `row_sum` that the rows of all workers must come to. `targets` are the counts of the parts in all rows
+    of the update, where its plan tells them; else the workers add up theirs before the first pass, which is one
+    exchange more. Row sums, what the observers notice and the losses are added up before the optimizer's step: other
+    rows are never trained on. With a `scale`, a power of two, the loss is multiplied by it and the gradient
     divided by it again; where the gradient is infinite, nothing is trained and `Done.skipped` says so. The workers have
     added their gradients before: what is infinite on one is so on all. With `measures`, `Done.noise` is what the update
     tells of the gradient's noise; its rows must have been dealt at random.
@@ -202,13 +206,14 @@ def run_update(
 
     observer = observer or Observer()
     device = whole.device(exchange.module)
-    own = [sum(len(tokens) for tokens in passes), sum(row_sum(tokens.row_ids) for tokens in passes)]
-    targets = [sum(part) for part in zip([0] * loss.parts, *(loss.counts(tokens) for tokens in passes), strict=True)]
-    notice = exchange.agreed(int(observer.notice()))
-    facts = torch.tensor([own[0], _wrapped(own[1]), notice, *targets], dtype=torch.int64, device=device)
-    count, found, notices, *totals = exchange.sum(facts).tolist()
-    if rows is not None and found != rows:
-        raise WrongRows(f"the workers' {count} rows are not the update's: their ids sum to {found}, not to {rows}")
+    counts = [sum(part) for part in zip([0] * loss.parts, *(loss.counts(tokens) for tokens in passes), strict=True)]
+    ids = sum(row_sum(tokens.row_ids) for tokens in passes) % (1 << 64)
+    own = [sum(len(tokens) for tokens in passes), ids >> 32, ids % (1 << 32), exchange.agreed(int(observer.notice()))]
+    facts = torch.tensor([*own, *counts], dtype=torch.float64, device=device)  # exact: less than 2^53 each
+    if targets is None:
+        facts = exchange.sum(facts)
+        _check(facts, rows)
+    totals = [int(total) for total in facts[len(own) :].tolist()] if targets is None else list(targets)
     share = torch.tensor([1.0 / total if total else 0.0 for total in totals], dtype=torch.float64, device=device)
     factor = exchange.world * (scale or 1.0)
     work = Passes(exchange.module, pad_id, precision, loss, factor * share)
@@ -217,8 +222,13 @@ def run_update(
     square = exchange.own_square() if measures else None
     if square is not None and passes:
         # A single replica has that of its first pass.
-        part = _part_of(targets if exchange.world > 1 else loss.counts(passes[0]), totals)
+        part = _part_of(counts if exchange.world > 1 else loss.counts(passes[0]), totals)
         terms += terms.new_tensor(_noise_terms(square / factor**2, part, exchange.world))
+    sums = exchange.sum(torch.cat([work.sums, terms, *([] if targets is None else [facts])]))
+    if targets is not None:
+        facts = sums[loss.parts + len(terms) :]
+        _check(facts, rows, targets)
+    count, notices = int(facts[0]), float(facts[3])
     with exchange.timeline.during(stages.OPTIMIZER):
         if scale is not None:
             exchange.multiply(1.0 / scale)
@@ -233,10 +243,9 @@ def run_update(
             if clip_norm is not None:  # as torch.nn.utils.clip_grads_with_norm_
                 exchange.multiply(torch.clamp(clip_norm / (norm + 1e-6), max=1.0))
             optimizer.step()
-    sums = exchange.sum(torch.cat([work.sums, terms]))
     measured = None
     if measures and finite:
-        square_sum, number = sums[loss.parts :].tolist()
+        square_sum, number = sums[loss.parts :][: len(terms)].tolist()
         if exchange.world > 1:
             measured = noise.between(square_sum, int(number), float(norm) ** 2, count)
         else:
@@ -267,9 +276,16 @@ def _noise_terms(square: float, part: float, world: int) -> list[float]:
     return [square / part, 1.0] if part else [0.0, 0.0]
 
 
-def _wrapped(value: int) -> int:
-    """`value` as a signed 64-bit number, as sums of tensors wrap."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+def _check(facts: "torch.Tensor", rows: int | None, targets: Sequence[int] | None = None) -> None:
+    """Refuse other rows than the update's, or rows with other counts of targets than its plan has."""
+    count, high, low, _, *totals = (int(value) for value in facts.tolist())
+    found = ((high << 32) + low + (1 << 63)) % (1 << 64) - (1 << 63)
+    if rows is None:
+        return
+    if found != rows:
+        raise WrongRows(f"the workers' {count} rows are not the update's: their ids sum to {found}, not to {rows}")
+    if targets is not None and totals != list(targets):
+        raise WrongRows(f"the workers' {count} rows have {totals} targets, and the update's plan {list(targets)}")
 
 
 class Passes:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from rtrain.doctor.forecast.trace import Traced
+from rtrain.exchange.transport import parts_of
 from rtrain.strategies import shares
 from rtrain.strategies.ways import STRATEGIES
 
@@ -97,8 +98,8 @@ def needed(
         ended = (weights if strategy == "zero2" and several else rest + layer) + 2 * max(layer, rest)
         weights, gradients = weights / replicas, alone / replicas if several else 0.0
         activations = max(activations, ended + alone / replicas - gradients - gathered)
-    # Each worker has a part in the segment, and there is one more, of the means.
+    # Parts of the segment, over the workers that share it.
     shared = transport == "shared_memory" and replicas > 1
-    segment = (alone - traced.table) * (replicas + 1) / replicas if shared else 0.0
+    segment = (alone - traced.table) * parts_of(replicas) / replicas if shared else 0.0
     copied = traced.checkpoint if saves else 0.0
     return Need(weights, gradients, moments, activations, gathered, segment, copied, process)
