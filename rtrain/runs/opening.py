@@ -236,7 +236,7 @@ def asked_of(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
 def _resumed(folder: Path, new: Config) -> Config:
     """The stored run with what `new` names; what would change its weights is refused by name."""
     old = stored(folder)
-    _refuse_edited(Run(folder), old.recipe)
+    _refuse_edited(Run(folder), configuration.load(str(Run(folder).config)).recipe)
     new = replace(configuration.with_overrides(new, _taken_over(old, new)), named=new.named)
     named = {name: value for name, value in configuration.flat(new).items() if name in new.named}
     asked = asked_of(Run(folder), named)
