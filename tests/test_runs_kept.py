@@ -134,7 +134,8 @@ def test_the_end_of_workers_does_not_wait_for_a_ray_that_does_not_answer(
 ) -> None:
     import ray
 
-    monkeypatch.setattr(kept, "END_S", 0.2)
+    monkeypatch.setattr(kept, "END_S", 0.1)
+    monkeypatch.setattr(kept, "UNANSWERED_S", 0.1)
     monkeypatch.setattr(group, "trainer", lambda *args, **options: Hanging())
     post = kept.post()
     hanging = kept.Kept(Run(tmp_path / "slot"), post)

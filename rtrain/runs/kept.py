@@ -25,6 +25,8 @@ LOOK_EVERY_S = 0.5
 """How soon a group that has died is noticed."""
 END_S = 20.0
 """Seconds that a group has to end when it is told to."""
+UNANSWERED_S = 120.0
+"""Seconds after which a Ray that does not end the processes is not waited for any more."""
 
 
 class Post:
@@ -108,7 +110,7 @@ class Kept:
             self._fit.join(END_S)
         placement.release(self._own)
         if self._fit is not None:
-            self._fit.join(END_S)
+            self._fit.join(UNANSWERED_S)
         self._fit = self._layout = None
 
     def _begin(self, layout: group.Layout) -> None:
