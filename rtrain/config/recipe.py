@@ -40,7 +40,8 @@ BETAS = (0.9, 0.999)
 
 class Model(Section):
     name: str = "minilm"
-    """`minilm` (the packaged all-MiniLM-L6-v2), a Transformers folder, or a model hub name (also with @revision)."""
+    """`minilm` (the packaged all-MiniLM-L6-v2), a Transformers folder, or a model hub name (also with @revision). It is
+    an encoder: decoders and encoder-decoders are refused."""
     attention_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Dropout of attention weights; null takes the model's own, which is 0.1 for most. With 0, long texts train faster
     on a CPU (1.7 times at 512 tokens), since a mask has the square of the text's tokens as its size."""
