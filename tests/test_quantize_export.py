@@ -199,7 +199,8 @@ def test_the_log_of_nncf_stays_off_stdout_and_nobody_is_told_of_the_model(made: 
 def test_a_network_that_cannot_be_traced_is_refused_by_name(made: Made, tmp_path: Path) -> None:
     folder = shutil.copytree(made.folder, tmp_path / "decoder")
     sizes: dict[str, Any] = {"vocab_size": 400, "n_positions": 64, "n_embd": 8, "n_layer": 1, "n_head": 1}
-    settings = transformers.GPT2Config(**sizes, pad_token_id=0, num_labels=len(quantizing.LABELS))
+    sizes |= {"pad_token_id": 0, "num_labels": len(quantizing.LABELS)}
+    settings = transformers.AutoConfig.for_model("gpt2", **sizes)
     transformers.GPT2ForSequenceClassification(settings).save_pretrained(folder)
     manifest.write(folder)
     with pytest.raises(UserError, match="gpt2"):
