@@ -201,7 +201,7 @@ def test_a_network_that_cannot_be_traced_is_refused_by_name(made: Made, tmp_path
     sizes: dict[str, Any] = {"vocab_size": 400, "n_positions": 64, "n_embd": 8, "n_layer": 1, "n_head": 1}
     sizes |= {"pad_token_id": 0, "num_labels": len(quantizing.LABELS)}
     settings = transformers.AutoConfig.for_model("gpt2", **sizes)
-    transformers.GPT2ForSequenceClassification(settings).save_pretrained(folder)
+    transformers.AutoModelForSequenceClassification.from_config(settings).save_pretrained(folder)
     manifest.write(folder)
     with pytest.raises(UserError, match="gpt2"):
         quantizing.quantize(made, tmp_path / "int8", parent=folder, calibration_rows=8)
