@@ -539,7 +539,8 @@ def test_a_removal_that_is_killed_at_any_moment_leaves_a_run_and_the_next_one_en
                     stock.age(hidden)
                 removal.carry_out(planned(one.folder, keep))
         if keep == "artifact":
-            assert {path.name for path in one.folder.iterdir()} == {"config.yaml", "events.jsonl", "artifact", "lock"}
+            kept = {"config.yaml", "decisions.json", "events.jsonl", "artifact", "lock"}
+            assert {path.name for path in one.folder.iterdir()} == kept
         elif one.folder.exists():
             assert not list(one.folder.iterdir())  # killed before the last rmdir
         moment += 3

@@ -143,10 +143,10 @@ def test_what_is_not_a_run_s_own_stays_behind_and_is_named(tmp_path: Path) -> No
         *("MANIFEST.json", "run/artifact-int8/MANIFEST.json", "run/artifact-int8/artifact.json"),
         *("run/artifact-int8/model.safetensors", "run/artifact/MANIFEST.json"),
         *("run/artifact/artifact.json", "run/artifact/model.int8.bin", "run/artifact/model.safetensors"),
-        *("run/config.yaml", "run/events.jsonl"),
+        *("run/config.yaml", "run/decisions.json", "run/events.jsonl"),
     ]
     alone = sending.send(one, "a", tmp_path / "int8.tar", int8=True)
-    assert alone.files == 5
+    assert alone.files == 6
 
 
 def test_a_refused_artefact_is_carried_where_that_is_asked_for_alone(run: Cli, tmp_path: Path) -> None:

@@ -78,6 +78,31 @@ def test_a_model_without_a_dropout_refuses_a_setting(
     assert told in problem.reason
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "is_refused"),
+    [
+        ("gpt2", {}, True),
+        ("gpt2", {"pad_token_id": 0}, True),
+        ("qwen2", {}, True),
+        ("t5", {}, True),
+        ("bart", {}, True),
+        ("bert", {"is_decoder": True}, True),
+        ("bert", {}, False),
+        ("modernbert", {}, False),
+        ("deberta-v2", {}, False),
+        ("fnet", {}, False),
+        ("xlnet", {}, False),
+    ],
+)
+def test_models_that_write_text_are_refused_by_name(
+    tmp_path: Path, kind: str, settings: dict[str, Any], is_refused: bool
+) -> None:
+    transformers.AutoConfig.for_model(kind, **settings).save_pretrained(tmp_path)
+    fields = [problem.field for problem in model.check_architecture(tmp_path, 16)]
+    assert fields == ["model.name"] * is_refused
+    assert model.check_architecture(tmp_path, 16, begun=True) == []
+
+
 @pytest.mark.parametrize(("kind", "reads"), [("roberta", 18), ("mpnet", 18), ("bert", 20)])
 def test_a_model_reads_as_many_tokens_as_it_has_positions_for(tmp_path: Path, kind: str, reads: int) -> None:
     """RoBERTa and its kin leave out those up to that of padding: 514 positions are 512 tokens."""

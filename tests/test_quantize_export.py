@@ -1,6 +1,7 @@
 """What is quantized answers as the PyTorch model does, on rows of every length; what travels with it; on which
 processor."""
 
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from rtrain import artifact, engines, predict
+from rtrain import artifact, engines, manifest, predict
 from rtrain.compress import export_check, onnx_graph, openvino_graph
 from rtrain.compress.graphs import Sample
 from rtrain.errors import ConfigError, UserError
@@ -193,3 +194,14 @@ def test_the_log_of_nncf_stays_off_stdout_and_nobody_is_told_of_the_model(made: 
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout == ""
+
+
+def test_a_network_that_cannot_be_traced_is_refused_by_name(made: Made, tmp_path: Path) -> None:
+    folder = shutil.copytree(made.folder, tmp_path / "decoder")
+    sizes: dict[str, Any] = {"vocab_size": 400, "n_positions": 64, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    sizes |= {"pad_token_id": 0, "num_labels": len(quantizing.LABELS)}
+    settings = transformers.AutoConfig.for_model("gpt2", **sizes)
+    transformers.AutoModelForSequenceClassification.from_config(settings).save_pretrained(folder)
+    manifest.write(folder)
+    with pytest.raises(UserError, match="gpt2"):
+        quantizing.quantize(made, tmp_path / "int8", parent=folder, calibration_rows=8)

@@ -51,6 +51,15 @@ def test_speeds_are_measured_once_for_a_number_of_workers(tmp_path: Path) -> Non
     assert [event["speeds"] for event in run.events("speeds")] == [[1.0]]
 
 
+def test_a_run_keeps_the_threads_of_its_first_start_and_says_where_a_machine_has_fewer(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert [decisions.threads(Watch(), run, available) for available in (2, 4, 2)] == [2, 2, 2]
+    assert run.events("threads") == []
+    assert decisions.threads(Watch(), run, 1) == 1
+    [event] = run.events("threads")
+    assert (event["kept"], event["available"], event["short"]) == ([2], [1], [0])
+
+
 def weights(folder: Path) -> bytes:
     return (folder / "artifact" / "model.safetensors").read_bytes()
 

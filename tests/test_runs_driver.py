@@ -328,6 +328,24 @@ def test_an_error_of_a_start_ends_the_run_after_its_budget_with_its_traceback_in
     assert not prepared.run.artifact.exists()
 
 
+class Unreachable(group.Fresh):
+    """Workers of a Ray that does not answer the driver."""
+
+    def taken(self, run: Run) -> None:
+        import ray
+
+        raise ray.exceptions.RaySystemError("the head does not answer")
+
+
+def test_an_error_of_ray_in_the_driver_is_an_event_that_ends_the_run(trained: Trained) -> None:
+    prepared = preparing.prepare(settings(trained.run.parent), trained.run.parent / "unreachable")
+    with pytest.raises(UserError, match="the head does not answer"):
+        driver.fit(prepared, workers=Unreachable())
+    assert [event["kind"] for event in prepared.run.events("started", "failed")] == ["failed"]
+    assert json.loads(prepared.run.summary.read_text())["status"] == "failed"
+    assert driver.fit(preparing.prepare(prepared.config, prepared.run.folder, "resume"), until=1)["status"] == "paused"
+
+
 def test_what_warms_a_worker_up_is_a_real_data_task(ray_session: Path) -> None:
     """In a worker what fails in it is left to the stream, so that nobody would see it."""
     assert ingest.one_task() == [{"id": 0}]

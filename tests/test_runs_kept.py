@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from rtrain.predict import Predictor
 from rtrain.proof import faults
 from rtrain.proof.faults import workers_left
 from rtrain.run import Run
-from rtrain.runs import driver, kept, notice, preparing
+from rtrain.runs import driver, group, kept, notice, preparing
 from rtrain.training import rungs
 from tests.test_runs_notice import within
 from tests.trained import Trained
@@ -119,3 +120,30 @@ def test_another_layout_gets_other_processes_and_a_notice_of_divergence_ends_the
     assert (summary["status"], summary["workers"]) == ("paused", 1)
     assert 4 <= summary["updates"] < trained.summary["updates"]
     assert [event["kind"] for event in run.events("yielded", "crashed")] == []
+
+
+class Hanging:
+    """A worker group of a Ray that does not answer."""
+
+    def fit(self) -> None:
+        threading.Event().wait()
+
+
+def test_the_end_of_workers_does_not_wait_for_a_ray_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_session: Path
+) -> None:
+    import ray
+
+    monkeypatch.setattr(kept, "END_S", 0.1)
+    monkeypatch.setattr(kept, "UNANSWERED_S", 0.1)
+    monkeypatch.setattr(group, "trainer", lambda *args, **options: Hanging())
+    post = kept.post()
+    hanging = kept.Kept(Run(tmp_path / "slot"), post)
+    with pytest.raises(AttributeError):  # of the start, which is none: the group is there by then
+        hanging.train(None, group.Layout(1))  # type: ignore[arg-type]
+    ending = threading.Thread(target=hanging.end, daemon=True)
+    ending.start()
+    ending.join(30)
+    assert not ending.is_alive()
+    assert not hanging.alive
+    ray.kill(post)

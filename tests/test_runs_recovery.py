@@ -49,6 +49,26 @@ def test_a_checkpoint_set_aside_is_no_progress() -> None:
     assert [recovery.retry("crash", update) for update in (40, 20, 40)] == [True, True, False]
 
 
+def test_an_error_that_is_the_same_each_time_is_tried_again_once() -> None:
+    recovery = Recovery(max_crashes=3)
+    assert [recovery.retry("crash", 0, error="no padding token") for _ in range(2)] == [True, False]
+    recovery = Recovery(max_crashes=3)
+    assert all(recovery.retry("crash", 0, error=error) for error in ("a", "b", None))
+    assert all(recovery.retry("crash", update, error="a") for update in (1, 2, 3))  # it got on meanwhile
+
+
+@pytest.mark.parametrize(("error", "starts"), [(ValueError("no padding token"), 2), (OSError("stale handle"), 4)])
+def test_a_worker_s_own_error_ends_a_run_at_its_second_time(tmp_path: Path, error: Exception, starts: int) -> None:
+    failure = RuntimeError("training failed")
+    failure.worker_failures = {0: error}  # type: ignore[attr-defined]
+    recovery = Recovery(max_crashes=3)
+    for _ in range(starts - 1):
+        driver._recover(Run(tmp_path), failure, recovery)
+    with pytest.raises(UserError):
+        driver._recover(Run(tmp_path), failure, recovery)
+    assert [event["kind"] for event in events.read(tmp_path)] == [*["crashed"] * (starts - 1), "failed"]
+
+
 def test_preemptions_cost_nothing_and_errors_of_the_user_end_the_run() -> None:
     recovery = Recovery(max_crashes=0)
     assert all(recovery.retry("preemption", 0) for _ in range(50))

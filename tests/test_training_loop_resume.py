@@ -231,12 +231,13 @@ def test_until_pauses_and_continuing_is_the_straight_run(
     assert fingerprint(tmp_path, UPDATES) == fingerprint(run, UPDATES)
 
 
-def test_a_pause_holds_the_best_weights_but_continues_from_the_newest(
+def test_a_pause_reads_no_best_weights_and_continues_from_the_newest(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted(monkeypatch, 0.9, 0.1)  # after update 2, and at the pause
     paused = start(ground, tmp_path, evaluate_every=2, until=3)
-    assert weights_digest(paused.network) == weights_of(ground, tmp_path, 2)
+    assert weights_digest(paused.network) == weights_of(ground, tmp_path, 3)
+    assert paused.recorder.of("trained")[0]["best_update"] == 2
     scripted(monkeypatch, 0.2, 0.3)
     resumed = start(ground, tmp_path, evaluate_every=2)
     assert resumed.recorder.of("started")[0]["update"] == 3

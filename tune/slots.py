@@ -240,7 +240,7 @@ def opened(config: Config, task: Task, count: int) -> Iterator[Slots]:
     finally:
         # Tune's thread must not be inside Ray's core when the session ends.
         ending.touch()
-        slots.tuner.join()
+        slots.tuner.join(kept.UNANSWERED_S)
         ending.unlink(missing_ok=True)
         for slot in range(count):
             placement.release(_folder(search, slot))

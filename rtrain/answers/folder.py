@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -172,17 +171,14 @@ class Folder:
 def replaced(out: Path, overwrite: bool) -> Iterator[IO[bytes]]:
     """A file that takes the place of `out` once it is whole. Raises `ConfigError` where `out` is there already."""
     refuse_existing(out, overwrite)
-    draft = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.draft")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("wb") as file:
-            yield file
-        refuse_existing(out, overwrite)  # another process may have written it meanwhile
-        draft.replace(out)
+        with drafts.replacement(out) as draft:
+            with draft.open("wb") as file:
+                yield file
+            refuse_existing(out, overwrite)  # another process may have written it meanwhile
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}); name another place with --out") from None
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def refuse_existing(out: Path, overwrite: bool) -> None:

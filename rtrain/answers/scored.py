@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rtrain import artifact as artifacts, score
+from rtrain import artifact as artifacts, drafts, score
 from rtrain.answers import columns, source, writing
 from rtrain.answers.answering import beside, reasons
 from rtrain.answers.folder import refuse_among_rows, refuse_existing
@@ -48,7 +48,9 @@ def run(artifact: Path, data: Data, out: Path, overwrite: bool = False) -> dict[
             whole = Path(folder) / "whole"
             with whole.open("wb") as file:
                 writing.join(format, layout, paths, file)
+            drafts.sync(whole)
             whole.replace(out)
+            drafts.sync(out.parent)
             reader.close()
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}); name another place with --out") from None

@@ -14,9 +14,10 @@ from rtrain import artifact, engines, predict, score
 from rtrain.batch import Ints, padded
 from rtrain.compress import export_check, fallback
 from rtrain.compress.export_check import SPLIT
-from rtrain.compress.graphs import Export, Quantized, Sample
+from rtrain.compress.graphs import Export, Exported, Quantized, Sample
 from rtrain.config.recipe import Quantize
 from rtrain.data.stores.store import Store
+from rtrain.errors import UserError
 from rtrain.gate import latency
 from rtrain.network import positions, rounding, trimming
 
@@ -72,7 +73,7 @@ def write(job: Job, say: Callable[[str, str], None]) -> dict[str, Any]:
     samples = list(job.samples(engine.accepted, network.pad_id))
     say("exporting the model", "export")
     with positions.shortened(engine.network, job.made.max_tokens):
-        exported = export(engine.network, samples[0])
+        exported = _exported(export, engine.network, samples[0])
     float_one = job.answered_by(exported.answering(job.threads))
     report: dict[str, Any] = {"export": asdict(export_check.check(float_one, network, job.store))}
     if job.settings.kind == "weights":
@@ -90,6 +91,20 @@ def write(job: Job, say: Callable[[str, str], None]) -> dict[str, Any]:
         report["fallback"] = _fall_back(job, graph, float_one, job.settings.flips)
     job.write(graph)
     return report
+
+
+def _exported(export: Export, network: Any, sample: Sample) -> Exported:
+    """The float graph. Raises `UserError` for an architecture that the engine's exporter cannot trace."""
+    try:
+        return export(network, sample)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        kind, reason = network.config.model_type, (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"quantize: {kind} cannot be exported as a graph ({reason[:200]}); serve its float artefact, or train an "
+            "encoder such as bert or roberta"
+        ) from error
 
 
 def _fall_back(job: Job, graph: Quantized, float_one: predict.Predictor, most_flips: float) -> dict[str, Any]:

@@ -40,7 +40,8 @@ BETAS = (0.9, 0.999)
 
 class Model(Section):
     name: str = "minilm"
-    """`minilm` (the packaged all-MiniLM-L6-v2), a Transformers folder, or a model hub name (also with @revision)."""
+    """`minilm` (the packaged all-MiniLM-L6-v2), a Transformers folder, or a model hub name (also with @revision). It is
+    an encoder: decoders and encoder-decoders are refused."""
     attention_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Dropout of attention weights; null takes the model's own, which is 0.1 for most. With 0, long texts train faster
     on a CPU (1.7 times at 512 tokens), since a mask has the square of the text's tokens as its size."""
@@ -204,6 +205,8 @@ SPEED = (
 """Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved. The one
 exception is dropout: which activations it drops depends on the workers and their passes. `evaluate_every` is none of
 them: the artefact has the best weights of those that were evaluated."""
+STUDENTS = ".students"
+"""Folder beside the runs with what students start from, each by its address: a teacher's version and what is left."""
 LOCATION = ("name", "data.path", "data.valid", "data.test", "data.max_bad_rows")
 """Settings that say what the recipe is called, where its rows lie and how many of them may be bad. The rows themselves
 are compared by the digest of their content."""
@@ -418,8 +421,8 @@ class Recipe(Section):
         for name in LOCATION:
             section, _, leaf = name.rpartition(".")
             del (document[section] if section else document)[leaf]
-        if self.distill.teacher:  # the folder of a student's first weights is named for what they are made of
-            document["model"]["name"] = PurePath(self.model.name).name
+        if (start := PurePath(self.model.name)).parent.name == STUDENTS:  # its own name says what it is made of
+            document["model"]["name"] = f"{STUDENTS}/{start.name}"
         for name in SPEED:
             del document["train"][name]
         for name, neutral in ADDED_TO_DATA.items():

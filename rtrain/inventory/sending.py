@@ -2,15 +2,13 @@
 
 import io
 import json
-import os
 import tarfile
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtrain import __version__, artifact, manifest
+from rtrain import __version__, artifact, drafts, manifest
 from rtrain.errors import UserError
 from rtrain.inventory import parcel, sizes
 from rtrain.run import ARTIFACT, Run, shown
@@ -103,14 +101,11 @@ def send(
     go, stayed = parcel.carried(run, int8, texts)
     found = {f"{parcel.RUN}/{path}": run.folder / path for path in go}
     found |= {f"{parcel.WHEELS}/{path.name}": path for path in wheels}
-    draft = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
     try:
-        _write(draft, name, found, install)
-        draft.rename(out)
+        with drafts.replacement(out) as draft:
+            _write(draft, name, found, install)
     except OSError as error:
         raise UserError(f"--out: {out} cannot be written: {error.strerror or error}") from None
-    finally:
-        draft.unlink(missing_ok=True)
     return Sent(out, name, out.stat().st_size, len(found), tuple(stayed), tuple(filter(sizes.TEXTS.fullmatch, go)))
 
 
@@ -128,9 +123,6 @@ def _write(draft: Path, name: str, files: dict[str, Path], install: str) -> None
             member = _member(path, entries[path]["size"])
             with source.open("rb") as file:
                 tar.addfile(member, file)
-    descriptor = os.open(draft, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:

@@ -11,7 +11,7 @@ from rtrain import documents, hub
 from rtrain.config import Config, Model, Recipe, with_overrides
 from rtrain.errors import ConfigError, Problem
 from rtrain.exchange import whole
-from rtrain.network import frozen, heads, local, packed, pooling, positions, sentence
+from rtrain.network import auto, frozen, heads, local, packed, pooling, positions, sentence
 from rtrain.network.auto import auto_class
 from rtrain.tasks import base
 
@@ -248,6 +248,9 @@ def check_architecture(
                 "use a model that transformers knows",
             )
         )
+    if not begun and (kind := auto.generator(config)) is not None:
+        reason = f"{config.get('model_type')} is {kind}, and rtrain trains encoders"
+        problems.append(Problem("model.name", str(folder), reason, "name an encoder, such as minilm or roberta-base"))
     own = config.get("max_position_embeddings") if begun else positions.reached(config)
     most = own and max(own, chosen.positions or 0)
     if most and max_tokens > most:

@@ -38,6 +38,22 @@ def measures(watch: Watch, run: Run, told: bool) -> int:
     return rule if told or rule == 1 else 0
 
 
+def threads(watch: Watch, run: Run, available: int) -> int:
+    """Threads of each rank's sums: as many as it had in the first start with as many workers, since the last bits of
+    LayerNorm's gradients depend on their number. Fewer where this rank has fewer cores, and the log says so.
+
+    Args:
+        available: threads that this rank's share of its machine's cores allows.
+    """
+    by_rank = ranks.every(available)
+    name = f"threads of {len(by_rank)}"
+    ranks.decided(watch, lambda: len(run.decide(name, by_rank)))
+    kept: list[int] = ranks.every(run.decisions[name] if ranks.first() else [])[0]
+    if ranks.first() and (short := [rank for rank, number in enumerate(kept) if by_rank[rank] < number]):
+        run.append("threads", kept=kept, available=by_rank, short=short)
+    return min(kept[ranks.own()], available)
+
+
 def speeds(watch: Watch, run: Run, timed: Callable[[], float]) -> tuple[float, ...]:
     """How fast each worker is, by rank, beside the fastest. `timed`: seconds of a pass of this one; it is called where
     no start with as many workers has told."""

@@ -84,15 +84,22 @@ def fit(
         _Asking(prepared) as asking,
         _joined(prepared, asking, say) as joined,
     ):
-        plan.workers.taken(run)
         if known:
             run.append(cost.PRICES, prices={name: asdict(price) for name, price in known.items()})
         try:
+            plan.workers.taken(run)
             _attempts(prepared, plan, say, asked, asking, joined)
         except (KeyboardInterrupt, SystemExit, TryAgain):
             run.append("interrupted")
             summary.write(run)
             raise
+        except Exception as error:  # of Ray, say, outside of a start: without an event the run would go on for ever
+            if summary.status(run.events()) == "running":
+                run.append("failed", error=str(error)[:2000])
+                summary.write(run)
+            if isinstance(error, UserError):
+                raise
+            raise failures.explain(run, error) from error
         finally:
             plan.workers.left(run)
             for path in set(run.folder.glob(run.stalled("*").name)) - set(run.tracebacks()):
@@ -358,7 +365,8 @@ def _recover(run: Run, error: Exception, recovery: Recovery, held: Collection[st
         nodes = ", ".join(sorted(name[:8] for name in lost))
         told = f"{'spot ' if spot else ''}node{'' if len(lost) == 1 else 's'} {nodes} gone without notice; {told}"
     update = _newest(run)
-    if recovery.retry(kind, update, spot):
+    certain = kind == "crash" and again is None and failures.is_of_the_program(causes)
+    if recovery.retry(kind, update, spot, told if certain else None):
         stalled = [str(path) for path in run.tracebacks()]
         run.append("crashed", cause=kind, resumes_from=update, error=told, stalled=stalled)
         return

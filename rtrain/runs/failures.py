@@ -59,6 +59,12 @@ def maybe_of_a_node(found: Sequence[Exception]) -> bool:
     return any(is_silent(one) or any(words in str(one) for words in OF_A_PEER) for one in found)
 
 
+def is_of_the_program(found: Sequence[Exception]) -> bool:
+    """Whether a worker raised an error of Python's own accord: no process died, no peer left, no disk or net failed."""
+    inner = [getattr(cause, "_base_exc", cause) for cause in found[1:]]
+    return bool(inner) and not maybe_of_a_node(found) and not any(isinstance(one, OSError) for one in inner)
+
+
 def first_line(found: Sequence[Exception]) -> str:
     """The last line of a traceback says what happened; where a process died, the first sentence does, and where it was
     ended for want of memory, who used it."""

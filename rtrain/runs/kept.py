@@ -25,6 +25,8 @@ LOOK_EVERY_S = 0.5
 """How soon a group that has died is noticed."""
 END_S = 20.0
 """Seconds that a group has to end when it is told to."""
+UNANSWERED_S = 120.0
+"""Seconds after which a Ray that does not end the processes is not waited for any more."""
 
 
 class Post:
@@ -67,7 +69,7 @@ class Kept:
         self._layout: group.Layout | None = None
         self._box, self._sent = "", 0
         self._fit: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._errors: list[Exception] = []
         folder.folder.mkdir(parents=True, exist_ok=True)
         placement.release(folder)  # what a process before this one held, if that was killed
 
@@ -89,7 +91,7 @@ class Kept:
         self._sent += 1
         while not ray.wait([done], timeout=LOOK_EVERY_S)[0]:
             if not self._fit.is_alive():
-                raise self._error or RuntimeError("the workers ended before they were told to")
+                raise self._errors[0] if self._errors else RuntimeError("the workers ended before they were told to")
             placement.lend(self._own, run)
 
     def lost(self, run: Run) -> None:
@@ -101,17 +103,19 @@ class Kept:
         run.placement_group.unlink(missing_ok=True)
 
     def end(self) -> None:
-        """End the processes, if there are any."""
+        """End the processes, if there are any. Where Ray does not answer, their thread is left behind: it must not hold
+        the command, and this process takes it along when it ends."""
         if self._fit is not None and self._fit.is_alive():
             self._post.put.remote(self._box, None)
             self._fit.join(END_S)
         placement.release(self._own)
         if self._fit is not None:
-            self._fit.join()
+            self._fit.join(UNANSWERED_S)
         self._fit = self._layout = None
 
     def _begin(self, layout: group.Layout) -> None:
-        self._layout, self._error, self._sent = layout, None, 0
+        errors: list[Exception] = []  # a list of its own: a thread left behind may still add to its list
+        self._layout, self._errors, self._sent = layout, errors, 0
         self._box = f"{self._own.folder} {time.time_ns()}"
         made = group.trainer(
             partial(_serve, self._post, self._box), layout, self._own.ray, callbacks=[placement.remember(self._own)]
@@ -121,7 +125,7 @@ class Kept:
             try:
                 made.fit()
             except Exception as error:
-                self._error = error
+                errors.append(error)
 
         self._fit = threading.Thread(target=fit, daemon=True, name="rtrain-workers")
         self._fit.start()

@@ -15,6 +15,7 @@ from rtrain import config as configuration, drafts, hub
 from rtrain.checkpoints import checkpoint
 from rtrain.cluster import prices
 from rtrain.config import Config, Recipe
+from rtrain.config.recipe import STUDENTS as STUDENTS
 from rtrain.data.formats import files
 from rtrain.errors import ConfigError, Problem, UserError, meant
 from rtrain.run import Run
@@ -24,8 +25,6 @@ SETTINGS = "settings"
 """The name under which a run or a search keeps the settings that change its weights, as it was started with them."""
 ROWS, FREQUENCY = "train.rows_per_update", "train.aggregation_frequency"
 EPOCHS = "train.epochs"
-STUDENTS = ".students"
-"""Folder beside the runs with what students start from, each by its address: a teacher's version and what is left."""
 LEFT_OPEN = ("model.pooling", "train.precision", "distill.teacher_layers")
 """Settings whose `auto` is decided once for a run. A resume that names `auto` again asks for nothing new."""
 
@@ -249,7 +248,7 @@ def asked_of(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
 def _resumed(folder: Path, new: Config) -> Config:
     """The stored run with what `new` names; what would change its weights is refused by name."""
     old = stored(folder)
-    _refuse_edited(Run(folder), old.recipe)
+    _refuse_edited(Run(folder), configuration.load(str(Run(folder).config)).recipe)
     new = replace(configuration.with_overrides(new, _taken_over(old, new)), named=new.named)
     named = {name: value for name, value in configuration.flat(new).items() if name in new.named}
     asked = asked_of(Run(folder), named)

@@ -85,14 +85,20 @@ class Recovery:
     crashes: int = 0
     reached: int = -1
     """Update of the newest checkpoint at the last crash."""
+    error: str | None = None
+    """Error of the last crash, where it was of the program itself."""
 
-    def retry(self, kind: Kind, update: int, spot: bool = False) -> bool:
+    def retry(self, kind: Kind, update: int, spot: bool = False, error: str | None = None) -> bool:
         """Whether to start again from the newest checkpoint, which is of `update`. `spot`: a node that was lost was a
-        spot node."""
+        spot node. `error`: what the program itself raised, as opposed to a process that died or a disk that failed; the
+        same one at the same update would come each time."""
         if kind == "refused":
             return False
         if kind == "preemption" or (kind == "lost" and spot):
             return True
+        if error is not None and error == self.error and update <= self.reached:
+            return False
+        self.error = error
         self.crashes = 1 if update > self.reached else self.crashes + 1
         self.reached = max(self.reached, update)
         return self.crashes <= self.max_crashes

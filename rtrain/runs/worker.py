@@ -92,7 +92,8 @@ class _Worker:
         import torch
 
         context = ray.train.get_context()
-        torch.set_num_threads(max(1, env.cores() // context.get_local_world_size()))
+        available = max(1, env.cores() // context.get_local_world_size())
+        torch.set_num_threads(available)
         recipe, self._start, self._source = start.config.recipe, start, start.model
         self._run, self._rank, self._world = Run(start.run), context.get_world_rank(), context.get_world_size()
         if not start.run.is_dir():  # on a node that came after the driver had asked all nodes
@@ -103,6 +104,8 @@ class _Worker:
         self.reporter = _TrainReporter(self._run, self._rank)
         store, task = open_store(start.store), base.get(recipe.task)
         self._device = _device(recipe.train.gpus_per_worker)
+        if self._device.type == "cpu":
+            torch.set_num_threads(decisions.threads(self.watch, self._run, available))
         self._in_parts = strategies.in_parts(recipe.train, self._world)
         self.network = self._network(store, task)
         if self._rank == 0 and not start.rung and self._run.last("tokenizer") is None:

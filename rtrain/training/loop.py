@@ -106,7 +106,8 @@ Updates = Callable[[int, int], Iterator[Update]]
 
 
 def train(job: Job, exchange: Exchange, updates: Updates, reporter: Reporter, clock: Clock) -> Outcome:
-    """Run from the newest checkpoint to `job.until`; in the end the model holds the best checkpoint's weights."""
+    """Run from the newest checkpoint to `job.until`; at the end of a finished run the model holds the weights of the
+    best checkpoint."""
     with Saver(job.run.checkpoints, job.recipe.train.keep, job.replica, reporter.event, exchange.watch) as saver:
         return _Loop(job, exchange, reporter, clock, saver).run(updates)
 
@@ -319,15 +320,16 @@ class _Loop(step.Observer):
     # ---------------------------------------------------------------------------------------------------------- the end
 
     def _end(self) -> Outcome:
-        """Restore the best weights, score them on the test rows (a finished run only), and report the run's sums."""
+        """Restore the best weights and score them on the test rows (a finished run only); report the run's sums."""
         job, state = self._job, self._state
         finished = state.update == job.order.updates
         with self._clock.section("checkpoint"):
             self._flushed()
             if not finished:  # at once: the end of the workers themselves takes seconds, and may come too late
                 self._reporter.event("saved", update=state.update)
-            update = self._best(state)
-        if update not in (NONE, state.update):
+            # Only a finished run uses its best weights: a rung or a preempted start reads and hashes nothing for them.
+            update = self._best(state) if finished else NONE if state.best_update is None else state.best_update
+        if finished and update not in (NONE, state.update):
             self._loaded(update)
         chosen = best.of(state) if update != NONE else None
         if finished and update == NONE:

@@ -46,18 +46,10 @@ class Search(Protocol):
 SCORES = ("evaluated", "best", "unseen", "sliced", "running_text", "collapsed", "words_without_tokens")
 """Kinds of events of which a search says by itself what came of them."""
 ROWS = (
-    "tokenised",
-    "tokens_reused",
-    "bad_rows",
-    "unlabelled",
-    "label_column",
-    "head",
-    "labels",
-    "overlap",
-    "texts",
-    "conflicts",
+    *("tokenised", "tokens_reused", "bad_rows", "unlabelled", "label_column", "head", "labels", "overlap"),
+    *("texts", "conflicts"),
 )
-ALIKE = (*ROWS, "device", "transport", "pass_size", "speeds")
+ALIKE = (*ROWS, "device", "transport", "pass_size", "speeds", "threads")
 """Kinds of events that are the same in every trial of a search, each time that it goes on: trial 0 tells, once."""
 WAITING_S = 25.0
 """Seconds after which a search says again that trials wait for nodes; each trial says so every 30 s."""
@@ -163,6 +155,12 @@ class Line:
         elif kind == "speeds":
             told = ", ".join(f"{speed:.2f}" for speed in event["speeds"])
             self._keep(f"rows are dealt by the workers' speeds: {told} of the fastest")
+        elif kind == "threads":
+            rank = event["short"][0]
+            self._keep(
+                f"{event['available'][rank]} threads for worker {rank} in place of {event['kept'][rank]} as before, as "
+                "its cores are fewer: the weights differ in their last bits from those of an undisturbed run"
+            )
         elif kind == "smaller_passes":
             self._keep(f"passes of at most {event['tokens']:,} tokens, as a start ran out of memory")
         elif kind == "yielded":
