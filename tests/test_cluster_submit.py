@@ -1,18 +1,17 @@
 """Verbs that hand a job to a cluster: what is refused before the cluster is asked, and what is said of it."""
 
 import os
-import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from rtrain import signals
-from rtrain.cli import options
 from rtrain.cluster.jobs import client
 from rtrain.cluster.session import IN_JOB
-from rtrain.errors import Ended
 from tests.test_cli import Cli, run  # noqa: F401
 from tests.test_cluster_jobs import checkout  # noqa: F401
+from tests.test_imports import ROOT
 
 
 @pytest.mark.parametrize(
@@ -81,10 +80,22 @@ def test_an_endpoint_s_own_port_is_forwarded(
     assert (code, "ray attach -p 8155 " in err) == (0, True), err
 
 
-def test_a_job_that_was_stopped_is_submitted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+STOPPED = """
+import os, signal, sys
+from pathlib import Path
+from rtrain import signals
+from rtrain.cli import options
+with signals.owned(), options.resumable(Path(sys.argv[1]), "train"):
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_job_that_was_stopped_is_submitted_again(tmp_path: Path) -> None:
     """Its entry point resumes the run; the command on the node is nothing that its user can type."""
     (tmp_path / "config.yaml").touch()
-    monkeypatch.setenv(IN_JOB, "{}")
-    with pytest.raises(Ended) as caught, signals.owned(), options.resumable(tmp_path, "train"):
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert (caught.value.exit_code, "rtrain train" in str(caught.value)) == (143, False)
+    command = [sys.executable, "-c", STOPPED, str(tmp_path)]
+    ended = subprocess.run(command, env={**os.environ, IN_JOB: "{}"}, cwd=ROOT, capture_output=True, text=True)
+    *_, error = ended.stderr.splitlines()
+    assert "Ended" in error
+    assert "submit the same job again" in error
+    assert "rtrain train" not in error

@@ -96,7 +96,7 @@ def test_the_first_part_has_the_identity_and_the_store_of_a_run_from_before_ther
     model, source = make_encoder(tmp_path / "encoder"), records.inspect(recipe.data)
     known = recipe.data.model_dump(mode="json", exclude={"path", "valid", "test", "max_bad_rows"})
     assert known.pop("valid_part") == 0
-    for name in ("outside", "delimiter", "escape"):
+    for name in ("id", "outside", "delimiter", "escape"):
         del known[name]
     text = json.dumps({"schema": SCHEMA_VERSION, "task": recipe.task, **known}, sort_keys=True)
     made_of = source.digest(), digests.tokenizer_digest(model), text

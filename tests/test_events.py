@@ -189,6 +189,8 @@ def test_the_summary_of_a_run_of_two_starts(tmp_path: Path) -> None:
         "overlap": {},
         "slices": {},
         "certificate": None,
+        "classes": {},
+        "running_text": None,
         "cost": None,
         "stages": None,
     }

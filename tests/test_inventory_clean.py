@@ -446,7 +446,7 @@ def test_a_report_without_its_token_store_keeps_its_scores_answers_and_baselines
     assert (one.baselines.read_bytes(), one.attributions("test").read_bytes()) == kept
     shown = page_of(one.folder).text
     assert "token store is no longer where the run left it" in shown
-    assert "TF-IDF" in shown
+    assert "IDF and a linear model" in shown
 
 
 def test_the_time_of_a_training_ends_with_it(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_run_goes_to_another_folder_and_answers_and_reports_there(whole: Path,
         assert run("predict", "runs/run", "where is my parcel?")[1] == answer
         assert run("report", "runs/run")[0] == 0
         text = page_of(came.folder).text
-        assert "TF-IDF" in text
+        assert "IDF and a linear model" in text
         assert "token store is no longer where the run left it" in text
         code, out, _ = run("runs", "--json")
         [told] = json.loads(out)["runs"]

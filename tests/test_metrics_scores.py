@@ -377,7 +377,7 @@ def test_labels_that_the_artefact_lacks_are_wrong_and_told(tmp_path: Path, capsy
     assert found.right is not None
     assert not found.right.any()
     cli.main(["evaluate", str(folder), "--data", str(path)])
-    assert "labels that the artefact lacks, in 30 rows, such as 'zzz'\n" in capsys.readouterr().out
+    assert "labels that the artefact lacks, in 30 rows, such as 'zzz'; it has " in capsys.readouterr().out
 
 
 def test_entities_of_a_type_that_the_artefact_lacks_are_missed(tmp_path: Path) -> None:

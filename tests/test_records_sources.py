@@ -216,7 +216,7 @@ def test_a_mistyped_path_is_told_with_what_the_hub_said(tmp_path: Path, monkeypa
     (tmp_path / "rows.csv").touch()
     [problem] = problems(Data(path="row"))
     assert problem.reason == "no such file or folder here, and there is no network to look up row"
-    assert problem.fix == f"find one; {tmp_path} holds rows.csv"
+    assert problem.fix == f"find one; did you mean {tmp_path}/rows.csv?"
 
 
 @pytest.mark.parametrize(

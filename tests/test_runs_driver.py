@@ -99,7 +99,7 @@ def test_encoder_learned_the_words(trained: Trained) -> None:
 def test_progress_reaches_the_caller_in_order(trained: Trained) -> None:
     # On a busy machine it also says that it waits for the workers.
     assert [kind for kind in kinds(trained.events) if kind not in ("progress", "noise", "waiting")] == [
-        *("tokenised", "labels", "doing", "transport", "machines", "started", "first_rows"),
+        *("tokenised", "labels", "texts", "doing", "transport", "machines", "started", "first_rows"),
         *(*["evaluated"] * EPOCHS, "best", "evaluated", "trained", "writing", "sliced", "sliced"),
         *["doing"] * 3,
     ]
@@ -183,7 +183,7 @@ def test_finished_run_is_left_as_it_is(trained: Trained) -> None:
     prepared = preparing.prepare(settings(trained.run.parent), trained.run, "resume")
     summary = driver.fit(prepared)
     assert summary["updates"] == trained.summary["updates"]
-    assert kinds(events.read(trained.run))[len(before.splitlines()) :] == ["tokens_reused", "labels"]
+    assert kinds(events.read(trained.run))[len(before.splitlines()) :] == ["tokens_reused", "labels", "texts"]
 
 
 def test_used_name_is_refused_with_the_ways_on(trained: Trained) -> None:

@@ -291,7 +291,7 @@ def others(name: str, value: Any) -> Iterator[Any]:
         yield not value
     elif isinstance(value, int | float):
         yield from (value + 1, value + 1e-3, value / 2 or 0.1)
-    yield from ([{"optim.lr": 1e-4}], [7], [0.5], ["other"], "other", 2, 9, 0.25)
+    yield from ([{"optim.lr": 1e-4}], [7], [0.5], ["other"], "other", ";", 2, 9, 0.25)
     yield from ({"optim.lr": [1e-4, 1e-3]}, {"for": "this"})
 
 

@@ -468,7 +468,7 @@ def test_tritons_clients_ask_replicas_as_they_ask_a_server(endpoint: Endpoint, a
 
 @pytest.mark.serve
 def test_replicas_of_an_int8_artefact_do_not_load_torch(endpoint: Endpoint) -> None:
-    replicas = processes("ServeReplica:tiny")
+    replicas = processes("ServeReplica:rtrain")
     assert len(replicas) == REPLICAS
     for replica in replicas:
         libraries = {Path(mapped.path).name for mapped in replica.memory_maps()}

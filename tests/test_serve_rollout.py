@@ -233,7 +233,7 @@ def ended(endpoint: Endpoint, stage: str) -> dict[str, Any]:
 
 
 def replicas() -> list[psutil.Process]:
-    return [one for one in processes("ServeReplica:tiny") if one.status() != psutil.STATUS_ZOMBIE]
+    return [one for one in processes("ServeReplica:rtrain") if one.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.slow

@@ -166,7 +166,7 @@ def test_what_is_wrong_with_the_machine_is_no_failure_of_a_trial(
     assert came["kind"] == kind
     told = Record(Run(tmp_path), None)
     told.write("asked", trial=1, settings={}, by="gp")
-    answer: Any = SimpleNamespace(wait=lambda: (trial.Order(1, {}, 0, 768), (came,)))
+    answer: Any = SimpleNamespace(wait=lambda *_: (trial.Order(1, {}, 0, 768), (came,)))
     if kind == "again":
         with pytest.raises(TryAgain, match=r"trial 1 could not go on: .*; the same command with --resume goes on"):
             told.hear(answer)

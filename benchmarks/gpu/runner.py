@@ -25,15 +25,15 @@ SHARES: Mapping[str, float] = {
     "needs": 0.5,
     "right": 4,
     "resume": 4,
-    "speed": 14,
+    "speed": 10.5,
     "profile": 2,
-    "pays": 5,
+    "pays": 4,
     "score": 4.5,
-    "memory": 3.5,
-    "serving": 2.5,
-    "serving_peers": 4,
-    "flattened": 3,
-    "start": 1,
+    "memory": 3,
+    "serving": 2,
+    "serving_peers": 3,
+    "flattened": 2,
+    "start": 0.5,
 }
 """The sections, most important first, with their parts of the time. Each is a module here with a function `run`."""
 LOOK_S = 0.2

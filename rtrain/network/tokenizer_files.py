@@ -45,13 +45,13 @@ def differing_texts(folder: Path) -> list[str]:
     tokenizer_config.json, which would say otherwise."""
     if not (folder / CONFIG).is_file():
         return []
-    ours, theirs = load_tokenizer(folder, 1 << 20), _load(folder)
+    ours, theirs = load_tokenizer(folder, 1 << 20), _load(folder, split_special_tokens=True)
     return [text for text in STRANGE_TEXTS if ours.encode(text).ids != theirs(text).input_ids]
 
 
-def write(source: Path, folder: Path, max_tokens: int, stride: int = 0) -> None:
+def write(source: Path, folder: Path, max_tokens: int, stride: int = 0, reads_special: bool = False) -> None:
     """Copy the tokenizer's files into an artifact, so that other programs read texts as the run did: the same tokens,
-    at most `max_tokens`, the end cut off, padded after the text."""
+    at most `max_tokens`, the end cut off, padded after the text. `reads_special` as `Task` has it."""
     for name in FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -72,19 +72,23 @@ def write(source: Path, folder: Path, max_tokens: int, stride: int = 0) -> None:
         "padding_side": "right",
         "truncation_side": "right",
         "clean_up_tokenization_spaces": False,
+        # The name of a special token in a text is text, but for a model that fills masks.
+        "split_special_tokens": not reads_special,
         **special,
     }
     _write(folder / CONFIG, settings)
 
 
-def _load(folder: Path) -> Any:
+def _load(folder: Path, **options: Any) -> Any:
     """Of a class of Transformers that this package does not import until then."""
     import transformers
 
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **options
+        )
     except Exception:  # of any kind, for want of a library or of a file that rtrain does not need
-        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **options)
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

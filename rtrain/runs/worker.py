@@ -416,7 +416,7 @@ def write_model(
     scale = (head.facts["mean"], head.facts["std"]) if task.problem_type == "regression" else None
     pooling.save(network, folder, guarded=guarded, weights=weights, scale=scale)
     reading = reading_of(task, recipe.data)
-    tokenizer_files.write(source, folder, reading.max_tokens, reading.stride)
+    tokenizer_files.write(source, folder, reading.max_tokens, reading.stride, task.reads_special)
     if reach is None and (pooled := sentence_pooling(recipe, source)):  # others' encoders would read all
         sentence.write(folder, pooled, network.config.hidden_size, reading.max_tokens, source)
 

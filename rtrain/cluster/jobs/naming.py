@@ -18,8 +18,8 @@ LOGS = ".jobs"
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 FLAGS = (
     *("--all", "--alone", "--choose-k", "--dry-run", "--full", "--insecure", "--int8", "--json", "--measure", "--new"),
-    *("--overwrite", "--planted", "--print-config", "--resume", "--rollback", "--search", "--stores", "--text"),
-    *("--ungated", "--update", "--with-wheels", "--yes"),
+    *("--no-texts", "--overwrite", "--planted", "--print-config", "--resume", "--rollback", "--scores", "--search"),
+    *("--stores", "--text", "--ungated", "--update", "--with-wheels", "--yes"),
 )
 """Options that take no value, whichever verb has them."""
 ENTRY = "rtrain.cluster.jobs.entry"
