@@ -46,8 +46,10 @@ def write(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path != folder / NAME:
             files[path.relative_to(folder).as_posix()] = entry(path)
+        drafts.sync(path)  # before the manifest, which must never say more than the disk holds
     (folder / NAME).write_text(json.dumps({"schema_version": SCHEMA_VERSION, "files": files}, indent=1))
-    drafts.sync_tree(folder)
+    drafts.sync(folder / NAME)
+    drafts.sync(folder)
 
 
 def damage(folder: Path, needed: Iterable[str] = ()) -> str | None:
