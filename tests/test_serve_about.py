@@ -167,8 +167,8 @@ def test_who_has_no_key_reads_no_text_of_a_validation_row(tmp_path: Path) -> Non
     stock = kept.task.examples(kept.head)
     for settings in (Serve(host="0.0.0.0", insecure=True), Serve(allowed_hosts=("models.example",))):
         app = build_app(kept, settings)
-        host = {"host": "models.example"}
-        replies = [call(app, "GET", path, headers=host) for path in ("/info", "/", "/page.js", "/openapi.json")]
+        named = {"host": "models.example"}
+        replies = [call(app, "GET", route, headers=named) for route in ("/info", "/", "/page.js", "/openapi.json")]
         assert [reply.status_code for reply in replies] == [200] * 4
         assert [text for text in KEPT for reply in replies if text in reply.text] == []
         assert replies[0].json()["examples"] == stock
