@@ -81,6 +81,7 @@ class Predictor:
     ):
         """`engine` answers in place of the artefact's own: a graph that is not written yet. `device`: torch's, of an
         engine that knows GPUs; `precision`: of its products there, fp32 or fp16."""
+        self.folder = folder
         self.artifact = artifact
         self.task = base.get(artifact.task)
         self.head = Head(artifact.labels, artifact.facts)

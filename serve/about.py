@@ -1,6 +1,7 @@
 """What a model is for and how it is asked, in one document: for its page, and for programs that choose."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 from rtrain import engines
@@ -8,9 +9,19 @@ from rtrain.config import Serve
 from rtrain.errors import UserError
 from rtrain.explain import targets
 from rtrain.predict import Predictor
-from rtrain.tasks.base import Input, Task
+from rtrain.run import Run
+from rtrain.tasks.base import Input
 from serve import abstention
+from serve.door.access import is_private
 from serve.schema import Closed, RequestError
+
+SHORT_TEXT_OUTPUTS = ("classes", "labels", "heads", "number", "tags")
+"""Kinds of answers that a short text alone can have. A summary needs a document, and other kinds a mask or a second
+text."""
+MAX_EXAMPLES = 3
+MIN_EXAMPLE_CHARACTERS, MAX_EXAMPLE_CHARACTERS = 20, 160
+MAX_EXAMPLE_BATCHES, EXAMPLE_BATCH_ROWS = 40, 250
+"""Bound of the search for examples: 10,000 validation rows, of which a batch holds at most 500,000 characters."""
 
 
 class Scale(Closed):
@@ -61,7 +72,8 @@ class About(Closed):
     """Whether `parameters.explain` is answered."""
     limits: Limits
     examples: list[Any]
-    """Inputs to try."""
+    """Inputs to try: short texts of validation rows, where the model's run has kept them and strangers cannot read
+    them; else the task's own."""
 
 
 def is_paired(predictor: Predictor) -> bool:
@@ -100,7 +112,7 @@ def describe(predictor: Predictor, settings: Serve) -> dict[str, Any]:
             "body_bytes": settings.max_body_bytes,
             "tokens": artifact.max_tokens,
         },
-        "examples": _examples(task, predictor, paired),
+        "examples": _collect_examples(predictor, settings, paired),
     }
 
 
@@ -119,9 +131,39 @@ def _abstains_below(predictor: Predictor) -> float | None:
         return None
 
 
-def _examples(task: Task, predictor: Predictor, paired: bool) -> list[Input]:
-    """Where a task that takes one text was trained on two, each example stands beside the next."""
-    found = task.examples(predictor.head)
-    if not paired or not all(isinstance(example, str) for example in found):
-        return list(found)
-    return [dict(zip(task.fields, pair, strict=True)) for pair in itertools.pairwise(map(str, found))]
+def _collect_examples(predictor: Predictor, settings: Serve, paired: bool) -> list[Input]:
+    """Kept texts of validation rows, else the task's examples. Where a task that takes one text was trained on two,
+    each of its examples stands beside the next."""
+    task = predictor.task
+    if is_private(settings) and not paired and task.output in SHORT_TEXT_OUTPUTS:
+        texts = _read_short_texts(Run(predictor.folder.parent).predictions("valid"))
+        if texts:
+            return list(texts)
+    examples = task.examples(predictor.head)
+    if not paired or not all(isinstance(example, str) for example in examples):
+        return list(examples)
+    return [dict(zip(task.fields, pair, strict=True)) for pair in itertools.pairwise(map(str, examples))]
+
+
+def _read_short_texts(path: Path) -> list[str]:
+    """The shortest texts of a file of predictions, each with another answer. Empty if the file is missing or
+    unreadable, or if pyarrow is not installed."""
+    shortest: dict[Any, tuple[int, str]] = {}
+    try:
+        if not path.is_file():
+            return []
+        import pyarrow.parquet  # the extra `alone` lacks it
+
+        with pyarrow.parquet.ParquetFile(path) as file:
+            batches = file.iter_batches(EXAMPLE_BATCH_ROWS, columns=["text", "prediction"], use_threads=False)
+            for batch in itertools.islice(batches, MAX_EXAMPLE_BATCHES):
+                for text, prediction in zip(batch["text"].to_pylist(), batch["prediction"].to_pylist(), strict=True):
+                    if not text or not MIN_EXAMPLE_CHARACTERS <= len(text.strip()) <= MAX_EXAMPLE_CHARACTERS:
+                        continue
+                    answer = frozenset(prediction) if isinstance(prediction, list) else prediction
+                    candidate = (len(text), text)
+                    shortest[answer] = min(shortest.get(answer, candidate), candidate)
+        pyarrow.default_memory_pool().release_unused()  # of long texts it keeps 30 MB
+    except (ImportError, OSError, ValueError, KeyError):
+        return []
+    return [text for _, text in sorted(set(shortest.values()))[:MAX_EXAMPLES]]

@@ -10,6 +10,7 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
@@ -61,6 +62,7 @@ def build_app(
     )
     app.state.service = service
 
+    description: dict[str, Any] | None = None
     write = writing.labelled if predictor.task.output in writing.LABELLED else writing.text
 
     async def answer(scope: Scope, read: Callable[[], Awaitable[bytes]]) -> Response:
@@ -121,7 +123,10 @@ def build_app(
     @app.get("/info", **documented(about.About))
     async def info() -> Response:
         """What the model is for and how it is asked: what its page shows."""
-        return reply(about.describe(predictor, settings))
+        nonlocal description
+        if description is None:  # in a thread, since it may read a file of the run
+            description = await asyncio.to_thread(about.describe, predictor, settings)
+        return reply(description)
 
     app.include_router(base.routes(service, settings, exposition))
     app.include_router(pages.MODEL)

@@ -23,6 +23,7 @@ from serve.app import build_app
 from serve.models import Models
 from tests import browser
 from tests.browser import Page
+from tests.reports import write_predictions
 from tests.serving import HEADS, listening, predictor_of
 from tests.test_serve_models import NAMES, models_of
 from tests.tiny import make_artifact
@@ -121,12 +122,15 @@ def test_the_page_of_each_task(task: str, tmp_path: Path) -> None:
 def test_labels_and_texts_are_shown_and_never_run(tmp_path: Path) -> None:
     """And what the page shows as the same call in a program is that call."""
     predictor = Predictor.load(make_artifact(tmp_path / "artifact", ("a", HOSTILE, "c")), threads=1)
+    write_predictions(tmp_path, ["a"], ["a"], text=[HOSTILE], split="valid", measured=False)
     asked = f'it\'s {HOSTILE} \\ "quoted" $HOME `id` 🙂\nline two'
     calls: list[dict[str, str]] = []
 
     async def at(page: Page) -> None:
         await page.open(address, 1280, dark=False)
         await page.until("document.querySelectorAll('#examples button').length > 0")
+        assert await page.run("document.getElementById('examples').textContent") == HOSTILE
+        assert await page.run("document.querySelectorAll('#examples img, #examples b').length") == 0
         await page.run(f"document.querySelector('textarea').value = {json.dumps(asked)}")
         await page.run("document.getElementById('why').click()")
         await page.run("document.getElementById('ask').click()")

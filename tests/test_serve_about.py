@@ -1,5 +1,7 @@
-"""What /info says of a model of each task, and that its own examples are answered."""
+"""What /info says of a model of each task, and that its examples are answered."""
 
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,14 @@ import pytest
 from rtrain.config import Serve
 from rtrain.predict import Predictor
 from rtrain.reference import ABSTAIN
+from rtrain.run import Run
 from serve.about import describe
 from serve.app import build_app
+from serve.door import keys
 from tests import serving
+from tests.reports import write_predictions
 from tests.serving import HEADS, LABELS, call, predictor_of
+from tests.tiny import make_task_artifact
 
 predictor = serving.predictor  # fixture
 
@@ -102,3 +108,94 @@ def test_a_model_says_below_which_score_it_abstains(predictor: Predictor, tmp_pa
     assert call(app, "GET", "/info").json()["abstain"] == 0.812
     labels = predictor_of(tmp_path, "multi_label")
     assert describe(labels, Serve())["abstain"] is None  # each label has a threshold of its own
+
+
+SHORT = ("could you find my parcel", "the invoice lists an item twice", "please close the account of my late aunt")
+"""Of the rows below, the shortest text of each answer."""
+KEPT = {
+    "nineteen characters": "a",
+    SHORT[2]: "c",
+    f"{SHORT[0]} and its number": "a",
+    SHORT[1]: "b",
+    SHORT[0]: "a",
+    "a text of many words " * 8: "b",
+}
+"""Texts of validation rows and the model's answers."""
+
+
+def make_kept(folder: Path, task: str = "classification", answers: dict[str, Any] = KEPT, **data: str) -> Predictor:
+    """The loaded artifact of a run whose folder has the texts of its validation rows."""
+    made = Predictor.load(make_task_artifact(folder / "artifact", task, HEADS[task], seed=1, data=data), threads=1)
+    given = list(answers.values())
+    write_predictions(folder, given, given, text=list(answers), split="valid", measured=False)
+    return made
+
+
+def get_examples(predictor: Predictor, settings: Serve, **headers: str) -> Any:
+    return call(build_app(predictor, settings), "GET", "/info", headers=headers).json()["examples"]
+
+
+@pytest.mark.parametrize(
+    ("task", "answer"),
+    [
+        ("classification", str),
+        ("multi_label", lambda label: [label]),
+        ("multi_head", lambda label: ["buy", label]),
+        ("regression", ord),
+        ("token_tags", lambda label: ["O", label]),
+    ],
+)
+def test_examples_are_short_validation_texts_of_several_answers(
+    task: str, answer: Callable[[str], Any], tmp_path: Path
+) -> None:
+    kept = make_kept(tmp_path, task, {text: answer(label) for text, label in KEPT.items()})
+    app = build_app(kept, Serve())
+    examples = call(app, "GET", "/info").json()["examples"]
+    assert examples == list(SHORT)
+    assert len(call(app, "POST", "/predict", json={"inputs": examples}).json()) == len(examples)
+
+
+def test_who_has_no_key_reads_no_text_of_a_validation_row(tmp_path: Path) -> None:
+    kept = make_kept(tmp_path / "run")
+    path = tmp_path / "keys.json"
+    key = keys.add(path, "shop")
+    for host in ("127.0.0.1", "0.0.0.0"):
+        settings = Serve(host=host, keys=str(path))
+        refused = call(build_app(kept, settings), "GET", "/info")
+        assert (refused.status_code, [text for text in KEPT if text in refused.text]) == (401, [])
+        assert get_examples(kept, settings, authorization=f"Bearer {key}") == list(SHORT)
+    stock = kept.task.examples(kept.head)
+    for settings in (Serve(host="0.0.0.0", insecure=True), Serve(allowed_hosts=("models.example",))):
+        app = build_app(kept, settings)
+        named = {"host": "models.example"}
+        replies = [call(app, "GET", route, headers=named) for route in ("/info", "/", "/page.js", "/openapi.json")]
+        assert [reply.status_code for reply in replies] == [200] * 4
+        assert [text for text in KEPT for reply in replies if text in reply.text] == []
+        assert replies[0].json()["examples"] == stock
+
+
+def test_without_kept_texts_the_examples_are_the_task_s(tmp_path: Path) -> None:
+    kept = make_kept(tmp_path / "run")
+    stock = kept.task.examples(kept.head)
+    copied = Predictor.load(shutil.copytree(tmp_path / "run" / "artifact", tmp_path / "copy"), threads=1)
+    assert get_examples(copied, Serve()) == stock
+    path = Run(tmp_path / "run").predictions("valid")
+    write_predictions(tmp_path / "run", ["a"], ["a"], text=["short"], split="valid", measured=False)
+    assert get_examples(kept, Serve()) == stock
+    for content in (b"", b"no parquet", path.read_bytes()[:-40]):
+        path.write_bytes(content)
+        assert get_examples(kept, Serve()) == stock
+    path.unlink()
+    assert get_examples(kept, Serve()) == stock
+
+
+@pytest.mark.parametrize("task", ["span_qa", "extractive_summary", "masked_lm"])
+def test_a_task_that_needs_more_than_a_short_text_has_its_own_examples(task: str, tmp_path: Path) -> None:
+    kept = make_kept(tmp_path, task)
+    assert get_examples(kept, Serve()) == kept.task.examples(kept.head)
+
+
+def test_a_model_of_pairs_has_pairs_of_its_task_for_examples(tmp_path: Path) -> None:
+    examples = get_examples(make_kept(tmp_path, text="premise", text_pair="hypothesis"), Serve())
+    assert all(set(example) == {"text", "text_pair"} for example in examples)
+    assert [text for example in examples for text in example.values() if text in KEPT] == []

@@ -23,8 +23,10 @@ from rtrain.config import Serve
 from rtrain.errors import ConfigError, UserError
 from rtrain.predict import Predictor
 from serve import alone
+from serve.about import describe
 from serve.front.address import listening
 from tests.certificates import make_certificate
+from tests.reports import write_predictions
 from tests.test_inventory_parcel import ALONE, modules_of
 from tests.test_serve_deployment import openvino_artifact
 
@@ -89,6 +91,15 @@ def test_several_models_each_have_their_name(int8: Path, several: str) -> None:
     assert one == other
     assert json.loads(read(f"{several}/v2/health/ready")) == {"ready": True}
     assert "rtrain_" in read(f"{several}/metrics")
+
+
+def test_without_pyarrow_the_examples_are_the_task_s(int8: Path, several: str) -> None:
+    texts = ["could you find my parcel", "the invoice lists an item twice"]
+    write_predictions(int8.parent, ["a", "b"], ["a", "b"], text=texts, split="valid", measured=False)
+    predictor = Predictor.load(int8)
+    assert describe(predictor, Serve())["examples"] == texts
+    about = json.loads(read(f"{several}/models/second/info"))
+    assert about["examples"] == predictor.task.examples(predictor.head)
 
 
 def test_a_port_in_use_is_refused(int8: Path, several: str) -> None:

@@ -124,6 +124,12 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_private(settings: Serve) -> bool:
+    """Whether clients need a key, or run on this machine. Names in `serve.allowed_hosts` are those of a proxy, which
+    opens a loopback address to others."""
+    return settings.keys is not None or (is_loopback(settings.host) and not settings.allowed_hosts)
+
+
 def allows_host(settings: Serve, value: str) -> bool:
     """Whether a request may name that host in its header Host. A client with a key, and one that reaches an open
     address, may name any; a browser that another site has led here by DNS rebinding sends that site's name."""
