@@ -4,19 +4,24 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the setting, the value found, why it cannot work, and what to write instead."""
+    """One thing that is wrong: the setting, the value found, why it cannot work, and what to write instead.
+
+    `code` names the cause in snake_case and does not change with the wording.
+    """
 
     field: str
     value: Any
     reason: str
     fix: str
+    _: KW_ONLY
+    code: str = ""
 
     def __str__(self) -> str:
         shown = "" if self.value is None else f"={_short(self.value)}"
@@ -24,13 +29,24 @@ class Problem:
 
 
 class UserError(Exception):
-    """Something outside rtrain's code is wrong; the message says what, where, and what to do. Exit code 1."""
+    """Something outside rtrain's code is wrong; the message says what, where, and what to do. Exit code 1.
+
+    `code` names the cause in snake_case and does not change with the wording.
+    """
 
     exit_code = 1
+    code = "failed"
+
+    def __init__(self, message: str, *, code: str | None = None):
+        super().__init__(message)
+        if code is not None:
+            self.code = code
 
 
 class Ended(UserError):
     """The command was ended from outside; the message says how to go on, `exit_code` by which signal."""
+
+    code = "ended"
 
     def __init__(self, message: str, exit_code: int):
         self.exit_code = exit_code
@@ -41,6 +57,7 @@ class ConfigError(UserError):
     """The configuration cannot work. Holds every problem found, not only the first. Exit code 2."""
 
     exit_code = 2
+    code = "config"
 
     def __init__(self, problems: Sequence[Problem], advice: str | None = None):
         self.problems, self.advice = tuple(problems), advice
@@ -55,6 +72,7 @@ class TryAgain(UserError):
     system submits a job again."""
 
     exit_code = 75
+    code = "try_again"
 
 
 def visible(text: str) -> str:
