@@ -107,32 +107,16 @@ def settings_for_scores(made: Artifact, overrides: Mapping[str, Any]) -> Data:
     return data.model_copy(update={"split": column})
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The scores of an artefact on the rows of a file, and what they are made of."""
-
-    report: dict[str, Any]
-    """As `rtrain.metrics.scores` has it of a run's splits, `unseen` where rows are training or validation rows; `seen`:
-    how many of the rows are `train` and `valid` rows of the artefact, None where that is not known; `left_out`: rows of
-    other splits than the test, by split; `bad_rows`, which could not be read, and `bad_row_examples` of them;
-    `cut_rows`, which are longer than what the artefact reads; `unknown_labels`: how many `rows` have a label that the
-    artefact lacks, and `examples` of such labels; `rows_per_second`."""
-    rows: list[Record]
-    """All rows of the file. A row that could not be used, or is no test row, has its reason, and no answer."""
-    answers: list[Any]
-    """In the task's HTTP form, of the rows without a reason; none of masked text, of which a row has no one answer."""
-    right: npt.NDArray[np.bool_] | None
-    """Whether each of these answers is right; None for a task whose answers are nearer to the truth or farther."""
-
-
 def run(folder: Path, data: Data) -> dict[str, Any]:
-    """The scores of an artefact on the rows of a file; the report of `measured`."""
-    return measured(folder, data).report
+    """Answer the rows of a file, and score the answers. A label that the artefact lacks is one that it never gives: the
+    row is wrong, whatever is answered.
 
-
-def measured(folder: Path, data: Data) -> Measured:
-    """Answer the rows of a file, and score the answers. A label that the artefact lacks is one that it never gives:
-    the row is wrong, whatever is answered."""
+    The report is as `rtrain.metrics.scores` has it of a run's splits, `unseen` where rows are training or validation
+    rows; `seen`: how many of the rows are `train` and `valid` rows of the artefact, None where that is not known;
+    `left_out`: rows of other splits than the test, by split; `bad_rows`, which could not be read, and
+    `bad_row_examples` of them; `cut_rows`, which are longer than what the artefact reads; `unknown_labels`: how many
+    `rows` have a label that the artefact lacks, and `examples` of such labels; `rows_per_second`.
+    """
     source = records.inspect(data)
     predictor = Predictor.load(folder)
     task = predictor.task
@@ -148,7 +132,6 @@ def measured(folder: Path, data: Data) -> Measured:
     columns = {name: [row.slices[place] for row in good] for place, name in enumerate(data.slices)}
     outcomes = asked.outcomes(task, answered.outcomes)
     found = measure(task, asked.head, "file", outcomes, targets, lengths, columns)
-    answers: list[Any] = []
     if has_answers:
         answers = task.decode(answered.outputs, asked.inputs, asked.encoded, predictor.head, {})
         found["scores"] |= task.judge(answers, [row.label for row in good])
@@ -160,7 +143,7 @@ def measured(folder: Path, data: Data) -> Measured:
     if seen is not None and seen.either.any():
         found["unseen"] = without(task, asked.head, outcomes, targets, seen.either)
     flaws = (f"line {row.line}: {row.reason}" for row in rows if row.reason not in (None, *map(_other_split, left_out)))
-    report = {
+    return {
         **found,
         "seen": None if seen is None else seen.counts(),
         "left_out": left_out,
@@ -170,9 +153,6 @@ def measured(folder: Path, data: Data) -> Measured:
         "unknown_labels": {"rows": int(asked.unknown.sum()), "examples": examples(good, asked)},
         "rows_per_second": round(len(good) / seconds, 1),
     }
-    is_right = metric_for(task.output).right
-    right = None if is_right is None else is_right(outcomes, targets, asked.head) & ~asked.unknown
-    return Measured(report, rows, answers, right)
 
 
 def score_running_text(

@@ -1,7 +1,6 @@
 """Rows of files get their answers: as many rows out as in, in their order, each with its own columns."""
 
 import datetime
-import io
 import json
 import os
 import signal
@@ -467,39 +466,6 @@ def test_two_jobs_do_not_write_one_file(artifact: Path, tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- stream
-
-
-def test_json_lines_are_answered_as_json_lines(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "STREAM_ROWS", 3)
-    rows: list[Any] = [{"text": text, "place": place} for place, text in enumerate(texts(8))]
-    rows[4] = {"text": "late", "label": "own"}
-    rows[5] = {"text": ""}
-    lines = [json.dumps(row).encode() + b"\n" for row in rows]
-    lines[6] = b"{not json\n"
-    out = io.BytesIO()
-    report = files.stream(asked(artifact, "-"), io.BytesIO(b"".join(lines)), out)
-    found = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert (report["rows"], report["answered"], report["empty"], report["bad"]) == (8, 5, 1, 2)
-    assert [row.get("place") for row in found] == [0, 1, 2, 3, None, None, None, 7]
-    assert found[4]["label"] == "own"
-    assert "its column 'label' has the name of an answer's" in found[4]["reason"]
-    assert found[5]["reason"] == f"line 6: {EMPTY}"
-    assert found[6]["reason"] == "line 7: not a JSON object; write one object a line"
-    assert found[7]["label"] == best(artifact, texts(8))[7][0]
-
-
-def test_an_empty_stream_has_no_answers(artifact: Path) -> None:
-    out = io.BytesIO()
-    assert files.stream(asked(artifact, "-"), io.BytesIO(b""), out)["rows"] == 0
-    assert out.getvalue() == b""
-
-
-def test_files_are_answered_onto_a_stream_too(artifact: Path, tmp_path: Path) -> None:
-    path, out = tmp_path / "messy.csv", io.BytesIO()
-    path.write_bytes(MESSY)
-    files.to_stream(asked(artifact, path), out)
-    files.to_file(asked(artifact, path), tmp_path / "a.jsonl")
-    assert out.getvalue() == (tmp_path / "a.jsonl").read_bytes()
 
 
 def test_importing_loads_neither_torch_nor_ray() -> None:

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from rtrain.answers import columns, source, writing
-from rtrain.answers.folder import refuse_among_rows, replaced
+from rtrain.answers.folder import refuse_among_rows
 from rtrain.answers.writing import Format
 from rtrain.config import Data
 from rtrain.data import records
@@ -113,19 +112,6 @@ def test_lists_in_lists_without_end_are_texts(tmp_path: Path, format: Format) ->
 
 
 # ------------------------------------------------------------------------------------------------------------ the file
-
-
-def test_of_two_that_write_one_file_the_second_is_refused_and_the_first_s_answers_stay(tmp_path: Path) -> None:
-    out = tmp_path / "answers.jsonl"
-
-    def write(content: bytes, meanwhile: Callable[[], None] = lambda: None) -> None:
-        with replaced(out, False) as file:
-            file.write(content)
-            meanwhile()
-
-    with pytest.raises(ConfigError, match="there is such a file already"):
-        write(b"B1\nB2\n", lambda: write(b"A1\nA2\n"))
-    assert (out.read_bytes(), [path.name for path in tmp_path.iterdir()]) == (b"A1\nA2\n", [out.name])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import fsspec
 import fsspec.utils
@@ -165,20 +165,6 @@ class Folder:
             raise UserError(
                 f"{self.path} cannot be written ({error.strerror}); once it can, --resume goes on from what is there"
             ) from None
-
-
-@contextmanager
-def replaced(out: Path, overwrite: bool) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `out` once it is whole. Raises `ConfigError` where `out` is there already."""
-    refuse_existing(out, overwrite)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with drafts.replacement(out) as draft:
-            with draft.open("wb") as file:
-                yield file
-            refuse_existing(out, overwrite)  # another process may have written it meanwhile
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}); name another place with --out") from None
 
 
 def refuse_existing(out: Path, overwrite: bool) -> None:

@@ -77,9 +77,7 @@ def _jsonl(layout: Layout, chunk: Chunk, added: Added) -> bytes:
         rows = chunk.columns
     lines = []
     for row, answer in zip(rows, zip(*added, strict=True), strict=True):
-        # The row's own columns win: a stream may bring a name late that an answer's column has.
-        document = {**row, **{name: value for name, value in zip(layout.added, answer, strict=True) if name not in row}}
-        lines.append(as_json(document) + "\n")
+        lines.append(as_json({**row, **dict(zip(layout.added, answer, strict=True))}) + "\n")
     return "".join(lines).encode("utf-8", "replace")
 
 

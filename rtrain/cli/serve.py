@@ -32,11 +32,11 @@ def predict(
     texts: Annotated[list[str] | None, typer.Argument(help="Texts; without any, lines of standard input.")] = None,
     as_texts: Annotated[bool, typer.Option("--text", help="Texts are texts, even where a file is called so.")] = False,
     data: Annotated[
-        str | None, typer.Option("--data", help="Rows to answer: file, folder or glob; - reads JSON lines from stdin.")
+        str | None, typer.Option("--data", help="Rows to answer: file, folder or glob; with --out.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="With --data: file of answers (.csv, .jsonl, .parquet); default: lines on stdout."),
+        typer.Option("--out", help="With --data: file of answers (.csv, .jsonl, .parquet)."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a stopped job for --out was.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write --out anew if it exists.")] = False,
