@@ -32,9 +32,7 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="Listen where others 
 Ungated = Annotated[bool, typer.Option("--ungated", help="Serve what the gate has refused or not seen, too.")]
 Artefact = Annotated[
     str,
-    typer.Argument(
-        help="Artefact folder, or a run's or a search's; or an address: s3://bucket/folder, https://...tar.gz#sha256=HEX."
-    ),
+    typer.Argument(help="Artefact folder, or a run's or a search's; or an address: s3://bucket/folder."),
 ]
 Artefacts = Annotated[
     list[str] | None,
