@@ -89,14 +89,6 @@ def test_a_text_that_no_class_is_sure_of_has_a_low_score_where_it_is_refused_too
     assert found.labels == [["other"], ["other"], ["a"]]
 
 
-def test_older_scores_are_not_compared_where_texts_are_refused() -> None:
-    old, outside = {"rows": 1, "tokens": {}, "score": {}}, Head(("a", "b"), {"outside": "other", "threshold": 0.5})
-    assert reference.comparable(old, HEAD) == old
-    assert reference.comparable(old, outside) == {"rows": 1, "tokens": {}}
-    new = {**old, "version": reference.VERSION}
-    assert reference.comparable(new, outside) == new
-
-
 def test_rows_outside_of_all_classes_are_no_reference(tmp_path: Path) -> None:
     run = Run(reports.make_answered(tmp_path, "classification"))
     created = run.first("created")

@@ -1,7 +1,6 @@
 """The command line: which verbs there are. Each parses, calls one function, and prints."""
 
 import errno
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -11,7 +10,8 @@ import typer
 from typer.core import TyperGroup
 
 from rtrain import __version__, env, signals
-from rtrain.cli import cluster, compare, compress, doctor, gate, keys, lacking, plan, proof, runs, serve, train
+from rtrain.cli import cluster, compress, doctor, gate, lacking, plan, proof, runs, serve, train
+from rtrain.cli.output import show
 from rtrain.cluster import session as sessions
 from rtrain.errors import UserError
 from rtrain.report.live.waited import Waited
@@ -41,14 +41,14 @@ for _cluster_verb in (
     cluster_app.command()(_cluster_verb)
 keys_app = typer.Typer()
 app.add_typer(keys_app, name="serve keys")
-keys_app.command()(keys.add)
-keys_app.command("list")(keys.list_)
-keys_app.command()(keys.revoke)
+keys_app.command("add")(serve.add_key)
+keys_app.command("list")(serve.list_keys)
+keys_app.command("revoke")(serve.revoke_key)
 for _verb in (
     *(train.train, train.tune),
     *(proof.verify, proof.drill),
     *(doctor.profile, plan.plan),
-    *(train.report, compare.compare),
+    *(train.report, gate.compare),
     *(compress.distill, compress.quantize, compress.evaluate),
     *(gate.gate, gate.inspect),
     *(serve.predict, serve.explain, serve.serve),
@@ -62,9 +62,7 @@ app.command(name="serve status")(serve.status)
 FAILED, USAGE = 1, 2
 NO_HOME = "Could not determine home directory."
 """What `Path.expanduser` raises of ~name/path, without the name."""
-NO_TEMPORARY = "No usable temporary directory"
 FULL = (errno.ENOSPC, errno.EDQUOT)
-DENIED = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -83,6 +81,8 @@ def _run(arguments: Sequence[str] | None) -> int | None:
         # For KeyboardInterrupt typer returns 130.
         code: int | None = app(arguments, standalone_mode=False, obj=Waited())
     except UserError as error:
+        if "--json" in (sys.argv[1:] if arguments is None else arguments):
+            show(error.to_document(), True)
         return _said(str(error), error.exit_code)
     except typer.TyperException as error:
         command = getattr(getattr(error, "ctx", None), "info_name", None)
@@ -94,17 +94,13 @@ def _run(arguments: Sequence[str] | None) -> int | None:
         if error.errno in FULL:  # of a write, which names no file
             where = f"{error.filename}: " if error.filename else ""
             return _said(f"{where}{error.strerror}; make room on the disk that is written to, and try again", FAILED)
-        if str(error.strerror).startswith(NO_TEMPORARY):
-            return _said(f"{error.strerror}; set TMPDIR to a folder that this user may write to", FAILED)
         if error.filename is None:  # no file that the user can do something about
             raise
-        return _said(f"{error.filename}: {error.strerror}{_remedy(error)}", FAILED)
+        return _said(f"{error.filename}: {error.strerror}", FAILED)
     except RuntimeError as error:
         if str(error) != NO_HOME:
             raise
-        if "HOME" not in os.environ:
-            return _said("this user has no home folder; set HOME to a folder that it may write to", USAGE)
-        return _said("a path begins with ~ and a name that is no user of this machine; write the path out", USAGE)
+        return _said("a path begins with ~ and this machine knows no such home folder; write the path out", USAGE)
     except ModuleNotFoundError as error:
         if (line := lacking.said(arguments or sys.argv[1:], error)) is None:
             raise
@@ -116,23 +112,6 @@ def _run(arguments: Sequence[str] | None) -> int | None:
             raise
         return _said("ended by SIGTERM", signals.TERMINATED)
     return _said(*signals.ended()) if code == signals.INTERRUPTED else code
-
-
-def _remedy(error: OSError) -> str:
-    """Which variable moves a file that may not be written, as the end of a message; nothing where none does."""
-    if error.errno not in DENIED:
-        return ""
-    path = os.path.abspath(error.filename)
-    ray, home = os.environ.get("RAY_TMPDIR", "/tmp/ray"), os.path.expanduser("~")
-    for folder, variable in (
-        (os.path.join(home, ".ray"), "HOME, or RAY_AUTH_TOKEN_PATH for the token of Ray,"),
-        (ray, "RAY_TMPDIR"),
-        (os.environ.get("TMPDIR", "/tmp"), "TMPDIR"),
-        (os.path.join(home, ".cache"), "HOME"),
-    ):
-        if path == folder or path.startswith(f"{folder}{os.sep}"):
-            return f"; set {variable} to a place that this user may write to"
-    return ""
 
 
 def _said(text: str, code: int) -> int:
