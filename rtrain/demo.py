@@ -79,7 +79,9 @@ def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
     given = {name: value for name in ("keys", "tls_cert") if (value := getattr(config.deploy.serve, name))}
     if given:
         reason, fix = "the demo asks its endpoint itself, as anybody would", "leave it out, and serve what it has made"
-        raise ConfigError([Problem(f"serve.{name}", value, reason, fix) for name, value in given.items()])
+        raise ConfigError(
+            [Problem(f"serve.{name}", value, reason, fix, code="conflicting_settings") for name, value in given.items()]
+        )
     folder = opening.folder_for("demo", out)
     config = _with_data(config, folder, refuse=out is not None)
     preparing.check(config)
@@ -115,7 +117,7 @@ def _finish(report: Report, folder: Path, seconds: float) -> dict[str, Any]:
 
 def _with_data(config: Config, folder: Path, refuse: bool) -> Config:
     if refuse and folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"--out: {folder} is not empty; name a new folder")
+        raise UserError(f"--out: {folder} is not empty; name a new folder", code="not_empty")
     train, test = synthetic.write(folder / "data")
     return opening.absolute(configuration.with_overrides(config, {"data.path": str(train), "data.test": str(test)}))
 
@@ -246,7 +248,7 @@ def _predict(artifact: Path, texts: Sequence[str]) -> list[tuple[str, float]]:
     lines = "\n".join(text.replace("\n", " ") for text in texts)
     done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False, cwd=package_root())
     if done.returncode:
-        raise UserError(f"rtrain predict {artifact} failed: {done.stderr.strip()}")
+        raise UserError(f"rtrain predict {artifact} failed: {done.stderr.strip()}", code="failed")
     return [(answer[0]["label"], answer[0]["score"]) for answer in json.loads(done.stdout)]
 
 

@@ -220,7 +220,7 @@ def rows_of(source: records.Source, data: Data, task: Task) -> tuple[list[Record
         rows.append(record)
     if left_out and all(record.reason is not None for record in rows):
         reason, fix = "no row is a test row", "name another file, or write --set data.split=null to score all rows"
-        raise ConfigError([Problem("data.split", data.split, reason, fix)])
+        raise ConfigError([Problem("data.split", data.split, reason, fix, code="no_test_rows")])
     return rows, dict(left_out)
 
 
@@ -268,9 +268,14 @@ def sound_rows(rows: Sequence[Record], data: Data) -> list[Record]:
     sound = [row for row in rows if row.reason is None]
     if not sound:
         first = f" (line {rows[0].line}: {rows[0].reason})" if rows else ""
-        raise ConfigError(
-            [Problem("data.path", data.path, f"no row can be used{first}", "give rows with text and label")]
+        problem = Problem(
+            "data.path",
+            data.path,
+            f"no row can be used{first}",
+            "give rows with text and label",
+            code="no_usable_rows",
         )
+        raise ConfigError([problem])
     return sound
 
 

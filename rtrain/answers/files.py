@@ -77,7 +77,8 @@ def to_file(
             progress(answered.counts.rows)
         if _digest(work) != binding["input"]:
             raise UserError(
-                f"{asked.overrides['data.path']} was changed while it was read; begin anew with --overwrite"
+                f"{asked.overrides['data.path']} was changed while it was read; begin anew with --overwrite",
+                code="rows_changed",
             )
         folder.join(work.layout, found.portions)
         totals = [sum(column) for column in zip(*folder.done.values(), strict=True)] or [0, 0, 0]

@@ -28,7 +28,7 @@ def format_of(out: Path) -> Format:
     found = FORMATS.get(out.suffix)
     if found is None:
         fix = "end the name by .csv, .jsonl or .parquet"
-        raise ConfigError([Problem("--out", str(out), "its name does not tell its format", fix)])
+        raise ConfigError([Problem("--out", str(out), "its name does not tell its format", fix, code="unknown_format")])
     return found
 
 

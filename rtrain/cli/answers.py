@@ -45,7 +45,7 @@ class Given:
 
         def refuse(is_wrong: bool, field: str, reason: str, fix: str) -> None:
             if is_wrong:
-                found.append(Problem(field, None, reason, fix))
+                found.append(Problem(field, None, reason, fix, code="conflicting_options"))
 
         file_options = (
             *(("--out", self.out), ("--resume", self.resume), ("--overwrite", self.overwrite)),
@@ -65,7 +65,7 @@ class Given:
                 fix = (
                     f"rtrain predict {self.artifact} --data {text} --out answers.csv answers its rows; --text takes it"
                 )
-                found.append(Problem("text", text, "is the name of a file", f"{fix} as a text"))
+                found.append(Problem("text", text, "is the name of a file", f"{fix} as a text", code="is_a_file"))
         if found:
             raise ConfigError(found)
 

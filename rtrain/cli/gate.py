@@ -35,7 +35,10 @@ def gate(
     base = answering(against) if against is not None else sides.default_base(folder)
     if base is None:
         fix = "write --against with the artefact, or the run, that it is to replace"
-        raise ConfigError([Problem("--against", None, "missing, and the candidate is no smaller one of a run", fix)])
+        problem = Problem(
+            "--against", None, "missing, and the candidate is no smaller one of a run", fix, code="missing"
+        )
+        raise ConfigError([problem])
     overrides = overrides_of(assignments, data=data)
     chosen, settings = sides.find(folder, base, overrides)
     with Line(context.obj) as line:

@@ -80,20 +80,27 @@ def clean(
     single = walk.holds_run(folder)
     if single and stores:
         fix = f"name the folder that holds the runs: {shown(folder.parent)}"
-        raise ConfigError([Problem("--stores", None, "token stores are shared by runs", fix)])
+        problem = Problem("--stores", None, "token stores are shared by runs", fix, code="conflicting_options")
+        raise ConfigError([problem])
     found = walk.around(folder) if single else walk.look(folder)
     known = found.of(folder) if single else None
     if single and known is None:
-        raise UserError(f"{folder} is a link, or lies in another run: nothing is removed there; name the run itself")
+        raise UserError(
+            f"{folder} is a link, or lies in another run: nothing is removed there; name the run itself",
+            code="outside_folder",
+        )
     if not single and not (found.runs or found.shared or found.drafts):
-        raise UserError(f"{folder} holds no run, and none lies below it; name a run, or the folder that holds them")
+        raise UserError(
+            f"{folder} holds no run, and none lies below it; name a run, or the folder that holds them",
+            code="not_a_run",
+        )
     planned = plan.of_run(known, keep.value, found) if known else plan.of_root(found, keep.value, stores)
     removals = plan.checked(planned)
     if not as_json:
         print(table.removals_text(removals, dry))
     parts = [part for removed in removals for part in removed.parts]
     if single and not parts and (reasons := removals[0].stays):
-        raise UserError(f"{folder} is left as it is: {'; '.join(reasons)}")
+        raise UserError(f"{folder} is left as it is: {'; '.join(reasons)}", code="nothing_removed")
     wrong = []
     if parts and not dry:
         _ask(keep, yes, len([removed for removed in removals if removed.whole]))
@@ -122,9 +129,12 @@ def _ask(keep: Keep, yes: bool, count: int) -> None:
         return
     fix = "write --yes, or --keep artifact to keep what is finished"
     if not sys.stdin.isatty():
-        raise ConfigError([Problem("--keep", "none", "removes whole runs, and nobody can be asked here", fix)])
+        problem = Problem(
+            "--keep", "none", "removes whole runs, and nobody can be asked here", fix, code="needs_confirmation"
+        )
+        raise ConfigError([problem])
     if not typer.confirm(f"Remove {count} whole run{'' if count == 1 else 's'}?", err=True):
-        raise UserError("nothing was removed")
+        raise UserError("nothing was removed", code="nothing_removed")
 
 
 def export(

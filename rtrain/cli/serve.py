@@ -127,26 +127,32 @@ def serve(
     from serve.door import access
 
     if update and rollback:
-        raise UserError("--update and --rollback exclude each other")
+        raise UserError("--update and --rollback exclude each other", code="conflicting_options")
     if rollback or not artifacts:
         if artifacts or not rollback:
-            raise UserError("name an artefact to serve; --rollback alone takes none")
+            raise UserError("name an artefact to serve; --rollback alone takes none", code="missing")
         say(control.ask(_port(port, assignments), {"rollback": True, "model": model}))
         return
     if shadow is not None and not update:
-        raise UserError("--shadow says how a candidate proves itself; write it with --update")
+        raise UserError(
+            "--shadow says how a candidate proves itself; write it with --update", code="conflicting_options"
+        )
     if update:
         if len(artifacts) > 1:
-            raise UserError("--update takes one artefact; several models are changed one after another")
+            raise UserError(
+                "--update takes one artefact; several models are changed one after another", code="conflicting_options"
+            )
         asked = configured("intent", assignments, port=port, shadow=shadow).deploy.serve
         trial = [*judge.Aim.of(asked)] if asked.shadow else None
         question = {"update": str(answering(artifacts[0])), "model": model, "trial": trial}
         say(control.ask(asked.port, question))
         return
     if alone and (address or print_config):
-        raise UserError("--alone starts no Ray; leave --address and --print-config out")
+        raise UserError("--alone starts no Ray; leave --address and --print-config out", code="conflicting_options")
     if model is not None:
-        raise UserError("--model says which model is changed; a name is given to one by NAME=ARTEFACT")
+        raise UserError(
+            "--model says which model is changed; a name is given to one by NAME=ARTEFACT", code="conflicting_options"
+        )
 
     short = {"host": host, "port": port, "keys": keys, "insecure": insecure or None, "ungated": ungated or None}
     config = configured("intent", assignments, **short, address=address)
@@ -235,7 +241,14 @@ def add_key(
     scopes = scope or ["predict"]
     for one in scopes:
         if one not in keys.SCOPES:
-            raise ConfigError([Problem("--scope", one, "there is no such scope", f"write {' or '.join(keys.SCOPES)}")])
+            problem = Problem(
+                "--scope",
+                one,
+                "there is no such scope",
+                f"write {' or '.join(keys.SCOPES)}",
+                code="unknown_name",
+            )
+            raise ConfigError([problem])
     plain = keys.add(file, name, [known for known in keys.SCOPES if known in scopes], rate, model)
     print(plain)
     say(f"{name} may ask by the header Authorization: Bearer KEY; the key is shown this once")
