@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import labelled_rows, write_rows
+from tests.root import ROOT
 from tests.test_inventory_parcel import ALONE, SERVING, modules_of
 from tests.test_serve_alone import answering, asked
 from tests.test_serve_deployment import openvino_artifact
 from tests.tiny import make_artifact
 
-ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 HEAVY = {"torch", "transformers", "ray", "nncf", "datasets", "pyarrow", "sklearn", "scipy", "pandas"}
 EVERY_TASK = """
@@ -130,29 +130,6 @@ stages = [follow(State(0.0), Tally(rows=500, agreed=agreed, slower=200), aim, 1.
 errors = Tally(rows=500, agreed=490, slower=200, requests=200, errors=100, old_requests=200)
 print(*stages, follow(State(0.0, "weighted"), errors, aim, 1.0).stage)
 """
-
-
-def test_a_candidate_is_judged_by_the_extra_serve_alone() -> None:
-    done = only(
-        [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["serve"]],
-        script=ALONE.partition("from rtrain.cli")[0] + TRIAL,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split() == ["weighted", "dropped", "dropped"]
-
-
-def test_keys_are_added_and_a_file_is_printed_by_the_extra_serve_alone(int8: Path, tmp_path: Path) -> None:
-    names = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["serve"]]
-    path = str(tmp_path / "keys.json")
-    for words in (
-        ("serve", "keys", "add", path, "shop"),
-        ("serve", "keys", "list", path),
-        ("serve", str(int8), "--ungated", "--keys", path, "--host", "0.0.0.0", "--print-config"),
-        ("serve", "keys", "revoke", path, "shop"),
-        ("predict", str(int8), "where is my parcel"),
-        ("inspect", str(int8)),
-    ):
-        assert only(names, *words).returncode == 0, words
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.root import ROOT
+
 PACKAGES = ("rtrain", "serve", "tune")
 # A room is a package or a module; the ground floor comes first.
 FLOORS: tuple[tuple[str, ...], ...] = (

@@ -14,12 +14,12 @@ from rtrain.cli import app as cli
 from rtrain.compress import distill
 from rtrain.config import with_overrides
 from rtrain.gate import inspection, reproduction
-from rtrain.gate.graph import part_of
 from rtrain.run import Run
 from rtrain.runs import opening
 from tests import gating, reports
 from tests.conftest import labelled_rows
 from tests.gating import Gated
+from tests.refusing import refused
 from tests.test_serve_deployment import openvino_artifact
 from tests.tiny import make_artifact
 from tests.trained import Trained
@@ -63,50 +63,22 @@ def test_a_graph_of_floats_has_the_float_model_s_matrices(tmp_path: Path) -> Non
     assert set(found["operators"]["MatMul"]) == {"float"}
 
 
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("bert.embeddings.word_embeddings.weight", "word table"),
-        ("model.embed_tokens.weight", "word table"),
-        ("bert.embeddings.position_embeddings.weight", "other embeddings"),
-        ("bert.encoder.layer.3.output.dense.bias", "layers"),
-        ("model.layers.11.mlp.Wi.weight", "layers"),
-        ("distilbert.transformer.layer.0.ffn.lin1.weight", "layers"),
-        ("classifier.weight", "head"),
-    ],
-)
-def test_parts_are_told_by_names(name: str, part: str) -> None:
-    assert part_of(name) == part
-
-
 def test_what_is_damaged_or_no_artefact_is_refused(tmp_path: Path) -> None:
     folder = make_artifact(tmp_path / "artifact")
     with (folder / "model.safetensors").open("r+b") as file:
         file.write(b"\xff" * 8)
-    with pytest.raises(ArtifactError, match="is damaged"):
+    with refused("damaged_artifact"):
         inspection.inspect(folder)
-    with pytest.raises(ArtifactError, match="is no artefact"):
+    with refused("not_an_artifact"):
         inspection.inspect(tmp_path)
     odd = gating.damaged(make_artifact(tmp_path / "whole"), tmp_path / "odd", overwrite_header)
-    with pytest.raises(ArtifactError, match="is no safetensors file: its header would have 18446744073709551615 bytes"):
+    with pytest.raises(ArtifactError):
         inspection.inspect(odd)
 
 
 def overwrite_header(folder: Path) -> None:
     with (folder / "model.safetensors").open("r+b") as file:
         file.write(b"\xff" * 8)
-
-
-def test_the_verdict_is_told_with_date_and_host(tmp_path: Path) -> None:
-    folder = openvino_artifact(tmp_path / "int8")
-    assert "gate: none has looked at it; serve asks for one" in inspection.text(inspection.inspect(folder))
-    verdict = {"verdict": "hold", "reasons": ["a", "b"], "made": "2026-01-02T03:04:05Z", "host": {"name": "wren"}}
-    made = artifact.judged(folder, {**verdict, "version": artifact.read(folder).version})
-    found = inspection.inspect(folder)
-    assert (found["gate"], found["gated"]) == (verdict, True)
-    assert "gate: hold: a; b (2026-01-02T03:04:05Z, on wren)" in inspection.text(found)
-    artifact.judged(folder, {**verdict, "version": made.version[::-1]})
-    assert "gate: hold: a; b (of another artefact, 2026-01-02T" in inspection.text(inspection.inspect(folder))
 
 
 # --------------------------------------------------------------------------------------------------- of a run, and int8

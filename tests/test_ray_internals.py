@@ -10,8 +10,8 @@ import pytest
 
 from rtrain import ray_internals, torch_internals
 from rtrain.ray_internals import cluster, launcher
+from tests.root import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PRIVATE = re.compile(r"\b(ray|torch)(\.\w+)*\._\w+|\bray\.[\w.]*_internal\b|_set_params_and_buffers|__internal_head__")
 
 

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,38 +13,8 @@ import ray
 from ray.train._internal.utils import get_address_and_port
 
 from rtrain import ray_internals
-from rtrain.ray_internals import groups, torch_group
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def test_the_trainer_s_two_habits_are_still_methods_that_it_calls() -> None:
-    import ray.train.torch
-
-    made, stock = ray_internals.torch_trainer(), ray.train.torch.TorchTrainer
-    assert issubclass(made, stock)
-    source = "".join(inspect.getsource(base) for base in stock.__mro__[:-1] if base.__module__.startswith("ray.train"))
-    for name in ("_register_sigint_handler", "_create_default_callbacks"):
-        assert f"self.{name}(" in source
-        assert list(inspect.signature(getattr(made, name)).parameters) == list(
-            inspect.signature(getattr(stock, name)).parameters
-        )
-
-
-def test_workers_for_whom_a_run_asks_are_not_asked_for_by_ray_train() -> None:
-    from ray.train import ScalingConfig
-    from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy, scaling_policy
-
-    silent: Any = groups._silent_policy(ScalingConfig(num_workers=2))
-    assert isinstance(silent, FixedScalingPolicy)
-    source = inspect.getsource(scaling_policy) + inspect.getsource(FixedScalingPolicy)
-    for name in ("_send_resource_request", "_maybe_send_resource_request", "_cancel_resource_request"):
-        assert f"self.{name}()" in source
-        getattr(silent, name)()  # Ray's own would need a coordinator
-    decision: Any = silent.make_decision_for_non_running_worker_group()
-    assert decision.num_workers == 2
-    assert "scaling_policy=create_scaling_policy(" in inspect.getsource(ray_internals.torch_trainer().fit)
-
+from rtrain.ray_internals import torch_group
+from tests.root import ROOT
 
 JOIN = """
 import json, sys
@@ -109,30 +78,6 @@ def test_a_group_s_start_is_told_to_callbacks() -> None:
     assert isinstance(made, WorkerGroupCallback)
     assert "after_worker_group_start" in vars(WorkerGroupCallback)
     assert "placement_group_handle" in inspect.signature(WorkerGroupState).parameters
-
-
-def test_tune_prints_through_the_callback_that_is_replaced() -> None:
-    """Tune adds its own unless it is given one of that class."""
-    from ray.tune.progress_reporter import TrialProgressCallback
-    from ray.tune.utils.callback import _create_default_callbacks
-
-    made = ray_internals.silent_progress()
-    assert isinstance(made, TrialProgressCallback)
-    found = _create_default_callbacks([made], air_verbosity=None)
-    assert [one for one in found if isinstance(one, TrialProgressCallback)] == [made]
-    assert {"log_result", "on_trial_complete"} <= vars(TrialProgressCallback).keys()
-
-
-def test_the_callbacks_that_are_left_out_are_among_ray_s_own() -> None:
-    from ray.train.torch import TorchTrainer
-    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
-    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-
-    config = ray_internals.torch_config("gloo", 5)
-    both: list[Any] = [TorchTrainer(lambda: None), ray_internals.torch_trainer()(lambda: None, torch_config=config)]
-    stock, made = ({type(callback) for callback in one._create_default_callbacks()} for one in both)
-    assert stock - made == {DatasetsCallback, PlacementGroupCleanerCallback}
-    assert made < stock
 
 
 def test_a_group_is_started_without_torch_by_ray_s_own_trainer_which_is_whole_afterwards() -> None:

@@ -1,6 +1,5 @@
 """A private Ray: the private names by which it is started without what nobody uses, and what it then is."""
 
-import inspect
 import shlex
 import subprocess
 import sys
@@ -13,35 +12,6 @@ import psutil
 import pytest
 
 from rtrain.ray_internals import agent, private
-
-
-def test_what_is_left_out_and_changed_is_what_ray_starts_a_node_by() -> None:
-    import ray._private.node
-    import ray._private.services as services
-    import ray._private.workers.default_worker as workers
-
-    head = inspect.getsource(ray._private.node.Node)
-    for call in (
-        *("self.start_api_server(\n            include_dashboard=", "self.start_log_monitor()", "self.start_monitor()"),
-    ):
-        assert call in head
-    assert 'self._webui_url = "' not in head  # it comes from `start_api_server` alone
-    raylet = inspect.getsource(services.start_raylet)
-    for line in (
-        '"--num_prestart_python_workers={}"',
-        'f"--maximum_startup_concurrency={maximum_startup_concurrency}"',
-        '"--dashboard_agent_command={}"',
-        'os.path.join(RAY_PATH, "dashboard", "agent.py")',
-        "ray_constants.PROCESS_TYPE_RAYLET,",
-        "env_updates=env_updates,",
-    ):
-        assert line in raylet
-    assert "node_info = ray._private.services.get_node(\n                        self.gcs_address,\n" in head
-    assert list(inspect.signature(services.get_node).parameters) == ["gcs_address", "node_id"]
-    assert list(inspect.signature(services.start_ray_process).parameters)[:4] == [
-        *("command", "process_type", "fate_share", "env_updates")
-    ]
-    assert "ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR" in inspect.getsource(workers)
 
 
 def test_the_raylet_is_started_with_what_was_asked_for_and_other_processes_as_they_are(
@@ -142,11 +112,3 @@ def test_the_mark_is_kept_in_the_cluster_s_store(monkeypatch: pytest.MonkeyPatch
     assert not private.is_private()
     private.mark()
     assert private.is_private()
-
-
-def test_a_process_without_ray_has_no_private_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is built before Ray starts asks too."""
-    from ray.experimental import internal_kv
-
-    monkeypatch.setattr(internal_kv, "global_gcs_client", None)
-    assert not private.is_private()

@@ -57,10 +57,6 @@ def test_requests_give_what_the_validation_rows_gave(task: str, tmp_path: Path) 
         assert sorted(set(made["labels"])) == sorted({label for row in found.labels for label in row})
 
 
-def test_a_bin_holds_its_upper_edge() -> None:
-    assert reference.place(np.array([0.0, 1.0, 1.1, 2.0, 9.0]), (1, 2)).tolist() == [0, 0, 1, 1, 2]
-
-
 def test_unknown_pieces_are_counted_row_by_row() -> None:
     from rtrain.batch import Encoded, Window
 
