@@ -87,10 +87,7 @@ def init(
         print(text, end="")
         return
     if file.exists():
-        problem = Problem(
-            "--out", str(file), "is there already", "name another file, or - to see it", code="already_exists"
-        )
-        raise ConfigError([problem])
+        raise ConfigError([Problem("--out", str(file), "is there already", "name another file, or - to see it")])
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     left = variants.fill_ins(text)
@@ -143,20 +140,15 @@ def kubernetes(
     settings = manifests.Settings(name=name, **sizes, **chosen)  # type: ignore[arg-type]
     kinds = [part.manifest["kind"] for part in manifests.parts(settings)]
     if wrong := [one for one in kind or () if one not in kinds]:
-        problem = Problem(
-            "--kind",
-            wrong[0],
-            "is not among the manifests",
-            f"write one of {', '.join(kinds)}",
-            code="unknown_name",
+        raise ConfigError(
+            [Problem("--kind", wrong[0], "is not among the manifests", f"write one of {', '.join(kinds)}")]
         )
-        raise ConfigError([problem])
     text = manifests.text(settings)
     # They are printed to be applied: what the check finds in them comes from the options.
     broken = [one for one in linting.check(text, Around(Path.cwd(), verbs=_verbs(context))) if one.level == "error"]
     # Not the Ray of this machine: they may be applied from any other, by people who submit from a third.
     of_options = [one for one in broken if one.rule != rules.VERSION]
-    if problems := {Problem(one.rule, None, one.what, one.mend, code="invalid_manifest") for one in of_options}:
+    if problems := {Problem(one.rule, None, one.what, one.mend) for one in of_options}:
         raise ConfigError(sorted(problems, key=str))
     for line in sorted({f"rtrain: {one.what}; {one.mend}" for one in broken}):
         print(line, file=sys.stderr)
@@ -196,7 +188,7 @@ def rehearse(
     text = linting.read_file(file)
     place = opening.folder_for("rehearsal", out)
     if place.is_dir() and any(place.iterdir()):
-        raise ConfigError([Problem("--out", shown(place), "is not empty", "name a new folder", code="not_empty")])
+        raise ConfigError([Problem("--out", shown(place), "is not empty", "name a new folder")])
     certificate: Any
     if cloud is not None:
         launches.check(cloud, words or (), also or (), commands)
@@ -215,8 +207,7 @@ def rehearse(
 
 def _bytes(megabytes: float) -> int:
     if not 0 <= megabytes < math.inf:
-        problem = Problem("--most-mb", megabytes, "is no size", "write megabytes, as 20", code="out_of_range")
-        raise ConfigError([problem])
+        raise ConfigError([Problem("--most-mb", megabytes, "is no size", "write megabytes, as 20")])
     return int(megabytes * 1e6)
 
 
@@ -236,7 +227,7 @@ def submit(
     known = getattr(context.find_root().command, "commands", {})
     if not words or words[0] not in known or words[0] == "cluster":
         reason, fix = "is no verb that a job can run", "write e.g. -- train intent --data ..."
-        raise ConfigError([Problem("verb", words[0] if words else None, reason, fix, code="unknown_name")])
+        raise ConfigError([Problem("verb", words[0] if words else None, reason, fix)])
     run = naming.run_of(words)
     files = upload.of(folder.absolute(), _bytes(most_mb))
     _refuse_left_behind(words, [path for path, _ in files.files], ", or let git track it")
@@ -268,7 +259,7 @@ def _refuse_left_behind(words: Sequence[str], files: Collection[str], also: str 
         if Path(value).exists() or not (name in ("--model", "model.name") or is_hub_name(value, None)):
             reason = "is a relative path, and not among the files that the job takes along"
             fix = f"write an address or an absolute path that all nodes read{also}"
-            problems.append(Problem(name, value, reason, fix, code="not_in_upload"))
+            problems.append(Problem(name, value, reason, fix))
     if problems:
         raise ConfigError(problems)
 
@@ -291,7 +282,7 @@ def serve(
 
     if "://" not in artifact and not artifact.startswith("/"):
         reason, fix = "must be an absolute path on the nodes, or an address", "write e.g. /shared/runs/intent"
-        raise ConfigError([Problem("artifact", artifact, reason, fix, code="not_in_upload")])
+        raise ConfigError([Problem("artifact", artifact, reason, fix)])
     given = {"serve.replicas": replicas, "serve.max_replicas": max_replicas}
     settings = [*(f"{name}={value}" for name, value in given.items() if value is not None), *(assignments or ())]
     words = ["serve", artifact, *(word for setting in settings for word in ("--set", setting))]
@@ -355,9 +346,7 @@ def logs(
     jobs = client.Jobs(address)
     mine = jobs.of_run(run)
     if not mine:
-        raise UserError(
-            f"the cluster knows no job of the run {run}; rtrain cluster status lists what it knows", code="no_such_job"
-        )
+        raise UserError(f"the cluster knows no job of the run {run}; rtrain cluster status lists what it knows")
     for job in mine[:-1] if follow else mine:
         print(jobs.logs(job.id), end="")
     if follow:
@@ -371,7 +360,7 @@ def stop(run: RunArgument, address: Api = None) -> None:
     jobs = client.Jobs(address)
     going = [job for job in jobs.of_run(run) if job.status not in naming.ENDED]
     if not going:
-        raise UserError(f"no job of the run {run} is going on", code="no_such_job")
+        raise UserError(f"no job of the run {run} is going on")
     for job in going:
         jobs.stop(job.id)
         print(f"{job.id}: told to end")
@@ -391,8 +380,7 @@ def fetch(
 
     name = Path(run).name
     if name in ("", ".."):
-        problem = Problem("run", run, "names no run", "write its folder, or its name with --storage", code="not_a_run")
-        raise ConfigError([problem])
+        raise ConfigError([Problem("run", run, "names no run", "write its folder, or its name with --storage")])
     target = (to or Path("runs") / name).expanduser().absolute()
     if storage is not None:
         size = Replica(storage, name).fetch(target)
@@ -419,15 +407,12 @@ def down(
         if head_ip and (api_head_ip := jobs.head_ip()) and api_head_ip != head_ip:
             heads = f"its head is {api_head_ip}, and that of {shown(file)} is {head_ip}"
             raise UserError(
-                f"{jobs.address} is the job API of another cluster: {heads} (forwarded by ray dashboard {shown(file)})",
-                code="other_cluster",
+                f"{jobs.address} is the job API of another cluster: {heads} (forwarded by ray dashboard {shown(file)})"
             )
     except UserError as error:
         going = []
         print(f"{error}; so nobody knows whether a job is going on", file=sys.stderr)
     if going and not yes:
-        raise UserError(
-            f"still going on: {', '.join(going)}; end them (rtrain cluster stop), or write --yes", code="jobs_running"
-        )
+        raise UserError(f"still going on: {', '.join(going)}; end them (rtrain cluster stop), or write --yes")
     if code := launcher.down(file, yes):
         raise typer.Exit(code)

@@ -56,8 +56,7 @@ def profile(
         return
     if recipe is None:
         fix = "write rtrain profile RECIPE --data FILE, or --beside A.json --beside B.json"
-        problem = Problem("profile", None, "takes a recipe, or two profiles by --beside", fix, code="missing")
-        raise ConfigError([problem])
+        raise ConfigError([Problem("profile", None, "takes a recipe, or two profiles by --beside", fix)])
     from rtrain.cluster.session import session
     from rtrain.doctor.profile import profile as profiling, rows, tables
     from rtrain.report.live.progress import Line
@@ -68,10 +67,7 @@ def profile(
     if choose_k:
         if sweep or scaling:
             fix = "profile first, and choose then"
-            problem = Problem(
-                "--choose-k", None, "trains one pilot, and sweeps nothing", fix, code="conflicting_options"
-            )
-            raise ConfigError([problem])
+            raise ConfigError([Problem("--choose-k", None, "trains one pilot, and sweeps nothing", fix)])
         _chosen_k(context, config, opening.folder_for(f"{config.recipe.name}-choose-k", out), as_json)
         return
     folder = opening.folder_for(f"{config.recipe.name}-profile", out)
@@ -104,14 +100,7 @@ def _chosen_k(context: typer.Context, config: "Config", folder: Path, as_json: b
 def _beside(recipe: str | None, paths: list[Path], out: str | None, as_json: bool) -> None:
     if len(paths) != 2 or recipe is not None:
         fix = "write rtrain profile --beside A.json --beside B.json"
-        problem = Problem(
-            "--beside",
-            None,
-            "sets two profiles beside each other, and trains nothing",
-            fix,
-            code="conflicting_options",
-        )
-        raise ConfigError([problem])
+        raise ConfigError([Problem("--beside", None, "sets two profiles beside each other, and trains nothing", fix)])
     from rtrain.doctor.profile import page, profile as profiling, tables
 
     documents = [profiling.read(path.expanduser().absolute()) for path in paths]

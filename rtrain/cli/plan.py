@@ -70,8 +70,7 @@ def plan(
     if write_prices is not None:
         if write_prices.exists():
             fix = "name another file"
-            problem = Problem("--write-prices", str(write_prices), "is there already", fix, code="already_exists")
-            raise ConfigError([problem])
+            raise ConfigError([Problem("--write-prices", str(write_prices), "is there already", fix)])
         write_prices.write_text(pricing.text(pricing.table(prices)), encoding="utf-8")
         show({"file": str(write_prices)}, as_json, f"{shown(write_prices)}: edit it, and name it by --prices")
         return
@@ -83,16 +82,12 @@ def plan(
         _chosen_k(like, assignments, where | files | counts | asked, as_json)
         return
     if recipe is None:
-        raise ConfigError([Problem("recipe", None, "missing", "write a recipe's name or a YAML file", code="missing")])
+        raise ConfigError([Problem("recipe", None, "missing", "write a recipe's name or a YAML file")])
     if tokens is not None and rows is None:
         fix = "write --rows N beside it, or leave it out: the rows of data.path are counted"
-        problem = Problem(
-            "--tokens", tokens, "is the length of rows that are not read", fix, code="conflicting_options"
-        )
-        raise ConfigError([problem])
+        raise ConfigError([Problem("--tokens", tokens, "is the length of rows that are not read", fix)])
     if unknown := [name for name in wires or () if name not in PRESETS]:
-        problem = Problem("--wires", unknown[0], "not known", f"write {', '.join(PRESETS)}", code="unknown_name")
-        raise ConfigError([problem])
+        raise ConfigError([Problem("--wires", unknown[0], "not known", f"write {', '.join(PRESETS)}")])
     config = configured(recipe, assignments, data=data, valid=valid, test=test, model=model, workers=workers)
     document = planning.read_cluster(cluster)
     nodes = layouts.of_document(document)
@@ -195,17 +190,13 @@ def _chosen_k(like: Path | None, assignments: list[str] | None, unused: Mapping[
     if like is None:
         reason = "needs a pilot: a short run of the recipe"
         fix = "write --like RUN, or let one be trained: rtrain profile RECIPE --choose-k"
-        problems.append(Problem("--like", None, reason, fix, code="missing"))
-    problems += [
-        Problem(name, value, why, "leave it out", code="conflicting_options")
-        for name, value in unused.items()
-        if value is not None
-    ]
+        problems.append(Problem("--like", None, reason, fix))
+    problems += [Problem(name, value, why, "leave it out") for name, value in unused.items() if value is not None]
     overrides = overrides_of(assignments)
     for name in (name for name in overrides if not name.startswith(CARRIED)):
         reason = f"{why}, which was trained with settings of its own"
         fix = "leave it out, or let a pilot be trained with it: rtrain profile RECIPE --choose-k"
-        problems.append(Problem(name, overrides[name], reason, fix, code="conflicting_options"))
+        problems.append(Problem(name, overrides[name], reason, fix))
     if like is None or problems:
         raise ConfigError(problems)
     run = Run(chosen_run(like))

@@ -80,27 +80,20 @@ def clean(
     single = walk.holds_run(folder)
     if single and stores:
         fix = f"name the folder that holds the runs: {shown(folder.parent)}"
-        problem = Problem("--stores", None, "token stores are shared by runs", fix, code="conflicting_options")
-        raise ConfigError([problem])
+        raise ConfigError([Problem("--stores", None, "token stores are shared by runs", fix)])
     found = walk.around(folder) if single else walk.look(folder)
     known = found.of(folder) if single else None
     if single and known is None:
-        raise UserError(
-            f"{folder} is a link, or lies in another run: nothing is removed there; name the run itself",
-            code="outside_folder",
-        )
+        raise UserError(f"{folder} is a link, or lies in another run: nothing is removed there; name the run itself")
     if not single and not (found.runs or found.shared or found.drafts):
-        raise UserError(
-            f"{folder} holds no run, and none lies below it; name a run, or the folder that holds them",
-            code="not_a_run",
-        )
+        raise UserError(f"{folder} holds no run, and none lies below it; name a run, or the folder that holds them")
     planned = plan.of_run(known, keep.value, found) if known else plan.of_root(found, keep.value, stores)
     removals = plan.checked(planned)
     if not as_json:
         print(table.removals_text(removals, dry))
     parts = [part for removed in removals for part in removed.parts]
     if single and not parts and (reasons := removals[0].stays):
-        raise UserError(f"{folder} is left as it is: {'; '.join(reasons)}", code="nothing_removed")
+        raise UserError(f"{folder} is left as it is: {'; '.join(reasons)}")
     wrong = []
     if parts and not dry:
         _ask(keep, yes, len([removed for removed in removals if removed.whole]))
@@ -112,10 +105,11 @@ def clean(
         wrong.append(f"files of {', '.join(unread)} cannot be read; what depends on them stays, as listed")
     if as_json:
         show(table.removals_document(removals, dry), True, "")
+    if wrong and not as_json:
+        raise UserError("\n".join(wrong))
+    if as_json:
         print("".join(f"rtrain: {line}\n" for line in wrong), end="", file=sys.stderr)
         raise typer.Exit(bool(wrong))
-    if wrong:
-        raise UserError("\n".join(wrong), code="not_removed")
     if dry and any(part.size for part in parts):
         options = f"{' --keep ' + keep.value if keep is not Keep.ARTIFACT else ''}{' --stores' if stores else ''}"
         print(f"next: rtrain clean {shown(folder)}{options}{' --yes' if keep is Keep.NONE else ''}")
@@ -129,12 +123,9 @@ def _ask(keep: Keep, yes: bool, count: int) -> None:
         return
     fix = "write --yes, or --keep artifact to keep what is finished"
     if not sys.stdin.isatty():
-        problem = Problem(
-            "--keep", "none", "removes whole runs, and nobody can be asked here", fix, code="needs_confirmation"
-        )
-        raise ConfigError([problem])
+        raise ConfigError([Problem("--keep", "none", "removes whole runs, and nobody can be asked here", fix)])
     if not typer.confirm(f"Remove {count} whole run{'' if count == 1 else 's'}?", err=True):
-        raise UserError("nothing was removed", code="nothing_removed")
+        raise UserError("nothing was removed")
 
 
 def export(
