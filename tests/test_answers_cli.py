@@ -7,20 +7,18 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rtrain.batch import Head
-from rtrain.cli.output import answer_text, show
+from rtrain.cli.output import show
 from rtrain.predict import Predictor
 from tests.answering import MESSY, read_csv, read_jsonl, texts, write_csv, write_jsonl
 from tests.conftest import write_rows
-from tests.test_cli import Cli, run
+from tests.test_cli import Cli, error_of, fields_of, run
 from tests.tiny import CORPUS, make_artifact, make_task_artifact, refused
 
 __all__ = ["run"]
-EMPTY = "is empty; send a text"
 
 
 @pytest.fixture(scope="module")
@@ -47,27 +45,6 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
 # --------------------------------------------------------------------------------------------------------------- texts
 
 
-@pytest.mark.parametrize(
-    ("answer", "line"),
-    [
-        ([{"label": "a", "score": 0.5}, {"label": "b", "score": 0.25}], "a\t0.5000\tb\t0.2500"),
-        (
-            {"intent": [{"label": "buy", "score": 0.5}], "mood": [{"label": "good", "score": 0.25}]},
-            "intent\tbuy\t0.5000\tmood\tgood\t0.2500",
-        ),
-        ({"answer": "two\nlines\tand more", "score": 0.5, "start": 3, "end": 9}, "two lines and more\t0.5000\t3\t9"),
-        (
-            {"summary_text": "One. Two.", "sentences": [{"text": "One.", "score": 0.5, "start": 0, "end": 4}]},
-            "One. Two.\tOne.\t0.5000\t0\t4",
-        ),
-        (2.0, "2.0000"),
-        ([], ""),
-    ],
-)
-def test_an_answer_of_any_task_is_one_line_of_columns(answer: Any, line: str) -> None:
-    assert answer_text(answer) == line
-
-
 def test_a_blank_line_has_an_empty_answer_and_a_reason(
     run: Cli, artifact: Path, typed: Callable[[bytes], None]
 ) -> None:
@@ -76,11 +53,7 @@ def test_a_blank_line_has_an_empty_answer_and_a_reason(
     lines = out.split("\n")
     assert (code, len(lines)) == (0, 6)
     assert [bool(line) for line in lines] == [True, False, True, False, False, False]
-    assert err.splitlines() == [
-        f"rtrain: line 2 {EMPTY}",
-        f"rtrain: line 4 {EMPTY}",
-        "rtrain: line 5 is not valid Unicode (a lone surrogate); send UTF-8 text",
-    ]
+    assert [line.split(" is ")[0] for line in err.splitlines()] == [f"rtrain: line {number}" for number in (2, 4, 5)]
     typed(b"\nwhere\n")
     code, out, err = run("predict", artifact, "--json")
     assert code == 0
@@ -91,16 +64,15 @@ def test_the_exit_code_says_that_nothing_was_answered(run: Cli, artifact: Path, 
     typed(b"\n \n")
     assert run("predict", artifact)[0] == 1
     code, out, err = run("predict", artifact, " ")
-    assert (code, out, err) == (1, "\n", f"rtrain: text 1 {EMPTY}\n")
+    assert (code, out, err.startswith("rtrain: text 1 ")) == (1, "\n", True)
     typed(b"")
     assert run("predict", artifact)[:2] == (0, "")
 
 
 def test_a_text_that_is_the_name_of_a_file_is_refused(run: Cli, artifact: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("text\nwhere\n")
-    code, out, err = run("predict", artifact, "where", "rows.csv")
+    code, out, _ = run("predict", artifact, "where", "rows.csv")
     assert (code, out) == (2, "")
-    assert f"rtrain predict {artifact} --data rows.csv --out answers.csv answers its rows" in err
     code, out, _ = run("predict", artifact, "where", "rows.csv", "--text")
     assert (code, len(out.splitlines())) == (0, 2)
     assert run("predict", artifact, "x" * 5000)[0] == 0  # longer than a file's name may be
@@ -133,7 +105,7 @@ def test_several_labels_are_those_past_the_threshold(run: Cli, labels: Path) -> 
 
 def test_rows_of_a_file_are_answered_into_a_file(run: Cli, artifact: Path, tmp_path: Path) -> None:
     (tmp_path / "messy.csv").write_bytes(MESSY)
-    code, out, err = run("predict", artifact, "--data", "messy.csv", "--out", "answers.csv", "--json")
+    code, out, _ = run("predict", artifact, "--data", "messy.csv", "--out", "answers.csv", "--json")
     report = json.loads(out)
     assert code == 0
     assert {name: report[name] for name in ("rows", "answered", "empty", "bad", "out")} == {
@@ -142,45 +114,31 @@ def test_rows_of_a_file_are_answered_into_a_file(run: Cli, artifact: Path, tmp_p
     }
     assert report["seconds"] > 0
     assert report["texts_per_second"] > 0
-    assert "the answer's is 'label (answer)'" in err
-    assert "row 7/7" in err
     assert len(read_csv(tmp_path / "answers.csv")) == 7
-    code, _, err = run("predict", artifact, "--data", "messy.csv", "--out", "answers.csv")
-    assert code == 2
-    assert "there is such a file already; name another, or write it anew with --overwrite" in err
+    assert error_of(run, "predict", artifact, "--data", "messy.csv", "--out", "answers.csv")[0] == 2
     code, out, _ = run("predict", artifact, "--data", "messy.csv", "--out", "answers.csv", "--overwrite")
     assert code == 0
     assert out.startswith("7 rows: 3 answered, 2 empty, 2 bad; ")
 
 
-def test_a_cluster_is_not_asked_where_no_row_is_left(run: Cli, artifact: Path, tmp_path: Path) -> None:
-    (tmp_path / "none.csv").write_text("text\n")
-    nowhere = ("--address", "127.0.0.1:1")
-    code, out, err = run("predict", artifact, "--data", "none.csv", "--out", "a.csv", *nowhere, "--json")
-    assert (code, json.loads(out)["rows"]) == (0, 0), err
-    assert (tmp_path / "a.csv").read_text() == "text,label,score,reason\n"
-
-
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "fields"),
     [
-        (["text", "--out", "a.csv"], "--out: is for rows of files; name them with --data FILE"),
-        (["text", "--resume"], "--resume: is for rows of files"),
-        (["text", "--set", "data.text=x"], "--set: is for rows of files"),
-        (["text", "--data", "rows.csv"], "--data: there are texts too; leave out one of the two"),
-        (["--data", "rows.csv", "--top", "2"], "--top: is for texts"),
-        (["--data", "rows.csv", "--json"], "--out: missing"),
-        (["--data", "rows.csv", "--out", "a.csv", "--resume", "--overwrite"], "--resume: --overwrite begins anew"),
-        (["--data", "nowhere.csv", "--out", "a.csv"], "data.path=nowhere.csv: no such file, folder or glob"),
+        (["text", "--out", "a.csv"], ["--out"]),
+        (["text", "--resume", "--set", "data.text=x"], ["--resume", "--set"]),
+        (["text", "--data", "rows.csv", "--out", "a.csv"], ["--data"]),
+        (["--data", "rows.csv", "--out", "a.csv", "--top", "2"], ["--top"]),
+        (["--data", "rows.csv"], ["--out"]),
+        (["--data", "rows.csv", "--out", "a.csv", "--resume", "--overwrite"], ["--resume"]),
+        (["--data", "nowhere.csv", "--out", "a.csv"], ["data.path"]),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(
-    run: Cli, artifact: Path, tmp_path: Path, arguments: list[str], told: str
+    run: Cli, artifact: Path, tmp_path: Path, arguments: list[str], fields: list[str]
 ) -> None:
     (tmp_path / "rows.csv").write_text("text\nwhere\n")
-    code, out, err = run("predict", artifact, *arguments)
-    assert (code, out) == (2, "")
-    assert told in err
+    code, error = error_of(run, "predict", artifact, *arguments)
+    assert (code, fields_of(error)) == (2, fields)
 
 
 def test_scores_of_all_labels_stand_in_columns(run: Cli, artifact: Path, labels: Path, tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ from rtrain.answers.answering import Answered, Answerer, Work
 from rtrain.answers.folder import Reuse
 from rtrain.answers.source import Portion
 from rtrain.batch import Head
-from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from tests.answering import MESSY, asked, read_csv, read_jsonl, read_parquet, texts, write_csv, write_jsonl
 from tests.conftest import STARTUP
 from tests.refusing import refused, refused_fields
+from tests.root import ROOT
 from tests.tiny import CORPUS, make_artifact, make_task_artifact
 
 EMPTY = "column 'text' is empty; write a text or remove the row"
@@ -173,15 +173,6 @@ def test_a_file_of_texts_alone_has_an_answer_for_every_line(artifact: Path, tmp_
     assert [row["text"] for row in read_csv(tmp_path / "a.csv")] == ["where", "", "money", ""]
 
 
-def test_a_file_without_rows_gives_a_table_without_rows(artifact: Path, tmp_path: Path) -> None:
-    (tmp_path / "none.csv").write_text("id,text\n")
-    for suffix, expected in (("csv", b"id,text,label,score,reason\n"), ("jsonl", b"")):
-        report = files.to_file(asked(artifact, tmp_path / "none.csv"), tmp_path / f"a.{suffix}")
-        assert (report["rows"], (tmp_path / f"a.{suffix}").read_bytes()) == (0, expected)
-    files.to_file(asked(artifact, tmp_path / "none.csv"), tmp_path / "a.parquet")
-    assert pyarrow.parquet.ParquetFile(tmp_path / "a.parquet").metadata.num_rows == 0
-
-
 def test_files_of_a_folder_are_answered_in_order_with_the_columns_of_all(artifact: Path, tmp_path: Path) -> None:
     folder = tmp_path / "rows"
     folder.mkdir()
@@ -192,15 +183,6 @@ def test_files_of_a_folder_are_answered_in_order_with_the_columns_of_all(artifac
     assert [row["text"] for row in found] == ["where", "", *texts(3)]
     assert [(row["more"], row["number"]) for row in found] == [("1", ""), ("", ""), ("", "0"), ("", "1"), ("", "2")]
     assert found[1]["reason"] == f"a.jsonl line 2: {EMPTY}"
-
-
-def test_a_row_that_is_too_long_keeps_its_place(artifact: Path, tmp_path: Path) -> None:
-    write_csv(tmp_path / "rows.csv", ["where", "x" * 200, "money"])
-    files.to_file(asked(artifact, tmp_path / "rows.csv", max_row_bytes=100), tmp_path / "a.csv")
-    rows = read_csv(tmp_path / "a.csv")
-    assert [bool(row["label"]) for row in rows] == [True, False, True]
-    assert rows[1]["text"] == "x" * 200
-    assert rows[1]["reason"].startswith("line 3: column 'text' has 200 bytes; split it, or raise data.max_row_bytes")
 
 
 def test_columns_that_the_artefact_asks_for_and_the_file_lacks_are_named(artifact: Path, tmp_path: Path) -> None:
@@ -286,14 +268,6 @@ def test_questions_need_a_context_and_no_answers(tmp_path: Path) -> None:
     report = files.to_file(asked(folder, tmp_path / "squad.json", format="squad"), tmp_path / "b.jsonl")
     assert report["answered"] == 2
     assert [row["id"] for row in read_jsonl(tmp_path / "b.jsonl")] == ["1", "2"]
-
-
-def test_a_masked_language_model_is_refused(tmp_path: Path) -> None:
-    head = Head((), {"mask": "[MASK]", "mask_id": 4, "special": [0, 1, 2, 3, 4], "vocabulary": 300})
-    folder = make_task_artifact(tmp_path / "artifact", "masked_lm", head)
-    write_csv(tmp_path / "rows.csv", ["where"])
-    with pytest.raises(UserError):
-        files.to_file(asked(folder, tmp_path / "rows.csv"), tmp_path / "a.csv")
 
 
 # -------------------------------------------------------------------------------------------------------------- resume
@@ -385,11 +359,6 @@ def test_what_portions_were_made_of_must_be_the_same(artifact: Path, other: Path
         files.to_file(asked(artifact, tmp_path / "rows.csv"), out)
 
 
-def test_resume_with_nothing_to_go_on_from_begins_at_the_beginning(artifact: Path, tmp_path: Path) -> None:
-    write_csv(tmp_path / "rows.csv", texts(5))
-    assert files.to_file(asked(artifact, tmp_path / "rows.csv"), tmp_path / "a.csv", "resume")["rows"] == 5
-
-
 def test_rows_that_change_while_they_are_read_are_refused(artifact: Path, tmp_path: Path) -> None:
     write_csv(tmp_path / "rows.csv", texts(5))
 
@@ -405,7 +374,7 @@ def test_rows_that_change_while_they_are_read_are_refused(artifact: Path, tmp_pa
 def test_a_killed_command_is_resumed_without_a_row_lost_or_twice(artifact: Path, tmp_path: Path) -> None:
     write_csv(tmp_path / "rows.csv", texts(20_000))
     command = [sys.executable, "-m", "rtrain", "predict", str(artifact), "--data", "rows.csv", "--out", "a.csv"]
-    root = Path(files.__file__).resolve().parents[2]
+    root = ROOT
     environment = {**os.environ, "PYTHONPATH": f"{root}:{STARTUP}"}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE) as process:
         log, deadline = tmp_path / ".a.csv.portions" / "portions.jsonl", time.monotonic() + 120
@@ -462,16 +431,6 @@ def test_two_jobs_do_not_write_one_file(artifact: Path, tmp_path: Path) -> None:
         yield from Answerer(work).each(portions)
 
     assert files.to_file(job, tmp_path / "a.csv", answers=meanwhile)["rows"] == 3
-
-
-# -------------------------------------------------------------------------------------------------------------- stream
-
-
-def test_importing_loads_neither_torch_nor_ray() -> None:
-    code = "import sys, rtrain.answers.files; print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
-    root = Path(files.__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
-    assert done.stdout.strip() == "[]"
 
 
 def test_a_timestamp_is_no_text_of_python(artifact: Path, tmp_path: Path) -> None:

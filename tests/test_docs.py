@@ -5,12 +5,10 @@ A command stands alone on a line of a block that is fenced as ```sh. The comment
 """
 
 import argparse
-import itertools
 import re
 import runpy
 import shlex
 import sys
-import tomllib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +21,6 @@ import typer.main
 from rtrain import config
 from rtrain.cli import app as cli
 from rtrain.config import reference
-from serve import schema
 from tests.root import ROOT
 from tests.test_imports import FLOORS
 
@@ -129,61 +126,6 @@ def check_make(words: list[str]) -> None:
         assert re.search(rf"^{name} *\?=" if assigned else rf"^{name}:.*##", text, re.M), f"make knows no {name}"
 
 
-def check_pip(words: list[str]) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert words[0] == "install"
-    for word in words[1:]:
-        name, _, extras = word.rstrip("]").partition("[")
-        assert name == project["name"]
-        assert set(extras.split(",")) <= set(project["optional-dependencies"])
-
-
-def check_ray(words: list[str]) -> None:
-    """Ray knows the command and its options; what a job would run is a command of ours."""
-    from ray.scripts.scripts import cli as ray
-
-    command: Any = ray
-    arguments, name = list(words), "ray"
-    while hasattr(command, "commands"):
-        name = arguments.pop(0)
-        assert name in command.commands, f"ray knows no {name}"
-        command = command.commands[name]
-    if "--" in arguments:
-        job = arguments[arguments.index("--") + 1 :]
-        assert job[:3] == ["python", "-m", "rtrain"]
-        check_rtrain(job[3:])
-    command.make_context(name, arguments)
-
-
-def check_docker(words: list[str]) -> None:
-    """The image is built from a file that there is; what a container would run is a command of ours."""
-    verb, *arguments = words
-    if verb == "build":
-        path = ROOT / arguments[arguments.index("-f") + 1]
-        text = path.read_text(encoding="utf-8")
-        declared = re.findall(r"^ARG (\w+)", text, re.M) + re.findall(r" AS (\w+)$", text, re.M)
-        for option, name in itertools.pairwise(arguments):
-            if option in ("--build-arg", "--target"):
-                assert name.partition("=")[0] in declared, f"{path.name} knows no {name}"
-        return
-    assert verb == "run"
-    [image] = [number for number, word in enumerate(arguments) if re.match(r"rtrain(:\w+)?$", word)]
-    if job := arguments[image + 1 :]:
-        check_rtrain(job)
-
-
-def check_sbatch(words: list[str]) -> None:
-    """The script is there; what it hands to `rtrain train` is understood."""
-    [script] = [number for number, word in enumerate(words) if word.endswith(".sbatch")]
-    assert (ROOT / words[script]).is_file()
-    run, *arguments = words[script + 1 :]
-    check_rtrain(["train", *arguments, "--out", run])
-
-
-def check_curl(words: list[str]) -> None:
-    schema.parse(schema.PredictRequest, words[words.index("-d") + 1].encode())
-
-
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_a_command_is_one_that_there_is(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -191,12 +133,10 @@ def test_a_command_is_one_that_there_is(command: Command, monkeypatch: pytest.Mo
     if program == "python":
         assert words[0] == "-m"
         check_program(words[1], words[2:], monkeypatch)
-    elif program not in ("export", "tensorboard", "mlflow", "squeue"):
-        checks = {
-            **{"rtrain": check_rtrain, "make": check_make, "pip": check_pip, "ray": check_ray, "curl": check_curl},
-            **{"docker": check_docker, "sbatch": check_sbatch},
-        }
-        checks[program](words)
+    elif program == "rtrain":
+        check_rtrain(words)
+    elif program == "make":
+        check_make(words)
 
 
 @pytest.mark.parametrize("name", config.recipe_names())

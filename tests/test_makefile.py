@@ -1,4 +1,4 @@
-"""What the Makefile says and does on a machine that lacks something (python and df are stand-ins)."""
+"""What the Makefile says and does on a machine that lacks something (python is a stand-in)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.root import ROOT
 
 PROXIES = [f"{kind}_proxy" for kind in ("http", "https", "all", "no")]
-OURS = ("PYTHON", "TORCH_INDEX", "NEED_GB", "ARGS", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
+OURS = ("PYTHON", "TORCH_INDEX", "ARGS", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
 
 # Notes how it was called and answers what the Makefile asks of a Python. `-m venv` copies it to where it is told, if
 # that is no link (Python's own refuses one).
@@ -29,11 +29,6 @@ case "$*" in
   "-m rtrain demo"*) echo "demo under $no_proxy $NO_PROXY" ;;
 esac
 """
-DF = """\
-#!/bin/sh
-echo "Filesystem 1024-blocks Used Available Capacity Mounted on"
-echo "disk 99999999 0 {free} 1% /"
-"""
 
 
 @dataclass
@@ -41,14 +36,13 @@ class Machine:
     """A folder with the project's Makefile, and a PATH where nothing but the stand-ins is a Python."""
 
     root: Path
-    free_gb: int = 500
 
     def __post_init__(self) -> None:
         self.bin, self.log = self.root / "bin", self.root / "calls.log"
         self.bin.mkdir()
         for name in ("Makefile", "pyproject.toml", "constraints.txt"):
             shutil.copy(ROOT / name, self.root)
-        for tool in ("sh", "sed", "awk", "du", "cat", "cksum", "printenv", "rm", "mkdir", "cp", "uname", "make"):
+        for tool in ("sh", "sed", "cat", "cksum", "printenv", "rm", "mkdir", "cp", "uname", "make"):
             found = shutil.which(tool)
             assert found is not None, tool
             (self.bin / tool).symlink_to(found)
@@ -63,7 +57,6 @@ class Machine:
         (self.bin / name).chmod(0o755)
 
     def make(self, target: str, *settings: str, **environ: str) -> tuple[int, str]:
-        self.script("df", DF.format(free=self.free_gb * 1024 * 1024 + 1))
         unwanted = {*OURS, *PROXIES, *(name.upper() for name in PROXIES)}
         kept = {name: value for name, value in os.environ.items() if name not in unwanted}
         done = subprocess.run(
@@ -99,8 +92,6 @@ def test_no_python(machine: Machine) -> None:
     code, said = machine.make("preflight")
     assert code != 0
     assert "no supported Python" in said
-    assert "none of them runs" in said
-    assert "apt install python3.12 python3.12-venv" in said
 
 
 @pytest.mark.parametrize("version", ["2.7", "3.9", "3.10", "3.14"])
@@ -108,9 +99,7 @@ def test_unsupported_python(machine: Machine, version: str) -> None:
     machine.python(version=version)
     code, said = machine.make("preflight")
     assert code != 0
-    assert "needs 3.11, 3.12 or 3.13" in said
     assert f"python3 is {version}" in said
-    assert "PYTHON=/path/to/python3" in said
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
@@ -124,20 +113,7 @@ def test_no_ensurepip(machine: Machine) -> None:
     machine.python(ensurepip=1)
     code, said = machine.make("preflight")
     assert code != 0
-    assert "python3 cannot create virtual environments" in said
-    assert "sudo apt install python3-venv" in said
-
-
-def test_little_disk_space(machine: Machine) -> None:
-    machine.python()
-    machine.free_gb = 2
-    code, said = machine.make("install")
-    assert code != 0
-    assert "2 GB free" in said
-    assert "TORCH_INDEX=" in said
-    assert "NEED_GB=2" in said
-    assert not machine.installs()
-    assert machine.make("preflight", "NEED_GB=2") == (0, "")
+    assert "cannot create virtual environments" in said
 
 
 def test_commands_get_no_proxy(machine: Machine) -> None:
@@ -176,8 +152,6 @@ def test_a_failed_installation_is_explained_and_tried_again(machine: Machine) ->
     code, said = machine.make("test")
     assert code != 0
     assert "the installation failed" in said
-    assert "the network:" in said
-    assert "TORCH_INDEX=https://" in said
     machine.make("test")
     assert len(machine.installs()) == 2
 

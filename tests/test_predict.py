@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from rtrain.network import device
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks import base
 from tests.refusing import refused
-from tests.serving import predictor_of
-from tests.tiny import CORPUS, make_artifact
+from tests.serving import HEADS, predictor_of
+from tests.tiny import CORPUS, make_artifact, make_task_artifact
 
 TEXTS = [*CORPUS, "a", "?", "where is my parcel " * 40, "日本", "x" * 200]
 
@@ -78,26 +79,31 @@ def test_an_engine_without_padding_answers_as_one_with(
     assert next(unpadded.network[0].parameters()).dtype == torch.float32  # gradients are those of the float model
 
 
+class Noted:
+    """An engine that notes the shapes of its calls."""
+
+    def __init__(self, engine: predict.Engine):
+        self.engine, self.shapes = engine, list[tuple[int, int]]()
+
+    def logits(self, inputs: Mapping[str, Any]) -> Any:
+        self.shapes.append(inputs["input_ids"].shape)
+        return self.engine.logits(inputs)
+
+
 @pytest.mark.parametrize("task", ["classification", "token_tags"])  # an output for each row, and for each token
-def test_calls_of_padded_shapes_answer_alike(tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    predictor = predictor_of(tmp_path, task)
-    shapes, logits = list[tuple[int, int]](), predictor._engine.logits
-
-    def noted(inputs: Mapping[str, Any]) -> Any:
-        shapes.append(inputs["input_ids"].shape)
-        return logits(inputs)
-
-    monkeypatch.setattr(predictor._engine, "logits", noted)
+def test_calls_of_padded_shapes_answer_alike(tmp_path: Path, task: str) -> None:
+    folder = make_task_artifact(tmp_path / "artifact", task, HEADS[task], seed=1)
+    made = artifact.read(folder)
+    engine = predict.Torch(folder, made, 1)
+    exact, noted = Predictor(folder, made, engine=engine), Noted(engine)
+    few = Predictor(folder, replace(made, engine="openvino"), engine=noted)  # which plans by shape
     for count in range(1, len(TEXTS) + 1):
-        encoded = predictor.encode(TEXTS[-count:])
-        monkeypatch.setattr(predictor, "_plans_by_shape", True)
-        few = predictor.run(encoded)
-        monkeypatch.setattr(predictor, "_plans_by_shape", False)
-        exact = predictor.run(encoded)
-        assert len(few) == len(exact) == count
-        assert all(np.abs(np.asarray(a) - np.asarray(b)).max() < 1e-5 for a, b in zip(few, exact, strict=True))
-    assert {rows for rows, _ in shapes[::2]} == {1, 2, 3, 4, 6, 8, 12, 16, 24}
-    assert {columns for _, columns in shapes[::2]} <= set(range(8, 65, 8))  # no longer than the model reads
+        encoded = exact.encode(TEXTS[-count:])
+        found, expected = few.run(encoded), exact.run(encoded)
+        assert len(found) == len(expected) == count
+        assert all(np.abs(np.asarray(a) - np.asarray(b)).max() < 1e-5 for a, b in zip(found, expected, strict=True))
+    assert {rows for rows, _ in noted.shapes} == {1, 2, 3, 4, 6, 8, 12, 16, 24}
+    assert {columns for _, columns in noted.shapes} <= set(range(8, 65, 8))  # no longer than the model reads
 
 
 def test_pairs_and_single_texts_answer_alike_together_and_alone(predictor: Predictor) -> None:

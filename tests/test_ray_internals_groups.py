@@ -1,18 +1,13 @@
 """Ray Train and Ray Tune: the private names of worker groups still exist and mean the same."""
 
-import inspect
 import json
 import os
 import socket
 import subprocess
 import sys
-from typing import Any
 
-import pytest
 import ray
-from ray.train._internal.utils import get_address_and_port
 
-from rtrain import ray_internals
 from rtrain.ray_internals import torch_group
 from tests.root import ROOT
 
@@ -69,17 +64,6 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def test_a_group_s_start_is_told_to_callbacks() -> None:
-    from ray.train.v2._internal.execution.callback import WorkerGroupCallback
-    from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState
-
-    told: list[str] = []
-    made = ray_internals.on_group_start(told.append)
-    assert isinstance(made, WorkerGroupCallback)
-    assert "after_worker_group_start" in vars(WorkerGroupCallback)
-    assert "placement_group_handle" in inspect.signature(WorkerGroupState).parameters
-
-
 def test_a_group_is_started_without_torch_by_ray_s_own_trainer_which_is_whole_afterwards() -> None:
     """In a fresh process, up to what is sent to the controller and read there."""
     program = (
@@ -99,57 +83,3 @@ def test_a_group_is_started_without_torch_by_ray_s_own_trainer_which_is_whole_af
         "True ray.train.v2.torch.train_loop_utils",
         "LocalTorchController",
     ], done.stderr
-
-
-def test_a_group_s_workers_are_joined_as_ray_joins_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Ray's own functions, called in each worker, with its own arguments."""
-    from ray.train.torch import TorchConfig, config
-
-    stock: Any = config._TorchBackend
-    ours: Any = ray_internals.torch_config("gloo", 7)
-    assert ours.backend_cls.share_cuda_visible_devices == stock.share_cuda_visible_devices
-    assert (
-        inspect.getsource(stock.on_training_start).count("worker_group.execute(") == 1
-    )  # for Ray Train's first version
-
-    def joined(backend: Any, chosen: Any) -> dict[str, Any]:
-        seen: dict[str, Any] = {"group": []}
-        monkeypatch.setattr(config, "_set_torch_distributed_env_vars", lambda: seen.update(set=seen.get("set", 0) + 1))
-
-        def setup(backend: str, world_rank: int, world_size: int, init_method: str, timeout_s: int = 1800) -> None:
-            there = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
-            seen["group"].append((backend, world_rank, world_size, init_method, timeout_s, there))
-
-        monkeypatch.setattr(config, "_setup_torch_process_group", setup)
-        monkeypatch.setattr(
-            config, "_shutdown_torch", lambda destroy_process_group=False: seen.update(left=destroy_process_group)
-        )
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            monkeypatch.setenv(name, "")
-        group = Group()
-        backend.on_start(group, chosen)
-        backend.on_shutdown(group, chosen)
-        return seen
-
-    class Group:
-        """Two workers, in this process."""
-
-        def __len__(self) -> int:
-            return 2
-
-        def execute_single(self, rank: int, function: Any, *given: Any, **named: Any) -> Any:
-            return ("10.0.0.1", 1234) if function is get_address_and_port else function(*given, **named)
-
-        def execute_single_async(self, rank: int, function: Any, *given: Any, **named: Any) -> Any:
-            return function(*given, **named)
-
-        def execute(self, function: Any, *given: Any, **named: Any) -> Any:
-            return [function(*given, **named) for _ in range(2)]
-
-        execute_async = execute
-
-    monkeypatch.setattr(ray, "get", lambda found, timeout=None: found)
-    expected = joined(stock(), TorchConfig("gloo", timeout_s=7))
-    assert expected["group"] == [("gloo", rank, 2, "env://", 7, ("10.0.0.1", "1234")) for rank in range(2)]
-    assert expected["left"]
-    assert joined(ours.backend_cls(), ours) == expected

@@ -5,7 +5,6 @@ import inspect
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,53 +12,6 @@ import pytest
 
 from rtrain import ray_internals
 from rtrain.ray_internals import serving
-from serve.front import ingress
-
-FOUND = ingress.Found(Path("/nowhere"), 2, 1024)
-
-
-def test_a_replica_starts_the_server_that_it_was_given_or_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray.serve._private.replica
-
-    replicas: Any = ray.serve._private.replica
-    assert "await start_asgi_http_server(\n                    self._direct_ingress_asgi," in inspect.getsource(
-        replicas.Replica._maybe_start_direct_ingress_servers
-    )
-    counted: list[int] = []
-
-    class Metrics(replicas.ReplicaMetricsManager):  # type: ignore[misc]  # it is taken for anything
-        def __init__(self) -> None:
-            pass
-
-        def _change_num_ongoing_requests(self, request_metadata: Any, delta: int) -> None:
-            counted.append(delta)
-
-    class Replica:
-        _metrics_manager = Metrics()
-
-        async def ask(self, scope: Any, receive: Any, send: Any) -> None: ...
-
-    async def usual(app: Any, options: Any, *, event_loop: Any, enable_so_reuseport: bool) -> tuple[str, str]:
-        return "usual", options
-
-    given: list[ray_internals.ReplicaServer] = []
-    answers: list[Any] = [("ours", "server"), None]
-
-    async def start(one: ray_internals.ReplicaServer) -> Any:
-        given.append(one)
-        return answers.pop(0)
-
-    monkeypatch.setattr(replicas, "start_asgi_http_server", usual)
-    ray_internals.replace_replica_server(start)
-    replaced = replicas.start_asgi_http_server
-    application = Replica().ask
-    for expected in (("ours", "server"), ("usual", "options")):
-        found = asyncio.run(replaced(application, "options", event_loop="loop", enable_so_reuseport=False))
-        assert found == expected
-    given[0].track(1)
-    given[0].track(-1)
-    assert counted == [1, -1]
-    assert (given[0].application, given[0].options, given[0].loop) == (application, "options", "loop")
 
 
 def test_a_deployment_keeps_the_version_that_it_was_given() -> None:
