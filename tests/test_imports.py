@@ -67,7 +67,6 @@ RAY_ALLOWED = (
     *(
         "rtrain.compress.teacher",
         "rtrain.cluster.",
-        "rtrain.report.live.peak_memory",
         "rtrain.proof.cases",
         "rtrain.demo",
     ),
