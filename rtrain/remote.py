@@ -87,8 +87,9 @@ def _folder(url: str, digest: str | None, root: Path, say: Say) -> Path:
 
     files, path = _tried(url, lambda: fsspec.core.url_to_fs(url))
     _tried(url, files.invalidate_cache)  # others write here too
-    places = (f"{str(path).rstrip('/')}/{name}".rstrip("/") for name in FOLDERS)
-    place = next((one for one in places if _tried(url, lambda one=one: files.exists(f"{one}/{manifest.NAME}"))), None)
+    places = [f"{str(path).rstrip('/')}/{name}".rstrip("/") for name in FOLDERS]
+    is_there: dict[str, bool] = _tried(url, lambda: {each: files.exists(f"{each}/{manifest.NAME}") for each in places})
+    place = next((each for each in places if is_there[each]), None)
     if place is None:
         raise ArtifactError(
             f"{_shown(url)} is no artefact, and no run that has one (no {manifest.NAME} is there)",

@@ -306,7 +306,7 @@ def commands(run: Path, other: Path) -> dict[str, Any]:
     label = ("--label", "parcel", "--steps", 8)
     cluster = Path(__file__).parents[1] / "cluster.yaml"
     own = ("--data", rows, "--model", encoder, "--set", "data.label=topic", "--cluster", cluster)
-    made = {
+    made: dict[str, Any] = {
         "quantize": command("quantize", run, *quick, "--set", "quantize.calibration_rows=16", "--json"),
         "quantize onnx": command(
             *("quantize", run, *quick, "--set", "quantize.engine=onnxruntime", "--set", "quantize.calibration_rows=16"),

@@ -17,7 +17,6 @@ from rtrain.answers.folder import Folder, Reuse, refuse_among_rows
 from rtrain.answers.source import Portion, Survey
 from rtrain.answers.writing import Format, format_of
 from rtrain.batch import Head
-from rtrain.config import Data
 from rtrain.data import records
 from rtrain.errors import UserError
 from rtrain.predict import BATCH_ROWS
@@ -75,7 +74,7 @@ def to_file(
         for answered in answers(work, left):
             folder.add(answered)
             progress(answered.counts.rows)
-        if _digest(work) != binding["input"]:
+        if records.Source(work.source.pieces, work.source.columns).digest() != binding["input"]:
             raise UserError(
                 f"{asked.overrides['data.path']} was changed while it was read; begin anew with --overwrite",
                 code="rows_changed",
@@ -88,30 +87,22 @@ def to_file(
 # ------------------------------------------------------------------------------------------------------ what is asked
 
 
-def _settled(asked: Asked) -> tuple[artifacts.Artifact, Data]:
-    """The artefact, and how its rows are read: without labels, and without what only scores need."""
+def _opened(asked: Asked, format: Format, on_event: OnEvent) -> tuple[Work, Survey, str]:
+    """The work, its portions, and the artefact's version. Rows are read without labels, and without what only scores
+    need."""
     made = artifacts.read(asked.artifact)
     data = score.settings(made, asked.overrides)
     columns_of_scores = dict.fromkeys(("label", "separator", "split_by", "split", "outside", "id"))
-    return made, data.model_copy(update={**columns_of_scores, "slices": ()})
-
-
-def _opened(asked: Asked, format: Format, on_event: OnEvent) -> tuple[Work, Survey, str]:
-    """The work, its portions, and the artefact's version."""
-    made, data = _settled(asked)
+    data = data.model_copy(update={**columns_of_scores, "slices": ()})
     answer = asked.columns(made)
     found = records.inspect(data)
     on_event({"kind": "stage", "text": "counting rows"})
     survey = source.survey(found, data)
     layout = columns.layout(survey.kinds, answer)
     work = Work(asked.artifact, found, data, layout, format, asked.batch_rows, asked.scores)
-    _say_renamed(work, on_event)
-    return work, survey, made.version
-
-
-def _say_renamed(work: Work, on_event: OnEvent) -> None:
-    for name, other in work.layout.renamed.items():
+    for name, other in layout.renamed.items():
         on_event({"kind": "stage", "text": f"the rows have a column {name!r} of their own: the answer's is {other!r}"})
+    return work, survey, made.version
 
 
 def _settings(work: Work) -> dict[str, Any]:
@@ -121,11 +112,6 @@ def _settings(work: Work) -> dict[str, Any]:
         "batch": work.batch_rows,
         "scores": work.scores,
     }
-
-
-def _digest(work: Work) -> str:
-    """The digest of the files as they are now."""
-    return records.Source(work.source.pieces, work.source.columns).digest()
 
 
 # ----------------------------------------------------------------------------------------------------------- the report
