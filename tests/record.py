@@ -48,8 +48,10 @@ ANY = "*"
 """Stands for a value that depends on the time, the machine or the folder."""
 TOLERANCE = 1e-4
 SEED = 3
-EXACT = re.compile(r"(^|\.)(weights_sha256|int8_files\..*)$")
-"""Compared where processor and torch are the recorded ones."""
+EXACT = re.compile(r"^\.commands\.|\.(weights_sha256|int8_files|int8_logits|metrics|scores|best_update)(\.|$)")
+"""Places whose values follow from the last bits of weights: compared on the recorded processor, with its torch."""
+FAR = 0.02
+"""Tolerance of numbers elsewhere."""
 VOLATILE = re.compile(
     r"(^|[._])(s|ms|seconds|train_s|p50|p99|low|high|ratio|speedup|time|host|git|python|rtrain|versions?|made|megabytes"
     r"|bytes|mb|gb|memory|cores|threads|processor|machine|machines|price|cost|latency|mib|noise|model_bytes|peak\w*"
@@ -530,10 +532,10 @@ def masked(document: Any, again: Any, place: str = "") -> Any:
     return ANY if volatile or not same(document, again) else document
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any, tolerance: float = TOLERANCE) -> bool:
     if isinstance(one, float) or isinstance(other, float):
         numbers = isinstance(one, int | float) and isinstance(other, int | float)
-        return numbers and (math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE) or one != one)
+        return numbers and (math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance) or one != one)
     return bool(one == other)
 
 
@@ -548,7 +550,7 @@ def renamed(value: Any) -> Any:
 
 def differences(recorded: Any, current: Any, place: str = "", exact: bool = True) -> Iterator[str]:
     """Where what is there now is not what is recorded. `exact`: whether the machine is the recorded one."""
-    if recorded == ANY or (not exact and EXACT.search(place)):
+    if recorded == ANY:
         return
     if isinstance(recorded, dict) and isinstance(current, Mapping):
         for name in sorted(recorded.keys() | current.keys()):
@@ -556,10 +558,12 @@ def differences(recorded: Any, current: Any, place: str = "", exact: bool = True
                 yield f"{place}.{name}: {'gone' if name in recorded else 'new'}"
             else:
                 yield from differences(recorded[name], current[name], f"{place}.{name}", exact)
+    elif not exact and EXACT.search(place):
+        return
     elif isinstance(recorded, list) and isinstance(current, list | tuple) and len(recorded) == len(current):
         for number, (one, other) in enumerate(zip(recorded, current, strict=True)):
             yield from differences(one, other, f"{place}.{number}", exact)
-    elif not same(recorded, current):
+    elif not same(recorded, current, TOLERANCE if exact else FAR):
         yield f"{place}: {str(recorded)[:120]!r} became {str(current)[:120]!r}"
 
 
