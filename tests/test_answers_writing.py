@@ -81,29 +81,6 @@ def test_a_map_of_a_parquet_file_holds_none_either(tmp_path: Path) -> None:
     assert written(tmp_path / "a.parquet", "csv").decode().splitlines()[1] == 'a,"[[""a"", null], [""b"", 1.0]]",'
 
 
-def test_what_python_cannot_hold_is_text_in_lists_and_objects_too(tmp_path: Path) -> None:
-    """A text that is no UTF-8, and a day past the year 9999."""
-    bad = pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"a\xffb"))
-    given = {
-        "text": ["one", "two"],
-        "list": pa.ListArray.from_arrays(pa.array([0, 2, 2], pa.int32()), bad),
-        "object": pa.StructArray.from_arrays([bad, pa.array([1, 2])], ["name", "number"]),
-        "category": pa.DictionaryArray.from_arrays(pa.array([1, 0], pa.int32()), bad),
-        "days": pa.array([[10**9, 1, None], None], pa.list_(pa.date32())),
-        "map": pa.array([[("a", 10**9)], []], pa.map_(pa.string(), pa.date32())),
-    }
-    pyarrow.parquet.write_table(pa.table(given), tmp_path / "a.parquet")
-    far, shown = "<value out of range: 1000000000>", "a\N{REPLACEMENT CHARACTER}"
-    first, second = map(json.loads, written(tmp_path / "a.parquet", "jsonl").splitlines())
-    assert first == {
-        **{"text": "one", "list": [shown, "b"], "object": {"name": shown, "number": 1}, "category": "b"},
-        **{"days": [far, "1970-01-02", None], "map": [["a", far]], "reason": None},
-    }
-    assert (second["list"], second["category"], second["days"], second["map"]) == ([], shown, None, [])
-    lines = list(csv.reader(io.StringIO(written(tmp_path / "a.parquet", "csv").decode())))
-    assert lines[1][1:4] == [f'["{shown}", "b"]', f'{{"name": "{shown}", "number": 1}}', "b"]
-
-
 @pytest.mark.parametrize("format", ["csv", "jsonl", "parquet"])
 def test_lists_in_lists_without_end_are_texts(tmp_path: Path, format: Format) -> None:
     deep = "[" * 700 + "]" * 700
