@@ -105,28 +105,6 @@ def test_explain_refuses_a_label_that_is_not_there(run: Cli, tmp_path: Path) -> 
 # ------------------------------------------------------------------------------------------------------------- verbs
 
 
-def test_verbs_are_these() -> None:
-    """A new verb is a promise to keep: it changes this list, the README and the design together."""
-    commands = {
-        command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback
-    }
-    groups = {group.name for group in cli.app.registered_groups}
-    assert commands | groups == {
-        *("demo", "recipes", "train", "evaluate", "tune", "distill", "quantize", "predict", "explain", "serve"),
-        *("gate", "inspect", "verify", "drill", "profile", "report", "compare", "runs", "clean", "export", "import"),
-        *("plan", "cluster", "serve keys", "serve status"),
-    }
-
-
-def test_recipes_show_prints_the_commented_yaml(run: Cli) -> None:
-    code, out, _ = run("recipes", "show", "intent")
-    assert code == 0
-    first, second, *_ = out.splitlines()
-    assert first.endswith("All settings: rtrain recipes show intent --all")
-    assert second.startswith("# Intent classification")
-    assert "micro_batch: 8" in out
-
-
 @pytest.mark.parametrize("name", config.recipe_names())
 def test_a_recipe_in_full_names_every_setting_with_a_comment_and_is_the_recipe(
     run: Cli, tmp_path: Path, name: str
@@ -216,17 +194,6 @@ def test_a_full_disk_is_one_line_in_any_verb(run: Cli, monkeypatch: pytest.Monke
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("passed", [True, False])
-def test_verify_prints_its_report_and_fails_with_it(run: Cli, monkeypatch: pytest.MonkeyPatch, passed: bool) -> None:
-    found = ledger.Report(passed, 7, 2, 2, "ab", {2: "trained"}, {} if passed else {1: "progress"}, 0, 0)
-    monkeypatch.setattr(ledger, "check", lambda path: found)
-    code, out, _ = run("verify", "--ledger", "run", "--json")
-    assert (code, json.loads(out)["passed"]) == (0 if passed else 1, passed)
-    code, out, _ = run("verify", "--ledger", "run")
-    after = ["next: rtrain report run"] if passed else []
-    assert (code, out.splitlines()) == (0 if passed else 1, [*found.text().splitlines(), *after])
-
-
 def test_predict_reads_lines_and_prints_one_answer_each(
     run: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,15 +246,6 @@ def test_a_student_with_too_many_layers_is_refused_before_ray_starts(
     code, error = error_of(run, "distill", "teacher", "--set", f"distill.layers={layers}")
     assert (code, fields_of(error)) == (2, ["distill.layers"])
     assert not (tmp_path / "teacher-student").exists()
-
-
-@pytest.mark.parametrize("verb", ["distill", "quantize"])
-def test_a_search_stands_for_its_winner_where_a_run_is_wanted(run: Cli, tmp_path: Path, verb: str) -> None:
-    """The winner's stand-in artefact is then refused: it is the one that was looked at."""
-    stock.search(tmp_path / "runs" / "s")
-    code, _, err = run(verb, "runs/s")
-    assert (code, "the search's winner is runs/s/trial-001\n" in err) == (1, True)
-    assert f"{tmp_path}/runs/s/trial-001/artifact" in err
 
 
 @pytest.mark.ray
@@ -383,19 +341,6 @@ def test_a_student_is_not_trained_by_its_configuration_and_the_command_that_make
     assert fields_of(error_of(run, "train", "mine.yaml")[1]) == ["distill.teacher"]
     # Resumed, its rows are looked for.
     assert fields_of(error_of(run, "train", "--resume", "--out", "student")[1]) == ["data.path"]
-
-
-def test_the_home_folder_is_known_behind_an_equals_sign_too(
-    run: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opening.freeze(Run(tmp_path / "teacher"), config.load("intent", {"data.path": str(tmp_path / "gone.csv")}))
-    make_artifact(tmp_path / "teacher" / "artifact")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    student = tmp_path / "home" / "student"
-    student.mkdir(parents=True)
-    (student / "thesis.txt").touch()
-    code, error = error_of(run, "distill", "teacher", "--out=~/student")
-    assert (code, str(student) in error["message"]) == (1, True)
 
 
 @pytest.mark.parametrize("reuse", [[], ["--resume"]], ids=["anew", "resume"])

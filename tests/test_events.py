@@ -282,10 +282,3 @@ def test_the_time_between_an_end_and_a_resume_is_no_part_of_the_training(tmp_pat
 )
 def test_status_is_how_the_newest_start_ended(kinds: list[str], status: str) -> None:
     assert summary.status([{"kind": kind} for kind in kinds]) == status
-
-
-def test_a_line_that_is_no_event_is_passed_over(tmp_path: Path) -> None:
-    events.append(tmp_path, "created", run="a")
-    with (tmp_path / events.NAME).open("a") as file:
-        file.write('null\n5\n[1]\n{"time": 1}\n{"kind": 7}\n')
-    assert [one["kind"] for one in events.read(tmp_path)] == ["created"]

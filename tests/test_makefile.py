@@ -83,11 +83,6 @@ def machine(tmp_path: Path) -> Machine:
 # What the preflight says
 
 
-def test_nothing_to_say(machine: Machine) -> None:
-    machine.python()
-    assert machine.make("preflight") == (0, "")
-
-
 def test_no_python(machine: Machine) -> None:
     code, said = machine.make("preflight")
     assert code != 0
@@ -107,13 +102,6 @@ def test_supported_python(machine: Machine, version: str) -> None:
     machine.python("python3", "3.9")
     machine.python(f"python{version}", version)
     assert machine.make("preflight") == (0, "")
-
-
-def test_no_ensurepip(machine: Machine) -> None:
-    machine.python(ensurepip=1)
-    code, said = machine.make("preflight")
-    assert code != 0
-    assert "cannot create virtual environments" in said
 
 
 def test_commands_get_no_proxy(machine: Machine) -> None:

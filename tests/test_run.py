@@ -37,15 +37,6 @@ def test_each_byte_of_the_log_is_read_once(tmp_path: Path, monkeypatch: pytest.M
     assert sum(parsed) == run.log.stat().st_size
 
 
-def test_a_store_counts_while_it_is_there(tmp_path: Path) -> None:
-    run, store = Run(tmp_path), tmp_path / "store"
-    run.append("created", store=str(store))
-    assert run.store is None
-    store.mkdir()
-    (store / "manifest.json").write_text("{}")
-    assert run.store == store
-
-
 def test_a_decision_is_made_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
     assert run.decisions == {}
