@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -65,6 +65,9 @@ class Refused(UserError):
     def __init__(self, reason: str, fix: str, silent: bool = False, *, code: str):
         self.reason, self.fix, self.silent = reason, fix, silent
         super().__init__(f"{reason}; {fix}", code=code)
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return partial(type(self), code=self.code), (self.reason, self.fix, self.silent)  # from a Ray worker
 
 
 def parse(text: str) -> Name | None:

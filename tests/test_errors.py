@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 
+from rtrain import hub
 from rtrain.errors import ConfigError, Problem, UserError, quoted
 from tests.root import ROOT
 
@@ -43,7 +44,9 @@ def test_a_configuration_error_holds_all_problems_and_survives_pickling() -> Non
     assert type(back) is ConfigError
     assert back.problems == tuple(problems)
     assert str(back) == str(error)
-    assert pickle.loads(pickle.dumps(UserError("no", code="not_found"))).code == "not_found"
+    for each in (UserError("no", code="not_found"), hub.Refused("no", "yes", silent=True, code="not_found")):
+        again = pickle.loads(pickle.dumps(each))
+        assert (type(again), str(again), again.code) == (type(each), str(each), "not_found")
 
 
 def test_a_document_of_an_error_has_its_code_and_those_of_its_problems() -> None:
