@@ -62,7 +62,7 @@ class Refused(UserError):
     `reason` and `fix` are meant for a `Problem`.
     """
 
-    def __init__(self, reason: str, fix: str, silent: bool = False, *, code: str):
+    def __init__(self, reason: str, fix: str, silent: bool = False, *, code: str = "refused"):
         self.reason, self.fix, self.silent = reason, fix, silent
         super().__init__(f"{reason}; {fix}", code=code)
 

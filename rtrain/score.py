@@ -142,12 +142,12 @@ def run(folder: Path, data: Data) -> dict[str, Any]:
         found["scores"] |= {f"running_text_{name}": value for name, value in own.items()}
     if seen is not None and seen.either.any():
         found["unseen"] = without(task, asked.head, outcomes, targets, seen.either)
-    flaws = (f"line {row.line}: {row.reason}" for row in rows if row.reason not in (None, *map(_other_split, left_out)))
+    flaws = (f"line {row.line}: {row.reason}" for row in rows if row.reason is not None)
     return {
         **found,
         "seen": None if seen is None else seen.counts(),
         "left_out": left_out,
-        "bad_rows": len(rows) - len(good) - sum(left_out.values()),
+        "bad_rows": len(rows) - len(good),
         "bad_row_examples": list(itertools.islice(flaws, EXAMPLES)),
         "cut_rows": sum(row.truncated for row in asked.encoded),
         "unknown_labels": {"rows": int(asked.unknown.sum()), "examples": examples(good, asked)},
@@ -202,30 +202,25 @@ def describe_rows(report: Mapping[str, Any], data: Data, labels: Sequence[str]) 
 
 
 def rows_of(source: records.Source, data: Data, task: Task) -> tuple[list[Record], dict[str, int]]:
-    """(all rows of a file, how many good ones are left out by split). A row that the task cannot use has the reason.
-    So has a row of another split than the test, where the file or a column names splits.
+    """(rows of a file, how many good ones are left out by split). A row that the task cannot use has the reason. Where
+    the file or a column names splits, good rows of other splits than the test are left out.
 
     Raises `ConfigError` where splits are named and no row is a test row.
     """
-    every = [(piece.role, _with_flaw(record, task)) for piece in source.pieces for record in records.read(piece, data)]
-    if data.split is None and not source.has_test:
-        return [record for _, record in every], {}
+    named = data.split is not None or source.has_test
     rows: list[Record] = []
     left_out: Counter[str] = Counter()
-    for role, record in every:
-        split = record.split or role
-        if record.reason is None and split != "test":
-            left_out[split] += 1
-            record = record._replace(reason=_other_split(split))
-        rows.append(record)
+    for piece in source.pieces:
+        for record in (_with_flaw(record, task) for record in records.read(piece, data)):
+            split = record.split or piece.role
+            if named and record.reason is None and split != "test":
+                left_out[split] += 1
+            else:
+                rows.append(record)
     if left_out and all(record.reason is not None for record in rows):
         reason, fix = "no row is a test row", "name another file, or write --set data.split=null to score all rows"
         raise ConfigError([Problem("data.split", data.split, reason, fix, code="no_test_rows")])
     return rows, dict(left_out)
-
-
-def _other_split(split: str) -> str:
-    return f"a row of the split {split!r}; only test rows are scored"
 
 
 def trained_from(folder: Path, made: Artifact, beside: Store | None = None) -> Store | None:
