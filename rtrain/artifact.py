@@ -156,7 +156,7 @@ def read(folder: Path, verify: bool = True) -> Artifact:
     if document.get("schema_version") != SCHEMA_VERSION:
         raise ArtifactError(
             f"artefact {folder} is of schema {document.get('schema_version')}, this rtrain reads {SCHEMA_VERSION}",
-            code="other_schema",
+            code="other_version",
         )
     try:
         document["labels"], document["golden"] = tuple(document["labels"]), tuple(document["golden"])
@@ -165,7 +165,7 @@ def read(folder: Path, verify: bool = True) -> Artifact:
         raise ArtifactError(
             f"artefact {folder}: its {NAME} has other fields than this rtrain writes ({error}); use the version that "
             "made it, or make it again",
-            code="other_schema",
+            code="other_version",
         ) from None
 
 

@@ -134,7 +134,7 @@ def _recorded(url: str, document: bytes) -> list[str]:
     if wrong := next((name for name in names if not _is_plain(name)), None):
         raise ArtifactError(
             f"the {manifest.NAME} of {_shown(url)} names {wrong!r}, which leads out of the folder",
-            code="outside_folder",
+            code="unsafe_path",
         )
     return names
 

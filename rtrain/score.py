@@ -268,7 +268,7 @@ def sound_rows(rows: Sequence[Record], data: Data) -> list[Record]:
             data.path,
             f"no row can be used{first}",
             "give rows with text and label",
-            code="no_usable_rows",
+            code="no_rows",
         )
         raise ConfigError([problem])
     return sound

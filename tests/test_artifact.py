@@ -154,14 +154,14 @@ def flip(path: Path) -> None:
 
 def test_another_schema_is_refused(folder: Path) -> None:
     change(folder, schema_version=2)
-    with refused("other_schema"):
+    with refused("other_version"):
         artifact.read(folder)
 
 
 @pytest.mark.parametrize(("added", "told"), [({"kind": "of a later rtrain"}, "kind"), ({"labels": 3}, "int")])
 def test_fields_of_another_version_are_refused_by_name(folder: Path, added: dict[str, Any], told: str) -> None:
     change(folder, **added)
-    with refused("other_schema"):
+    with refused("other_version"):
         artifact.read(folder)
 
 

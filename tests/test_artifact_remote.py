@@ -99,7 +99,7 @@ def test_a_folder_that_is_none_or_torn_leaves_nothing(made: Path, storage: str, 
     for name, text in (("evil", json.dumps(document)), ("deep", "[" * 200_000), ("list", '{"files": [1, 2]}')):
         (torn / manifest.NAME).write_text(text)
         put(torn, f"{storage}/{name}")
-    codes = {"nothing": "not_an_artifact", "torn": "damaged_artifact", "evil": "outside_folder"}
+    codes = {"nothing": "not_an_artifact", "torn": "damaged_artifact", "evil": "unsafe_path"}
     for name, code in (codes | dict.fromkeys(("deep", "list"), "unreadable")).items():
         with pytest.raises(ArtifactError) as refused:
             remote.fetch(f"{storage}/{name}", root)

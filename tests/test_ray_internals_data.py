@@ -4,77 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
 
 import pytest
 
 from rtrain import ray_internals
 from rtrain.ray_internals import data
 from tests.root import ROOT
-
-
-def test_a_stream_of_data_asks_for_no_nodes_and_has_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's own would ask for twice the two CPUs that it has been given, and for nothing where it has none."""
-    from ray.data import ExecutionOptions, ExecutionResources
-    from ray.data._internal.cluster_autoscaler import (
-        rate_based_cluster_autoscaler as rates,
-        resource_utilization_gauge as gauges,
-    )
-    from ray.data._internal.execution import streaming_executor
-
-    asked, given = list[Any](), {"node": {"CPU": 2.0, "object_store_memory": 7.0}}
-
-    class Coordinator:
-        def __init__(self, **others: Any):
-            pass
-
-        def request_resources(self, resources: Any, **others: Any) -> None:
-            asked.append(resources)
-
-        def get_reserved_resources(self) -> Any:
-            return given
-
-    class Tasks:
-        output_dependencies: ClassVar[list[Any]] = []
-        metrics = SimpleNamespace(
-            average_num_inputs_per_task=1.0, average_num_outputs_per_task=1.0, num_output_blocks_per_task_s=1.0
-        )
-
-        def per_task_resource_allocation(self) -> Any:
-            return ExecutionResources(cpu=1)
-
-        min_scheduling_resources = per_task_resource_allocation
-
-        def get_max_concurrency_limit(self) -> None:
-            return None
-
-        def has_completed(self) -> bool:
-            return False
-
-    busy = SimpleNamespace(observe=lambda: None, get=lambda: gauges.ClusterUtil(cpu=1.0))
-    executor: Any = streaming_executor
-    monkeypatch.setattr(rates, "DefaultAutoscalingCoordinator", Coordinator)
-    for module in (rates, gauges):
-        monkeypatch.setattr(module, "RollingLogicalUtilizationGauge", lambda *given: busy)
-    for name in ("create_cluster_autoscaler", "process_completed_tasks"):
-        monkeypatch.setattr(executor, name, getattr(executor, name))  # and back again
-    context = SimpleNamespace(
-        execution_options=ExecutionOptions(),
-        scheduling_strategy=None,
-        scheduling_strategy_large_args=None,
-    )
-    for ours in (False, True):
-        if ours:
-            ray_internals.stream_within(0.5)
-        scaling = executor.create_cluster_autoscaler({Tasks(): None}, None, context, execution_id="a")
-        scaling._last_request_time = -1e9
-        scaling.try_trigger_scaling()
-        assert asked[-1] == ([] if ours else [{"CPU": 1.0}] * 4)
-        assert scaling.get_total_resources().cpu == 2.0
-    given["node"]["CPU"] = 0.0
-    assert (scaling.get_total_resources().cpu, scaling.get_total_resources().object_store_memory) == (0.5, 7.0)
-
 
 STREAM = """
 import json, os, sys, time

@@ -45,7 +45,7 @@ class Given:
 
         def refuse(is_wrong: bool, field: str, reason: str, fix: str) -> None:
             if is_wrong:
-                found.append(Problem(field, None, reason, fix, code="conflicting_options"))
+                found.append(Problem(field, None, reason, fix, code="conflicting_settings"))
 
         file_options = (
             *(("--out", self.out), ("--resume", self.resume), ("--overwrite", self.overwrite)),

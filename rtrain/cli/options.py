@@ -52,7 +52,7 @@ def reuse_of(resume: bool, new: bool) -> "Reuse":
             None,
             "--resume and --new exclude each other",
             "continue, or start another",
-            code="conflicting_options",
+            code="conflicting_settings",
         )
         raise ConfigError([problem])
     return "resume" if resume else "new" if new else "refuse"

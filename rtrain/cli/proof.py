@@ -40,7 +40,7 @@ def verify(
     """Show that workers, layouts and resumes change nothing but speed; or, by --ledger, which rows a run saw."""
     if (recipe is None) == (ledger is None):
         fix = "write rtrain verify RECIPE --data FILE, or rtrain verify --ledger RUN"
-        problem = Problem("verify", recipe, "takes a recipe or --ledger, one of them", fix, code="conflicting_options")
+        problem = Problem("verify", recipe, "takes a recipe or --ledger, one of them", fix, code="conflicting_settings")
         raise ConfigError([problem])
     from rtrain.report.live.progress import then
 

@@ -127,7 +127,7 @@ def serve(
     from serve.door import access
 
     if update and rollback:
-        raise UserError("--update and --rollback exclude each other", code="conflicting_options")
+        raise UserError("--update and --rollback exclude each other", code="conflicting_settings")
     if rollback or not artifacts:
         if artifacts or not rollback:
             raise UserError("name an artefact to serve; --rollback alone takes none", code="missing")
@@ -135,12 +135,12 @@ def serve(
         return
     if shadow is not None and not update:
         raise UserError(
-            "--shadow says how a candidate proves itself; write it with --update", code="conflicting_options"
+            "--shadow says how a candidate proves itself; write it with --update", code="conflicting_settings"
         )
     if update:
         if len(artifacts) > 1:
             raise UserError(
-                "--update takes one artefact; several models are changed one after another", code="conflicting_options"
+                "--update takes one artefact; several models are changed one after another", code="conflicting_settings"
             )
         asked = configured("intent", assignments, port=port, shadow=shadow).deploy.serve
         trial = [*judge.Aim.of(asked)] if asked.shadow else None
@@ -148,10 +148,10 @@ def serve(
         say(control.ask(asked.port, question))
         return
     if alone and (address or print_config):
-        raise UserError("--alone starts no Ray; leave --address and --print-config out", code="conflicting_options")
+        raise UserError("--alone starts no Ray; leave --address and --print-config out", code="conflicting_settings")
     if model is not None:
         raise UserError(
-            "--model says which model is changed; a name is given to one by NAME=ARTEFACT", code="conflicting_options"
+            "--model says which model is changed; a name is given to one by NAME=ARTEFACT", code="conflicting_settings"
         )
 
     short = {"host": host, "port": port, "keys": keys, "insecure": insecure or None, "ungated": ungated or None}
