@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.root import ROOT
+from tests.root import ROOT as ROOT
 
 PACKAGES = ("rtrain", "serve", "tune")
 # A room is a package or a module; the ground floor comes first.
