@@ -19,7 +19,7 @@ from rtrain.runs.worker import write_model
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
 from rtrain.tasks.span_qa import SpanQA
-from tests.tiny import make_encoder, make_masked
+from tests.tiny import CORPUS, make_encoder, make_masked
 
 TEXTS = (
     "Where is my parcel",
@@ -175,3 +175,82 @@ def test_a_tokenizer_s_class_changes_no_token_of_an_artifact(encoder: Path, tmp_
     assert tokenizer_files.differing_texts(encoder)  # BertTokenizer strips accents, which its tokenizer.json does not
     _, folder = made(tmp_path / "artifact", "classification", encoder)
     assert tokenizer_files.differing_texts(folder) == []
+
+
+ARCHITECTURES = {
+    "wordpiece": ("bert", "distilbert", "electra", "mpnet", "mobilebert"),
+    "bpe": ("roberta", "longformer", "modernbert", "deberta"),
+    "unigram": ("xlm-roberta", "camembert", "albert"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"), [(kind, one) for kind, all_ in ARCHITECTURES.items() for one in all_]
+)
+def test_no_architecture_s_own_tokenizer_class_changes_tokens(kind: str, architecture: str, tmp_path: Path) -> None:
+    source, folder = tmp_path / "source", tmp_path / "artifact"
+    for place in (source, folder):
+        transformers.AutoConfig.for_model(architecture).save_pretrained(place)
+    made_tokenizer(kind).save(str(source / "tokenizer.json"))
+    tokenizer_files.write(source, folder, 512)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = load_tokenizer(source, 512)
+    texts = [*tokenizer_files.STRANGE_TEXTS, *(f"{one}{other}" for one in SIGNS for other in SIGNS)]
+    assert len(texts) >= 200
+    assert [theirs(text).input_ids for text in texts] == [ours.encode(text).ids for text in texts]
+
+
+SIGNS = (
+    "A",
+    "b ",
+    " c",
+    "1",
+    "23",
+    "é",
+    "e\u0301",
+    "ß",
+    "中",
+    "\u1112\u1161",
+    "\u00a0",
+    "👍🏽",
+    "<mask>",
+    "[MASK]",
+    "'s",
+)
+
+
+def made_tokenizer(kind: str) -> Any:
+    """A tokenizer that keeps case and accents and joins no numbers, whatever the class of its folder expects."""
+    from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+    mask = AddedToken("<mask>", lstrip=True, special=True)
+    special = ["<s>", "<pad>", "</s>", "<unk>", mask]
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    model: Any
+    trainer: Any
+    rest: Any
+    if kind == "wordpiece":
+        special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+        model, rest = models.WordPiece(unk_token="[UNK]"), pre_tokenizers.BertPreTokenizer()
+        trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    elif kind == "bpe":
+        model, rest = models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+    else:
+        model, rest = models.Unigram(), pre_tokenizers.Metaspace()
+        trainer = trainers.UnigramTrainer(
+            vocab_size=300, special_tokens=special, unk_token="<unk>", show_progress=False
+        )
+    tokenizer: Any = Tokenizer(model)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+    tokenizer.train_from_iterator([*CORPUS, *(text for text in tokenizer_files.STRANGE_TEXTS)] * 3, trainer)
+    first, last = ("[CLS]", "[SEP]") if kind == "wordpiece" else ("<s>", "</s>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {last}",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (first, last)],
+    )
+    return tokenizer

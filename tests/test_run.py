@@ -12,6 +12,24 @@ from tests import stock
 from tests.refusing import refused
 
 
+def test_the_names_are_those_that_users_and_earlier_versions_know(tmp_path: Path) -> None:
+    run = Run(tmp_path / "intent")
+    assert (run.name, str(run)) == ("intent", str(tmp_path / "intent"))
+    files = (run.config, run.log, run.summary, run.report, run.baselines, run.lock, run.notice, run.placement_group)
+    assert [path.name for path in files] == [
+        *("config.yaml", "events.jsonl", "summary.json", "report.html", "baselines.json"),
+        *("lock", "notice", "placement_group"),
+    ]
+    by_split = (run.predictions("test"), run.scores("test"), run.attributions("test"), run.stalled(1))
+    assert [path.name for path in by_split] == [
+        *("predictions-test.parquet", "scores-test.json", "attributions-test.json", "stalled-1.txt")
+    ]
+    assert [path.name for path in (run.checkpoints, run.artifact, run.int8, run.ray)] == [
+        *("checkpoints", "artifact", "artifact-int8", "ray")
+    ]
+    assert not run.folder.exists()  # nothing is made before it is asked for
+
+
 def test_each_byte_of_the_log_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, parsed = Run(tmp_path), list[int]()
     whole = events.parsed
