@@ -3,14 +3,14 @@
 import errno
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from rtrain import __version__, env, signals
-from rtrain.cli import cluster, compress, doctor, gate, lacking, plan, proof, runs, serve, train
+from rtrain.cli import cluster, compress, doctor, gate, plan, proof, runs, serve, train
 from rtrain.cli.output import show
 from rtrain.cluster import session as sessions
 from rtrain.errors import UserError
@@ -60,6 +60,23 @@ app.command(name="import")(runs.import_)
 app.command(name="serve status")(serve.status)
 
 FAILED, USAGE = 1, 2
+SMALL: Mapping[str, tuple[str, frozenset[str]]] = {
+    "predict": ("rows", frozenset({"pyarrow"})),
+    "serve": ("serve", frozenset({"fastapi", "limits", "prometheus_client", "psutil", "pyarrow", "ray", "scipy"})),
+    "serve --alone": ("alone", frozenset({"fastapi", "httptools", "limits", "prometheus_client", "uvicorn"})),
+}
+"""Verb -> an extra that is enough for it where one of these modules is lacking."""
+ALONE = "--alone"
+LARGE = "train"
+MODULES = frozenset(
+    {
+        *("datasets", "fastapi", "httptools", "httpx", "huggingface_hub", "jinja2", "limits", "markupsafe", "nncf"),
+        *("prometheus_client", "psutil", "pyarrow", "ray", "rouge_score", "sacrebleu", "safetensors", "scipy"),
+        *("sklearn", "aiohttp", "pandas", "requests", "starlette", "torch", "transformers", "uvicorn"),
+    }
+)
+"""Modules of the extra `train`, and of what comes with it."""
+FLOAT = frozenset({"torch", "transformers", "safetensors"})
 NO_HOME = "Could not determine home directory."
 """What `Path.expanduser` raises of ~name/path, without the name."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -102,7 +119,7 @@ def _run(arguments: Sequence[str] | None) -> int | None:
             raise
         return _said("a path begins with ~ and this machine knows no such home folder; write the path out", USAGE)
     except ModuleNotFoundError as error:
-        if (line := lacking.said(arguments or sys.argv[1:], error)) is None:
+        if (line := _missing_library(arguments or sys.argv[1:], error)) is None:
             raise
         return _said(line, FAILED)
     except KeyboardInterrupt:  # before a verb was called
@@ -112,6 +129,19 @@ def _run(arguments: Sequence[str] | None) -> int | None:
             raise
         return _said("ended by SIGTERM", signals.TERMINATED)
     return _said(*signals.ended()) if code == signals.INTERRUPTED else code
+
+
+def _missing_library(words: Sequence[str], error: ModuleNotFoundError) -> str | None:
+    """The line for a user who wrote `words`, a verb first; None where the module belongs to no extra, and its absence
+    is a fault of the program."""
+    verb = " ".join([*words[:1], *([ALONE] if ALONE in words else [])])
+    module = (error.name or "").partition(".")[0]
+    if module not in MODULES:
+        return None
+    extra, enough = SMALL.get(verb, (LARGE, MODULES))
+    extra = extra if module in enough else LARGE
+    other = "; an int8 artefact is answered without" if verb in SMALL and module in FLOAT else ""
+    return f"rtrain {verb} needs {module}, which is not installed: pip install 'rtrain[{extra}]'{other}"
 
 
 def _said(text: str, code: int) -> int:
