@@ -10,13 +10,12 @@ PYTHON      ?=
 TORCH_INDEX ?=
 JOBS        ?= 2
 ARGS        ?=
-NEED_GB     ?= $(if $(findstring cpu,$(TORCH_INDEX))$(filter Darwin,$(shell uname -s)),4,10)
 RUN         := .venv/bin/python -m
 
 # Ray and the endpoint talk to themselves over loopback, which must never go through a proxy.
 export no_proxy := $(or $(no_proxy),$(NO_PROXY),::1),127.0.0.1,localhost
 export NO_PROXY := $(no_proxy)
-export PYTHON TORCH_INDEX NEED_GB
+export PYTHON TORCH_INDEX
 
 .PHONY: help demo test test-slow check format clean preflight install
 
@@ -73,20 +72,6 @@ fi
 if [ -z "$$python" ]; then no_venv "$$broken"; fi
 # .venv may be a link to a folder on a larger disk. venv refuses a link, so it is told of the folder.
 venv=$$(cd -P .venv 2>/dev/null && pwd || true)
-free=$$(df -Pk "$${venv:-.}" | awk 'NR == 2 { print int($$4 / 1048576) }')
-has=$$([ -z "$$venv" ] || du -sk "$$venv" | awk '{ print int($$1 / 1048576) }')
-if [ $$(($${free:-999} + $${has:-0})) -lt "$$NEED_GB" ]; then
-  say "too little disk space: $$free GB free in $${venv:-$$(pwd)}; installing takes about $$NEED_GB GB." \
-    "Free some. On Linux without a GPU 4 GB are enough: make ... TORCH_INDEX=https://download.pytorch.org/whl/cpu" \
-    "To try with what there is: make ... NEED_GB=$$free"; exit 1
-fi
-for name in http_proxy HTTP_PROXY https_proxy HTTPS_PROXY all_proxy ALL_PROXY; do
-  if [ -n "$$(printenv $$name)" ]; then
-    say "$$name is set: pip downloads through that proxy. Loopback traffic of Ray and of the endpoint must not go through it:" \
-      "make adds 127.0.0.1,localhost to no_proxy for what it runs; before you run rtrain yourself, give your shell the same:" \
-      "export no_proxy=$$no_proxy NO_PROXY=$$no_proxy"; break
-  fi
-done
 endef
 
 define INSTALL

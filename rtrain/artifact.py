@@ -147,13 +147,16 @@ def read(folder: Path, verify: bool = True) -> Artifact:
         inner = folder / "artifact"
         named = f"did you mean {inner}?" if (inner / NAME).is_file() else meant(folder)
         hint = named or "name the artifact folder of a finished run"
-        raise ArtifactError(f"{folder} is no artefact (no {NAME}); {hint}")
+        raise ArtifactError(f"{folder} is no artefact (no {NAME}); {hint}", code="not_an_artifact")
     if verify and (problem := manifest.damage(folder, _answering(folder))) is not None:
-        raise ArtifactError(f"artefact {folder} is damaged: {problem}; make it again or copy it whole")
+        raise ArtifactError(
+            f"artefact {folder} is damaged: {problem}; make it again or copy it whole", code="damaged_artifact"
+        )
     document = document_of(folder)
     if document.get("schema_version") != SCHEMA_VERSION:
         raise ArtifactError(
-            f"artefact {folder} is of schema {document.get('schema_version')}, this rtrain reads {SCHEMA_VERSION}"
+            f"artefact {folder} is of schema {document.get('schema_version')}, this rtrain reads {SCHEMA_VERSION}",
+            code="other_version",
         )
     try:
         document["labels"], document["golden"] = tuple(document["labels"]), tuple(document["golden"])
@@ -161,7 +164,8 @@ def read(folder: Path, verify: bool = True) -> Artifact:
     except (KeyError, TypeError) as error:
         raise ArtifactError(
             f"artefact {folder}: its {NAME} has other fields than this rtrain writes ({error}); use the version that "
-            "made it, or make it again"
+            "made it, or make it again",
+            code="other_version",
         ) from None
 
 
@@ -177,7 +181,7 @@ def document_of(folder: Path) -> dict[str, Any]:
     try:
         return documents.read(folder / NAME)
     except UserError as error:
-        raise ArtifactError(str(error)) from None
+        raise ArtifactError(str(error), code=error.code) from None
 
 
 def size_mb(folder: Path, engine: str) -> float:

@@ -18,7 +18,6 @@ from rtrain.data.splits import Splits
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import model
-from rtrain.report.live.peak_memory import PeakMemory
 from rtrain.report.live.progress import Line, say
 from rtrain.report.summary import summarise
 from rtrain.run import Run
@@ -48,7 +47,6 @@ class Stage:
 
 @dataclass
 class Report:
-    memory: PeakMemory
     stages: list[Stage] = field(default_factory=list)
     baseline: float = 0.0
     default_score: float = 0.0
@@ -58,7 +56,7 @@ class Report:
     @contextmanager
     def stage(self, name: str, line: Line) -> Iterator[Stage]:
         """Time the stage in the `with` block, and say when it begins and when it is done."""
-        stage, start, self.memory.stage = Stage(name), time.perf_counter(), name
+        stage, start = Stage(name), time.perf_counter()
         line({"kind": "stage", "text": f"{name} ..."})
         yield stage
         stage.seconds = round(time.perf_counter() - start, 1)
@@ -79,13 +77,15 @@ def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
     given = {name: value for name in ("keys", "tls_cert") if (value := getattr(config.deploy.serve, name))}
     if given:
         reason, fix = "the demo asks its endpoint itself, as anybody would", "leave it out, and serve what it has made"
-        raise ConfigError([Problem(f"serve.{name}", value, reason, fix) for name, value in given.items()])
+        raise ConfigError(
+            [Problem(f"serve.{name}", value, reason, fix, code="conflicting_settings") for name, value in given.items()]
+        )
     folder = opening.folder_for("demo", out)
     config = _with_data(config, folder, refuse=out is not None)
     preparing.check(config)
     access.check(config.deploy.serve, say)
-    with PeakMemory() as memory, Line() as line, session(config, folder, line):
-        report = Report(memory)
+    with Line() as line, session(config, folder, line):
+        report = Report()
         _train_stages(report, config, folder, line)
         with _serve_stages(report, config, folder, line) as url:
             document = _finish(report, folder, time.perf_counter() - started)
@@ -103,8 +103,6 @@ def _finish(report: Report, folder: Path, seconds: float) -> dict[str, Any]:
         "default_score": round(report.default_score, 4),
         "winner_score": round(report.winner_score, 4),
         "answer_matches": report.answer_matches,
-        "peak_memory_mb": round(report.memory.peak_mb),
-        "at_peak": report.memory.at_peak,
         "seconds": round(seconds, 1),
         "run": str(folder),
     }
@@ -115,7 +113,7 @@ def _finish(report: Report, folder: Path, seconds: float) -> dict[str, Any]:
 
 def _with_data(config: Config, folder: Path, refuse: bool) -> Config:
     if refuse and folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"--out: {folder} is not empty; name a new folder")
+        raise UserError(f"--out: {folder} is not empty; name a new folder", code="not_empty")
     train, test = synthetic.write(folder / "data")
     return opening.absolute(configuration.with_overrides(config, {"data.path": str(train), "data.test": str(test)}))
 
@@ -246,7 +244,7 @@ def _predict(artifact: Path, texts: Sequence[str]) -> list[tuple[str, float]]:
     lines = "\n".join(text.replace("\n", " ") for text in texts)
     done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False, cwd=package_root())
     if done.returncode:
-        raise UserError(f"rtrain predict {artifact} failed: {done.stderr.strip()}")
+        raise UserError(f"rtrain predict {artifact} failed: {done.stderr.strip()}", code="failed")
     return [(answer[0]["label"], answer[0]["score"]) for answer in json.loads(done.stdout)]
 
 
@@ -272,8 +270,7 @@ def table(report: Report, document: dict[str, Any]) -> str:
             *lines,
             f"test accuracy: TF-IDF baseline {report.baseline:.4f}, default recipe {report.default_score:.4f}, "
             f"winner {report.winner_score:.4f}",
-            f"answers over HTTP are {matches}; {document['seconds']:.0f} s, "
-            f"peak memory {document['peak_memory_mb']:,} MB",
+            f"answers over HTTP are {matches}; {document['seconds']:.0f} s",
             f"everything is in {document['run']}",
         ]
     )

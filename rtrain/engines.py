@@ -85,7 +85,7 @@ def quantized() -> tuple[str, ...]:
 def get(name: str) -> Entry:
     """Raises `UserError` for an engine that this rtrain has not: its artefact is of a newer one."""
     if name not in ENGINES:
-        raise UserError(f"engine {name!r} is unknown; this rtrain has {', '.join(ENGINES)}")
+        raise UserError(f"engine {name!r} is unknown; this rtrain has {', '.join(ENGINES)}", code="unknown_name")
     return ENGINES[name]
 
 
@@ -95,7 +95,8 @@ def needed(name: str, libraries: Sequence[str]) -> None:
     if absent:
         raise UserError(
             f"the engine {name} needs {' and '.join(absent)}: pip install 'rtrain[onnx]', or quantize with "
-            f"quantize.engine={quantized()[0]}"
+            f"quantize.engine={quantized()[0]}",
+            code="not_installed",
         )
 
 

@@ -42,6 +42,10 @@ class UserError(Exception):
         if code is not None:
             self.code = code
 
+    def to_document(self) -> dict[str, Any]:
+        """What a command prints on stdout by `--json`."""
+        return {"error": {"code": self.code, "message": str(self), "problems": []}}
+
 
 class Ended(UserError):
     """The command was ended from outside; the message says how to go on, `exit_code` by which signal."""
@@ -62,6 +66,10 @@ class ConfigError(UserError):
     def __init__(self, problems: Sequence[Problem], advice: str | None = None):
         self.problems, self.advice = tuple(problems), advice
         super().__init__("\n".join([*map(str, problems), *([advice] if advice else [])]))
+
+    def to_document(self) -> dict[str, Any]:
+        problems = [{"field": each.field, "code": each.code, "message": str(each)} for each in self.problems]
+        return {"error": {"code": self.code, "message": str(self), "problems": problems}}
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[Problem, ...], str | None]]:
         return type(self), (self.problems, self.advice)  # pickling must keep both, on the way back from a Ray worker

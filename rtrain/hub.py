@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -62,9 +62,12 @@ class Refused(UserError):
     `reason` and `fix` are meant for a `Problem`.
     """
 
-    def __init__(self, reason: str, fix: str, silent: bool = False):
+    def __init__(self, reason: str, fix: str, silent: bool = False, *, code: str = "refused"):
         self.reason, self.fix, self.silent = reason, fix, silent
-        super().__init__(f"{reason}; {fix}")
+        super().__init__(f"{reason}; {fix}", code=code)
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return partial(type(self), code=self.code), (self.reason, self.fix, self.silent)  # from a Ray worker
 
 
 def parse(text: str) -> Name | None:
@@ -105,7 +108,7 @@ def model(text: str, root: Path | None = None) -> Path:
 
     name = _pinned("model", _parsed(text))
     if name.subset:
-        raise Refused("a model has no subsets", f"write {name.repo}")
+        raise Refused("a model has no subsets", f"write {name.repo}", code="conflicting_settings")
     if copy := _copy("model", name, root):
         return copy
     silent: Refused | None = None
@@ -213,14 +216,14 @@ def _verified(folder: Path) -> Path:
     """The folder, if it matches its manifest. It is read once per process: it may hold gigabytes, and a run asks
     several times."""
     if problem := manifest.damage(folder):
-        raise UserError(f"{folder}: {problem}; remove the folder, and it is fetched again")
+        raise UserError(f"{folder}: {problem}; remove the folder, and it is fetched again", code="damaged_copy")
     return folder
 
 
 def _parsed(text: str) -> Name:
     name = parse(text)
     if name is None:
-        raise Refused(f"{text!r} is no hub name", "write owner/name, or owner/name@revision")
+        raise Refused(f"{text!r} is no hub name", "write owner/name, or owner/name@revision", code="invalid_name")
     return name
 
 
@@ -267,7 +270,7 @@ def _loaded(name: Name) -> dict[str, list[Path]]:
     # If anything fails, `datasets` takes the latest files in its cache, of whatever commit.
     if not all(name.revision in path.parts for paths in found.values() for path in paths):
         reason = f"the cache of `datasets` holds another commit of {name.repo} than {name.revision}"
-        raise Refused(reason, "try again where the hub answers")
+        raise Refused(reason, "try again where the hub answers", code="other_commit")
     return found
 
 
@@ -307,17 +310,29 @@ def _refused(kind: Kind, name: Name, error: Exception, subsets: Iterable[str] = 
     token = "give a token that may read it: HF_TOKEN=..."
     if isinstance(error, errors.GatedRepoError):
         page = f"{at}/{'datasets/' if kind == 'dataset' else ''}{name.repo}"
-        return Refused(f"{at} gives {name.repo} only to those with access", f"ask for it at {page}, and {token}")
+        return Refused(
+            f"{at} gives {name.repo} only to those with access",
+            f"ask for it at {page}, and {token}",
+            code="access_denied",
+        )
     if isinstance(error, errors.RevisionNotFoundError):
-        return Refused(f"{at} has {name.repo}, and no revision {name.revision!r} of it", "name a branch, tag or commit")
+        return Refused(
+            f"{at} has {name.repo}, and no revision {name.revision!r} of it",
+            "name a branch, tag or commit",
+            code="not_found",
+        )
     if isinstance(error, errors.RepositoryNotFoundError) or status == 401:
         reason = f"{at} has no {CALLED[kind]} {name.repo} (not found, or private)"
-        return Refused(reason, f"check the name; of a private one {token}")
+        return Refused(reason, f"check the name; of a private one {token}", code="not_found")
     if status == 403:
-        return Refused(f"{at} refuses {name.repo} ({first})", token)
+        return Refused(f"{at} refuses {name.repo} ({first})", token, code="access_denied")
     if _is_silence(error):
-        return Refused(f"{at} cannot be reached ({first})", "try again when it answers", silent=True)
+        return Refused(
+            f"{at} cannot be reached ({first})", "try again when it answers", silent=True, code="unreachable"
+        )
     if len(names := list(subsets)) > 1 and name.subset not in names:
         some = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-        return Refused(f"{name.repo} has several subsets ({some})", f"name one: {name.repo}:{names[0]}")
-    return Refused(f"{name.repo} could not be loaded ({first})", "write a file or folder instead")
+        return Refused(
+            f"{name.repo} has several subsets ({some})", f"name one: {name.repo}:{names[0]}", code="ambiguous_name"
+        )
+    return Refused(f"{name.repo} could not be loaded ({first})", "write a file or folder instead", code="unreadable")

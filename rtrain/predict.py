@@ -55,6 +55,8 @@ CONVERTER = "openvino.tools.ovc"
 class InputError(UserError):
     """An input that no model can read; `position` is its place in the request."""
 
+    code = "invalid_input"
+
     def __init__(self, message: str, position: int):
         super().__init__(message)
         self.position = position
@@ -233,13 +235,14 @@ class Predictor:
         version = f", version {parent}" if parent else ""
         raise UserError(
             f"artefact {made.name} {made.version} is int8 and has no gradients; "
-            f"name the float artefact that it was made from{version}"
+            f"name the float artefact that it was made from{version}",
+            code="no_gradients",
         )
 
     def check_golden(self) -> None:
         """Refuse to answer where the answers are not those that the artefact's maker recorded."""
         if not self.artifact.golden:
-            raise ArtifactError("the artefact has no golden answers; make it again")
+            raise ArtifactError("the artefact has no golden answers; make it again", code="damaged_artifact")
         found = self.logits([row["inputs"] for row in self.artifact.golden], batch_rows=1)
         apart = [
             _apart(output, np.array(row["logits"], dtype=np.float32))
@@ -250,7 +253,8 @@ class Predictor:
         if not worst <= tolerance:  # also where it is not a number
             raise ArtifactError(
                 f"artefact {self.artifact.name} {self.artifact.version} does not reproduce its golden answers: logits "
-                f"differ by {worst:.3g} (at most {tolerance:g}). {self._why_apart()}"
+                f"differ by {worst:.3g} (at most {tolerance:g}). {self._why_apart()}",
+                code="other_answers",
             )
 
     def _why_apart(self) -> str:

@@ -7,7 +7,7 @@ histogram of each, as JSON, and the score below which its answers are no answers
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -38,7 +38,7 @@ NAMED = ("classes", "labels")
 NONE = "none"
 """In place of a label where there is none."""
 VERSION = 2
-"""Counts up when the histograms come to mean something else (`comparable`)."""
+"""Counts up when the histograms come to mean something else."""
 MOST_ROWS = 20_000
 """More validation rows would not make the histograms better."""
 ABSTAIN = "abstain"
@@ -118,14 +118,6 @@ def of_rows(
     if found.labels is not None:
         document["labels"] = dict(sorted(Counter(label for row in found.labels for label in row).items()))
     return document
-
-
-def comparable(document: Mapping[str, Any], head: Head) -> Mapping[str, Any]:
-    """What of an artefact's histograms can be compared with requests. Until `VERSION` 2 the score of a row that
-    `data.outside` refuses was not the best class's chance, but what that leaves over."""
-    if document.get("version", 1) >= 2 or "outside" not in head.facts:
-        return document
-    return {name: known for name, known in document.items() if name != "score"}
 
 
 def place(values: npt.NDArray[np.float64], edges: Sequence[float]) -> Ints:

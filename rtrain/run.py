@@ -259,13 +259,18 @@ def chosen(folder: Path) -> Run:
         inside = (folder / ARTIFACT).is_file() and parent.exists
         near = f"did you mean {parent}?" if inside else meant(folder)
         hint = near or "name the folder that --out named"
-        raise UserError(f"{folder} holds no run (no {run.config.name}); {hint}")
+        raise UserError(f"{folder} holds no run (no {run.config.name}); {hint}", code="not_a_run")
     if (winner := run.winner) is not None:
         if not winner.exists:
-            raise UserError(f"{folder} has chosen {winner.name}, which is gone; name the folder of another trial")
+            raise UserError(
+                f"{folder} has chosen {winner.name}, which is gone; name the folder of another trial", code="not_found"
+            )
         return winner
     if run.is_search:
-        raise UserError(f"{folder} is a search that has not chosen its winner yet; go on with: {run.resumed_by}")
+        raise UserError(
+            f"{folder} is a search that has not chosen its winner yet; go on with: {run.resumed_by}",
+            code="not_finished",
+        )
     return run
 
 
@@ -283,7 +288,9 @@ def artifact_of(folder: Path) -> Path:
     for place in (found.artifact, found.int8):
         if (place / ARTIFACT).is_file():
             return place
-    raise UserError(f"{found} has no artefact yet, as its training has not ended; go on with: {run.resumed_by}")
+    raise UserError(
+        f"{found} has no artefact yet, as its training has not ended; go on with: {run.resumed_by}", code="not_finished"
+    )
 
 
 def near(path: Path) -> Path:

@@ -107,32 +107,16 @@ def settings_for_scores(made: Artifact, overrides: Mapping[str, Any]) -> Data:
     return data.model_copy(update={"split": column})
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The scores of an artefact on the rows of a file, and what they are made of."""
-
-    report: dict[str, Any]
-    """As `rtrain.metrics.scores` has it of a run's splits, `unseen` where rows are training or validation rows; `seen`:
-    how many of the rows are `train` and `valid` rows of the artefact, None where that is not known; `left_out`: rows of
-    other splits than the test, by split; `bad_rows`, which could not be read, and `bad_row_examples` of them;
-    `cut_rows`, which are longer than what the artefact reads; `unknown_labels`: how many `rows` have a label that the
-    artefact lacks, and `examples` of such labels; `rows_per_second`."""
-    rows: list[Record]
-    """All rows of the file. A row that could not be used, or is no test row, has its reason, and no answer."""
-    answers: list[Any]
-    """In the task's HTTP form, of the rows without a reason; none of masked text, of which a row has no one answer."""
-    right: npt.NDArray[np.bool_] | None
-    """Whether each of these answers is right; None for a task whose answers are nearer to the truth or farther."""
-
-
 def run(folder: Path, data: Data) -> dict[str, Any]:
-    """The scores of an artefact on the rows of a file; the report of `measured`."""
-    return measured(folder, data).report
+    """Answer the rows of a file, and score the answers. A label that the artefact lacks is one that it never gives: the
+    row is wrong, whatever is answered.
 
-
-def measured(folder: Path, data: Data) -> Measured:
-    """Answer the rows of a file, and score the answers. A label that the artefact lacks is one that it never gives:
-    the row is wrong, whatever is answered."""
+    The report is as `rtrain.metrics.scores` has it of a run's splits, `unseen` where rows are training or validation
+    rows; `seen`: how many of the rows are `train` and `valid` rows of the artefact, None where that is not known;
+    `left_out`: rows of other splits than the test, by split; `bad_rows`, which could not be read, and
+    `bad_row_examples` of them; `cut_rows`, which are longer than what the artefact reads; `unknown_labels`: how many
+    `rows` have a label that the artefact lacks, and `examples` of such labels; `rows_per_second`.
+    """
     source = records.inspect(data)
     predictor = Predictor.load(folder)
     task = predictor.task
@@ -148,7 +132,6 @@ def measured(folder: Path, data: Data) -> Measured:
     columns = {name: [row.slices[place] for row in good] for place, name in enumerate(data.slices)}
     outcomes = asked.outcomes(task, answered.outcomes)
     found = measure(task, asked.head, "file", outcomes, targets, lengths, columns)
-    answers: list[Any] = []
     if has_answers:
         answers = task.decode(answered.outputs, asked.inputs, asked.encoded, predictor.head, {})
         found["scores"] |= task.judge(answers, [row.label for row in good])
@@ -159,20 +142,17 @@ def measured(folder: Path, data: Data) -> Measured:
         found["scores"] |= {f"running_text_{name}": value for name, value in own.items()}
     if seen is not None and seen.either.any():
         found["unseen"] = without(task, asked.head, outcomes, targets, seen.either)
-    flaws = (f"line {row.line}: {row.reason}" for row in rows if row.reason not in (None, *map(_other_split, left_out)))
-    report = {
+    flaws = (f"line {row.line}: {row.reason}" for row in rows if row.reason is not None)
+    return {
         **found,
         "seen": None if seen is None else seen.counts(),
         "left_out": left_out,
-        "bad_rows": len(rows) - len(good) - sum(left_out.values()),
+        "bad_rows": len(rows) - len(good),
         "bad_row_examples": list(itertools.islice(flaws, EXAMPLES)),
         "cut_rows": sum(row.truncated for row in asked.encoded),
         "unknown_labels": {"rows": int(asked.unknown.sum()), "examples": examples(good, asked)},
         "rows_per_second": round(len(good) / seconds, 1),
     }
-    is_right = metric_for(task.output).right
-    right = None if is_right is None else is_right(outcomes, targets, asked.head) & ~asked.unknown
-    return Measured(report, rows, answers, right)
 
 
 def score_running_text(
@@ -222,30 +202,25 @@ def describe_rows(report: Mapping[str, Any], data: Data, labels: Sequence[str]) 
 
 
 def rows_of(source: records.Source, data: Data, task: Task) -> tuple[list[Record], dict[str, int]]:
-    """(all rows of a file, how many good ones are left out by split). A row that the task cannot use has the reason.
-    So has a row of another split than the test, where the file or a column names splits.
+    """(rows of a file, how many good ones are left out by split). A row that the task cannot use has the reason. Where
+    the file or a column names splits, good rows of other splits than the test are left out.
 
     Raises `ConfigError` where splits are named and no row is a test row.
     """
-    every = [(piece.role, _with_flaw(record, task)) for piece in source.pieces for record in records.read(piece, data)]
-    if data.split is None and not source.has_test:
-        return [record for _, record in every], {}
+    named = data.split is not None or source.has_test
     rows: list[Record] = []
     left_out: Counter[str] = Counter()
-    for role, record in every:
-        split = record.split or role
-        if record.reason is None and split != "test":
-            left_out[split] += 1
-            record = record._replace(reason=_other_split(split))
-        rows.append(record)
+    for piece in source.pieces:
+        for record in (_with_flaw(record, task) for record in records.read(piece, data)):
+            split = record.split or piece.role
+            if named and record.reason is None and split != "test":
+                left_out[split] += 1
+            else:
+                rows.append(record)
     if left_out and all(record.reason is not None for record in rows):
         reason, fix = "no row is a test row", "name another file, or write --set data.split=null to score all rows"
-        raise ConfigError([Problem("data.split", data.split, reason, fix)])
+        raise ConfigError([Problem("data.split", data.split, reason, fix, code="no_test_rows")])
     return rows, dict(left_out)
-
-
-def _other_split(split: str) -> str:
-    return f"a row of the split {split!r}; only test rows are scored"
 
 
 def trained_from(folder: Path, made: Artifact, beside: Store | None = None) -> Store | None:
@@ -288,9 +263,14 @@ def sound_rows(rows: Sequence[Record], data: Data) -> list[Record]:
     sound = [row for row in rows if row.reason is None]
     if not sound:
         first = f" (line {rows[0].line}: {rows[0].reason})" if rows else ""
-        raise ConfigError(
-            [Problem("data.path", data.path, f"no row can be used{first}", "give rows with text and label")]
+        problem = Problem(
+            "data.path",
+            data.path,
+            f"no row can be used{first}",
+            "give rows with text and label",
+            code="no_rows",
         )
+        raise ConfigError([problem])
     return sound
 
 

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ import pyarrow.parquet
 import pytest
 
 from rtrain.answers import columns, source, writing
-from rtrain.answers.folder import refuse_among_rows, replaced
+from rtrain.answers.folder import refuse_among_rows
 from rtrain.answers.writing import Format
 from rtrain.config import Data
 from rtrain.data import records
-from rtrain.errors import ConfigError
 from tests.answering import write_jsonl
+from tests.refusing import refused
 
 
 def written(path: Path, format: Format) -> bytes:
@@ -82,29 +81,6 @@ def test_a_map_of_a_parquet_file_holds_none_either(tmp_path: Path) -> None:
     assert written(tmp_path / "a.parquet", "csv").decode().splitlines()[1] == 'a,"[[""a"", null], [""b"", 1.0]]",'
 
 
-def test_what_python_cannot_hold_is_text_in_lists_and_objects_too(tmp_path: Path) -> None:
-    """A text that is no UTF-8, and a day past the year 9999."""
-    bad = pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"a\xffb"))
-    given = {
-        "text": ["one", "two"],
-        "list": pa.ListArray.from_arrays(pa.array([0, 2, 2], pa.int32()), bad),
-        "object": pa.StructArray.from_arrays([bad, pa.array([1, 2])], ["name", "number"]),
-        "category": pa.DictionaryArray.from_arrays(pa.array([1, 0], pa.int32()), bad),
-        "days": pa.array([[10**9, 1, None], None], pa.list_(pa.date32())),
-        "map": pa.array([[("a", 10**9)], []], pa.map_(pa.string(), pa.date32())),
-    }
-    pyarrow.parquet.write_table(pa.table(given), tmp_path / "a.parquet")
-    far, shown = "<value out of range: 1000000000>", "a\N{REPLACEMENT CHARACTER}"
-    first, second = map(json.loads, written(tmp_path / "a.parquet", "jsonl").splitlines())
-    assert first == {
-        **{"text": "one", "list": [shown, "b"], "object": {"name": shown, "number": 1}, "category": "b"},
-        **{"days": [far, "1970-01-02", None], "map": [["a", far]], "reason": None},
-    }
-    assert (second["list"], second["category"], second["days"], second["map"]) == ([], shown, None, [])
-    lines = list(csv.reader(io.StringIO(written(tmp_path / "a.parquet", "csv").decode())))
-    assert lines[1][1:4] == [f'["{shown}", "b"]', f'{{"name": "{shown}", "number": 1}}', "b"]
-
-
 @pytest.mark.parametrize("format", ["csv", "jsonl", "parquet"])
 def test_lists_in_lists_without_end_are_texts(tmp_path: Path, format: Format) -> None:
     deep = "[" * 700 + "]" * 700
@@ -113,19 +89,6 @@ def test_lists_in_lists_without_end_are_texts(tmp_path: Path, format: Format) ->
 
 
 # ------------------------------------------------------------------------------------------------------------ the file
-
-
-def test_of_two_that_write_one_file_the_second_is_refused_and_the_first_s_answers_stay(tmp_path: Path) -> None:
-    out = tmp_path / "answers.jsonl"
-
-    def write(content: bytes, meanwhile: Callable[[], None] = lambda: None) -> None:
-        with replaced(out, False) as file:
-            file.write(content)
-            meanwhile()
-
-    with pytest.raises(ConfigError, match="there is such a file already"):
-        write(b"B1\nB2\n", lambda: write(b"A1\nA2\n"))
-    assert (out.read_bytes(), [path.name for path in tmp_path.iterdir()]) == (b"A1\nA2\n", [out.name])
 
 
 @pytest.mark.parametrize(
@@ -148,7 +111,7 @@ def test_answers_are_not_written_where_they_would_be_read_as_rows(tmp_path: Path
     (tmp_path / "link").symlink_to("rows")
     data = Data(path=str(tmp_path / rows), label=None)
     found = records.inspect(data)
-    with pytest.raises(ConfigError, match="it is among the rows that --data names"):
+    with refused("among_the_rows", "--out"):
         refuse_among_rows(found, data, tmp_path / out)
     refuse_among_rows(found, data, tmp_path / "answers.csv")
     if "*" in rows:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from rtrain import artifact, manifest
-from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
+from rtrain.artifact import GOLDEN_INPUTS, Artifact
+from tests.refusing import refused
 from tests.tiny import MAX_TOKENS, NAME, make_artifact
 
 
@@ -102,21 +103,6 @@ def test_the_version_is_over_what_answers(tmp_path: Path) -> None:
     assert len(others | {first}) == 5
 
 
-def test_an_int8_graph_is_part_of_the_version(tmp_path: Path) -> None:
-    one, other = model_files(tmp_path / "one"), model_files(tmp_path / "other")
-    for folder, graph in ((one, b"graph"), (other, b"another")):
-        (folder / "model.int8.bin").write_bytes(graph)
-    versions = {artifact.write(folder, described(engine="openvino"), answer).version for folder in (one, other)}
-    assert len(versions) == 2
-
-
-def test_writing_again_replaces_what_was_said(tmp_path: Path) -> None:
-    folder = model_files(tmp_path / "a")
-    artifact.write(folder, described(), answer)
-    made = artifact.write(folder, described(metrics={"x": 1}), answer)
-    assert artifact.read(folder) == made
-
-
 # ------------------------------------------------------------------------------------------------------------- refusal
 
 
@@ -135,7 +121,7 @@ def test_a_tampered_artefact_is_refused_by_the_file_s_name(
     folder: Path, harm: Callable[[Path], object], found: str
 ) -> None:
     harm(folder)
-    with pytest.raises(ArtifactError, match=f"is damaged: {found}; make it again or copy it whole"):
+    with refused("damaged_artifact"):
         artifact.read(folder)
 
 
@@ -147,7 +133,7 @@ def test_a_model_file_that_its_maker_did_not_record_is_damage_and_any_other_file
     (folder / "notes.txt").touch()
     assert artifact.read(folder).name == NAME
     (folder / name).touch()
-    with pytest.raises(ArtifactError, match=f"is damaged: MANIFEST.json does not record {name}; make it again"):
+    with refused("damaged_artifact"):
         artifact.read(folder)
 
 
@@ -156,7 +142,7 @@ def test_a_manifest_that_leaves_out_what_answers_is_damage(folder: Path, name: s
     document = json.loads((folder / manifest.NAME).read_text())
     del document["files"][name]
     (folder / manifest.NAME).write_text(json.dumps(document))
-    with pytest.raises(ArtifactError, match=f"is damaged: MANIFEST.json does not record {name}"):
+    with refused("damaged_artifact"):
         artifact.read(folder)
 
 
@@ -168,45 +154,27 @@ def flip(path: Path) -> None:
 
 def test_another_schema_is_refused(folder: Path) -> None:
     change(folder, schema_version=2)
-    with pytest.raises(ArtifactError, match="is of schema 2, this rtrain reads 1"):
+    with refused("other_version"):
         artifact.read(folder)
 
 
 @pytest.mark.parametrize(("added", "told"), [({"kind": "of a later rtrain"}, "kind"), ({"labels": 3}, "int")])
 def test_fields_of_another_version_are_refused_by_name(folder: Path, added: dict[str, Any], told: str) -> None:
     change(folder, **added)
-    with pytest.raises(ArtifactError, match=rf"its artifact\.json has other fields .*{told}"):
-        artifact.read(folder)
-
-
-def test_a_field_that_is_missing_is_told(folder: Path) -> None:
-    (folder / artifact.NAME).write_text('{"schema_version": 1}')
-    manifest.write(folder)
-    with pytest.raises(ArtifactError, match="'labels'"):
+    with refused("other_version"):
         artifact.read(folder)
 
 
 @pytest.mark.parametrize("document", ["[" * 200_000, '{"files": ["a"]}', "[]"])
 def test_a_manifest_that_is_none_is_damage(folder: Path, document: str) -> None:
     (folder / manifest.NAME).write_text(document)
-    with pytest.raises(ArtifactError, match=r"MANIFEST\.json is missing or unreadable"):
+    with refused("damaged_artifact"):
         artifact.read(folder)
-
-
-def test_without_verification_only_artifact_json_is_read(folder: Path) -> None:
-    flip(folder / "model.safetensors")
-    assert artifact.read(folder, verify=False).name == NAME
-
-
-def test_a_run_in_place_of_its_artefact_is_recognised(folder: Path) -> None:
-    with pytest.raises(ArtifactError) as caught:
-        artifact.read(folder.parent)
-    assert str(caught.value) == f"{folder.parent} is no artefact (no artifact.json); did you mean {folder}?"
 
 
 def test_any_other_folder_is_no_artefact(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ArtifactError, match="name the artifact folder of a finished run"):
+        with refused("not_an_artifact"):
             artifact.read(path)
 
 
@@ -239,11 +207,3 @@ def test_publishing_after_a_crash_in_between(tmp_path: Path) -> None:
     artifact.publish(model_files(tmp_path / ".new", weights=b"new"), tmp_path / "artifact")
     assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
     assert (tmp_path / "artifact" / "model.safetensors").read_bytes() == b"new"
-
-
-def test_size_is_that_of_the_weights_that_answer(tmp_path: Path) -> None:
-    folder = model_files(tmp_path / "a", weights=bytes(3_000_000))
-    (folder / "model.int8.xml").write_bytes(bytes(200_000))
-    (folder / "model.int8.bin").write_bytes(bytes(800_000))
-    assert artifact.size_mb(folder, "torch") == 3.0
-    assert artifact.size_mb(folder, "openvino") == 1.0

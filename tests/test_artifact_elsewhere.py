@@ -97,16 +97,10 @@ def test_a_pipeline_tags_tokens_as_rtrain_does(encoder: Path, tmp_path: Path) ->
     pipeline: Any = transformers.pipeline("token-classification", str(folder), ignore_labels=[], device="cpu")
     predictor = Predictor.load(folder)
     for text in TEXTS:
-        [encoded] = predictor.encode([text])
-        inputs = {name: np.array([row]) for name, row in _inputs(encoded.ids).items()}
-        logits = predictor._engine.logits(inputs)[0][1:-1]
+        logits = predictor.logits([text])[0][1:-1]
         assert [entry["entity"] for entry in pipeline(text)] == [
             HEADS["token_tags"].labels[place] for place in logits.argmax(-1)
         ]
-
-
-def _inputs(ids: list[int]) -> dict[str, list[int]]:
-    return {"input_ids": ids, "attention_mask": [1] * len(ids), "token_type_ids": [0] * len(ids)}
 
 
 def test_a_pipeline_fills_masks_as_rtrain_does(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from rtrain.cli import app as cli
 from serve.door import keys
 from tests import test_cli
-from tests.test_cli import Cli
+from tests.test_cli import Cli, error_of, fields_of
 from tests.tiny import make_artifact
 
 run = test_cli.run  # fixture
@@ -39,42 +39,28 @@ def test_a_key_is_printed_once_listed_without_its_hash_and_revoked(run: Cli, tmp
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code"),
     [
-        (["add", "FILE", "a b"], 1, "'a b' is no name"),
-        (
-            ["add", "FILE", "shop", "--scope", "admin"],
-            2,
-            "--scope=admin: there is no such scope; write predict or metrics",
-        ),
-        (["add", "FILE", "shop", "--rate", "often"], 1, "'often' is no rate; write e.g. 100/minute or 5/second"),
-        (["add", "no/such/folder/FILE", "shop"], 1, "the folder of no/such/folder/FILE cannot be opened"),
-        (["list", "FILE"], 1, "there is no file of keys FILE"),
-        (["revoke", "FILE", "shop"], 1, "there is no file of keys"),
-        (["forge", "FILE"], 2, "No such command 'forge'"),
-        (["add"], 2, "Missing argument 'file'"),
-        (["--port", "0"], 2, "No such option: --port"),
+        (["add", "FILE", "a b"], 1),
+        (["add", "FILE", "shop", "--scope", "admin"], 2),
+        (["add", "FILE", "shop", "--rate", "often"], 1),
+        (["add", "no/such/folder/FILE", "shop"], 1),
+        (["list", "FILE"], 1),
+        (["revoke", "FILE", "shop"], 1),
+        (["forge", "FILE"], 2),
+        (["add"], 2),
+        ([], 2),
     ],
 )
-def test_bad_words_are_answered_by_what_to_write(run: Cli, arguments: list[str], code: int, said: str) -> None:
+def test_bad_words_are_refused_without_a_traceback(run: Cli, arguments: list[str], code: int) -> None:
     found, out, err = run("serve", "keys", *arguments)
-    assert (found, out, said in err) == (code, "", True), err
-
-
-def test_bare_it_is_a_question_for_help_that_names_the_way_for_a_folder_of_that_name(run: Cli) -> None:
-    code, out, err = run("serve", "keys")
-    assert (code, out) == (2, "")
-    assert "served as ./keys" in " ".join(err.split())
+    assert (found, out, bool(err), "Traceback" in err) == (code, "", True, False), err
 
 
 def test_the_demo_has_no_key_to_ask_with(run: Cli, tmp_path: Path) -> None:
     settings = ("serve.keys=a", "serve.tls_cert=b", "serve.tls_key=c")
-    code, out, err = run("demo", *(word for one in settings for word in ("--set", one)))
-    assert (code, out) == (2, "")
-    assert [line.split(";")[0] for line in err.splitlines()] == [
-        "rtrain: serve.keys=a: the demo asks its endpoint itself, as anybody would",
-        "serve.tls_cert=b: the demo asks its endpoint itself, as anybody would",
-    ]
+    code, error = error_of(run, "demo", *(word for one in settings for word in ("--set", one)))
+    assert (code, fields_of(error)) == (2, ["serve.keys", "serve.tls_cert"])
     assert list(tmp_path.iterdir()) == []
 
 

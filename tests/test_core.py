@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import labelled_rows, write_rows
+from tests.root import ROOT
 from tests.test_inventory_parcel import ALONE, SERVING, modules_of
 from tests.test_serve_alone import answering, asked
 from tests.test_serve_deployment import openvino_artifact
 from tests.tiny import make_artifact
 
-ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 HEAVY = {"torch", "transformers", "ray", "nncf", "datasets", "pyarrow", "sklearn", "scipy", "pandas"}
 EVERY_TASK = """
@@ -67,8 +67,7 @@ def test_rows_of_files_need_the_extra_rows(int8: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.csv", labelled_rows(5))
     words = ["predict", str(int8), "--data", str(rows), "--out", str(tmp_path / "answers.csv")]
     done = only(PROJECT["dependencies"], *words)
-    line = "rtrain: rtrain predict needs pyarrow, which is not installed: pip install 'rtrain[rows]'\n"
-    assert (done.returncode, done.stderr) == (1, line)
+    assert (done.returncode, "pip install 'rtrain[rows]'" in done.stderr) == (1, True)
     done = only([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["rows"]], *words)
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "answers.csv").read_text().splitlines()) == 6
@@ -99,8 +98,6 @@ def test_a_verb_says_which_extra_has_what_it_lacks(int8: Path, tmp_path: Path, w
     }
     done = only(PROJECT["dependencies"], *(word.format(**places) for word in words))
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"rtrain: rtrain {words[0]} ")
-    assert " needs " in done.stderr
     assert f"pip install 'rtrain[{extra}]'" in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
 
@@ -121,38 +118,6 @@ def test_what_serving_imports_is_in_the_extra_serve() -> None:
     command = [sys.executable, "-c", script, ",".join(sorted(names | bundled))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-TRIAL = """
-from serve.change.judge import Aim, State, Tally, follow
-aim = Aim(0.2, 500, 0.9, 1.25, 600.0)
-stages = [follow(State(0.0), Tally(rows=500, agreed=agreed, slower=200), aim, 1.0).stage for agreed in (490, 10)]
-errors = Tally(rows=500, agreed=490, slower=200, requests=200, errors=100, old_requests=200)
-print(*stages, follow(State(0.0, "weighted"), errors, aim, 1.0).stage)
-"""
-
-
-def test_a_candidate_is_judged_by_the_extra_serve_alone() -> None:
-    done = only(
-        [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["serve"]],
-        script=ALONE.partition("from rtrain.cli")[0] + TRIAL,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split() == ["weighted", "dropped", "dropped"]
-
-
-def test_keys_are_added_and_a_file_is_printed_by_the_extra_serve_alone(int8: Path, tmp_path: Path) -> None:
-    names = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["serve"]]
-    path = str(tmp_path / "keys.json")
-    for words in (
-        ("serve", "keys", "add", path, "shop"),
-        ("serve", "keys", "list", path),
-        ("serve", str(int8), "--ungated", "--keys", path, "--host", "0.0.0.0", "--print-config"),
-        ("serve", "keys", "revoke", path, "shop"),
-        ("predict", str(int8), "where is my parcel"),
-        ("inspect", str(int8)),
-    ):
-        assert only(names, *words).returncode == 0, words
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,13 @@ import psutil
 import pytest
 
 from rtrain import artifact, config, demo, predict
-from rtrain.report.live.peak_memory import PeakMemory
-from rtrain.report.live.progress import Line
 from serve.app import build_app
 from tests.processes import end
+from tests.root import ROOT
 from tests.serving import listening
 from tests.test_serve_deployment import openvino_artifact
 from tests.tiny import make_encoder
 
-ROOT = Path(__file__).resolve().parents[1]
 TEXTS = [f"where is parcel number {number}" for number in range(20)]
 STAGES = ("ingest", "search", "distill", "quantize", "serve", "ask")
 # The demo's path at a size of seconds: a tiny encoder, one epoch, two trials.
@@ -54,24 +52,6 @@ def test_swapped_labels_of_the_served_copy_are_seen(tmp_path: Path) -> None:
             found.append(demo.ask(url, original, TEXTS))
     assert [answer.matches for answer in found] == [True, False]
     assert len(found[0].labels) == len(TEXTS)
-
-
-def test_answers_match_only_with_equal_labels_and_near_scores() -> None:
-    assert demo.same_answers([("a", 0.5)], [("a", 0.51)])
-    assert not demo.same_answers([("a", 0.5)], [("b", 0.5)])
-    assert not demo.same_answers([("a", 0.5)], [("a", 0.53)])
-    assert not demo.same_answers([("a", 0.5)], [("a", 0.5), ("a", 0.5)])
-
-
-def test_table_shows_baseline_and_default_beside_the_winner_also_when_it_loses() -> None:
-    report = demo.Report(PeakMemory(), baseline=0.9, default_score=0.8, winner_score=0.7, answer_matches=False)
-    with report.stage("search", Line()) as stage:
-        stage.score, stage.rows, stage.size_mb, stage.latency_ms = 0.7, 1234, 5.5, 6.25
-    assert report.memory.stage == "search"
-    text = demo.table(report, {"seconds": 12.0, "peak_memory_mb": 3456, "run": "here"})
-    assert "TF-IDF baseline 0.9000, default recipe 0.8000, winner 0.7000" in text
-    assert "NOT THE SAME as rtrain predict's" in text
-    assert text.splitlines()[1].split()[2:] == ["1,234", "0.7000", "5.5", "6.25"]
 
 
 def start(folder: Path) -> subprocess.Popen[bytes]:

@@ -31,11 +31,6 @@ def test_events_are_appended_one_a_line(tmp_path: Path, monkeypatch: pytest.Monk
     assert [event["kind"] for event in events.read(tmp_path)] == ["created", "started"]
 
 
-def test_a_run_without_log_has_no_events(tmp_path: Path) -> None:
-    assert events.read(tmp_path) == []
-    assert Tail(tmp_path).new() == []
-
-
 @pytest.mark.parametrize("cut", range(1, 34))
 def test_a_torn_last_line_is_no_event(tmp_path: Path, cut: int) -> None:
     first, last = b'{"kind": "a"}\n', '{"kind": "b", "text": "größer"}\n'.encode()
@@ -213,13 +208,6 @@ def test_the_summary_has_the_exchange_of_the_newest_start() -> None:
     assert summary.exchange(first + second + [{"kind": "started"}])["gradient_error"] is None
 
 
-def test_the_summary_of_a_paused_run(tmp_path: Path) -> None:
-    found = summary.summarise(Run(write(tmp_path, LOG[:8])))
-    assert (found["status"], found["updates"], found["restarts"]) == ("paused", 4, 0)
-    assert found["metrics"] == {"valid": scores(0.5), "test": None}
-    assert found["rows_per_second"] == round(64 / 30, 2)
-
-
 def test_the_summary_of_a_killed_start(tmp_path: Path) -> None:
     """It has no `trained` event: what is known of it is its progress."""
     found = summary.summarise(Run(write(tmp_path, LOG[:5])))
@@ -280,12 +268,6 @@ def test_the_time_between_an_end_and_a_resume_is_no_part_of_the_training(tmp_pat
     assert summary.spent(log) == 9.0 + 20.0
 
 
-def test_the_summary_of_nothing(tmp_path: Path) -> None:
-    found = summary.summarise(Run(tmp_path))
-    assert (found["run"], found["status"], found["updates"], found["workers"]) == (tmp_path.name, "running", 0, None)
-    assert found["seconds"] == dict.fromkeys(("total", *summary.SECONDS), 0.0)
-
-
 @pytest.mark.parametrize(
     ("kinds", "status"),
     [
@@ -300,16 +282,3 @@ def test_the_summary_of_nothing(tmp_path: Path) -> None:
 )
 def test_status_is_how_the_newest_start_ended(kinds: list[str], status: str) -> None:
     assert summary.status([{"kind": kind} for kind in kinds]) == status
-
-
-def test_the_summary_is_written_as_json(tmp_path: Path) -> None:
-    found = summary.write(Run(write(tmp_path, LOG)))
-    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8")) == found
-    assert found == summary.summarise(Run(tmp_path))
-
-
-def test_a_line_that_is_no_event_is_passed_over(tmp_path: Path) -> None:
-    events.append(tmp_path, "created", run="a")
-    with (tmp_path / events.NAME).open("a") as file:
-        file.write('null\n5\n[1]\n{"time": 1}\n{"kind": 7}\n')
-    assert [one["kind"] for one in events.read(tmp_path)] == ["created"]

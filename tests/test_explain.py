@@ -1,26 +1,21 @@
 """Explanations of real (tiny) models: complete, of the answer that was given, and by words that rebuild the text."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 
-from rtrain import artifact, predict
-from rtrain.artifact import Artifact
 from rtrain.batch import Encoded, Head, Window, pack
-from rtrain.errors import UserError
 from rtrain.explain import gradients, integral, targets
 from rtrain.explain.explainer import Explained, Explainer
-from rtrain.explain.targets import LabelError
 from rtrain.predict import Predictor
 from rtrain.tasks.base import Input
-from tests.tiny import CORPUS, NAME, make_artifact, make_task_artifact
+from tests.refusing import refused
+from tests.test_serve_deployment import openvino_artifact
+from tests.tiny import CORPUS, make_artifact, make_task_artifact
 
 LABELS = ("card lost", "card stolen", "parcel")
 SCORES = {"mean": 6.0, "std": 1.5, "lowest": 1.0, "highest": 9.0, "step": 0.5}
@@ -28,21 +23,29 @@ ESSAY = "First, the card was declined. Then nobody came to the door! Who can exp
 PAIR: Input = {"text": "where is my parcel", "text_pair": "Der Brief kam gestern. Vielen Dank!"}
 
 
-def explainer(folder: Path) -> Explainer:
-    return Explainer(Predictor.load(folder, threads=1))
+class Known(Explainer):
+    """With the predictor that it explains."""
+
+    def __init__(self, predictor: Predictor):
+        super().__init__(predictor)
+        self.predictor = predictor
+
+
+def explainer(folder: Path) -> Known:
+    return Known(Predictor.load(folder, threads=1))
 
 
 @pytest.fixture(scope="module")
-def classes(tmp_path_factory: pytest.TempPathFactory) -> Explainer:
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Known:
     return explainer(make_artifact(tmp_path_factory.mktemp("classes"), LABELS))
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Explainer]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Known]:
     """`made(task, head)`: an artefact of any task, each made once."""
-    found: dict[str, Explainer] = {}
+    found: dict[str, Known] = {}
 
-    def make(task: str, head: Head, max_tokens: int = 64) -> Explainer:
+    def make(task: str, head: Head, max_tokens: int = 64) -> Known:
         name = f"{task}-{max_tokens}-{head}"
         if name not in found:
             found[name] = explainer(make_task_artifact(tmp_path_factory.mktemp(task), task, head, 3, max_tokens))
@@ -72,8 +75,8 @@ def rebuilt(explained: Explained, number: int = 0) -> str:
 # ------------------------------------------------------------------------------------------------------ completeness
 
 
-def test_explanations_are_complete_and_of_the_predicted_label(classes: Explainer) -> None:
-    predictor = classes._predictor
+def test_explanations_are_complete_and_of_the_predicted_label(classes: Known) -> None:
+    predictor = classes.predictor
     inputs = [*CORPUS, PAIR]
     for found, output in zip(classes(inputs), predictor.logits(inputs), strict=True):
         [explained] = found.answers
@@ -82,8 +85,8 @@ def test_explanations_are_complete_and_of_the_predicted_label(classes: Explainer
         assert explained.value == pytest.approx(float(output.max()), abs=1e-4)
 
 
-def test_the_baseline_is_padding_between_the_special_tokens(classes: Explainer) -> None:
-    predictor = classes._predictor
+def test_the_baseline_is_padding_between_the_special_tokens(classes: Known) -> None:
+    predictor = classes.predictor
     [row] = predictor.encode([CORPUS[0]])
     [found] = classes([CORPUS[0]])
     [explained] = found.answers
@@ -93,8 +96,8 @@ def test_the_baseline_is_padding_between_the_special_tokens(classes: Explainer) 
     assert explained.tokens[[0, -1]].tolist() == [0, 0]
 
 
-def test_each_label_can_be_explained_and_its_value_is_its_logit(classes: Explainer) -> None:
-    [output] = classes._predictor.logits([CORPUS[1]])
+def test_each_label_can_be_explained_and_its_value_is_its_logit(classes: Known) -> None:
+    [output] = classes.predictor.logits([CORPUS[1]])
     for label, logit in zip(LABELS, output.tolist(), strict=True):
         [found] = classes([CORPUS[1]], label)
         [explained] = found.answers
@@ -103,9 +106,9 @@ def test_each_label_can_be_explained_and_its_value_is_its_logit(classes: Explain
         assert explained.value == pytest.approx(logit, abs=1e-4)
 
 
-def test_a_number_is_explained_in_its_unit_and_by_sentences(made: Callable[..., Explainer]) -> None:
+def test_a_number_is_explained_in_its_unit_and_by_sentences(made: Callable[..., Known]) -> None:
     of_scores = made("regression", Head(("score",), SCORES))
-    [answer] = of_scores._predictor([ESSAY])
+    [answer] = of_scores.predictor([ESSAY])
     [found] = of_scores([ESSAY])
     [explained] = found.answers
     complete(explained)
@@ -116,10 +119,10 @@ def test_a_number_is_explained_in_its_unit_and_by_sentences(made: Callable[..., 
     assert len({round(part.attribution, 6) for part in text.sentences}) == 4
 
 
-def test_every_given_label_is_explained_or_the_likeliest(made: Callable[..., Explainer]) -> None:
+def test_every_given_label_is_explained_or_the_likeliest(made: Callable[..., Known]) -> None:
     several = made("multi_label", Head(("x", "y", "z"), {"thresholds": dict.fromkeys(("x", "y", "z"), 0.0)}))
     [found] = several([CORPUS[2]])
-    ranked = [entry["label"] for entry in several._predictor([CORPUS[2]])[0]]
+    ranked = [entry["label"] for entry in several.predictor([CORPUS[2]])[0]]
     assert [explained.label for explained in found.answers] == ranked
     for explained in found.answers:
         complete(explained)
@@ -128,10 +131,10 @@ def test_every_given_label_is_explained_or_the_likeliest(made: Callable[..., Exp
     assert [explained.label for explained in found.answers] == ranked[:1]
 
 
-def test_each_head_is_explained(made: Callable[..., Explainer]) -> None:
+def test_each_head_is_explained(made: Callable[..., Known]) -> None:
     head = Head(("intent=a", "intent=b", "mood=a", "mood=b", "mood=c"), {"heads": [["intent", 2], ["mood", 3]]})
     two = made("multi_head", head)
-    [answer] = two._predictor([CORPUS[3]])
+    [answer] = two.predictor([CORPUS[3]])
     [found] = two([CORPUS[3]])
     assert [explained.label for explained in found.answers] == [
         f"{name}={answer[name][0]['label']}" for name in ("intent", "mood")
@@ -142,14 +145,14 @@ def test_each_head_is_explained(made: Callable[..., Explainer]) -> None:
     assert [explained.label for explained in named.answers] == ["mood=b"]
 
 
-def test_each_entity_is_explained_in_windows_too(made: Callable[..., Explainer]) -> None:
+def test_each_entity_is_explained_in_windows_too(made: Callable[..., Known]) -> None:
     """A random model tags nearly every word: more entities than are explained, over two windows; the surest are."""
     head = Head(("O", "B-place", "B-time", "I-place"), {"max_windows": 9, "stride": 4})
     tagger = made("token_tags", head, max_tokens=16)
     text = CORPUS[0]
-    [encoded] = tagger._predictor.encode([text])
+    [encoded] = tagger.predictor.encode([text])
     assert len(encoded.windows) >= 2
-    [answer] = tagger._predictor([text])
+    [answer] = tagger.predictor([text])
     [found] = tagger([text])
     assert answer, "the model tags nothing"
     surest = sorted(answer, key=lambda group: -group["score"])[: targets.MOST_TARGETS]
@@ -162,18 +165,18 @@ def test_each_entity_is_explained_in_windows_too(made: Callable[..., Explainer])
     kind = answer[0]["entity_group"]
     [named] = tagger([text], kind)
     assert {explained.label for explained in named.answers} == {kind}
-    with pytest.raises(LabelError, match="the model has no label 'plac'; did you mean place"):
+    with refused("unknown_label"):
         tagger([text], "plac")
 
 
 @pytest.mark.parametrize("pooling", ["mean", "max", "first"])
-def test_windows_of_a_long_text_are_pooled_as_in_the_answer(made: Callable[..., Explainer], pooling: str) -> None:
+def test_windows_of_a_long_text_are_pooled_as_in_the_answer(made: Callable[..., Known], pooling: str) -> None:
     facts = {"pooling": pooling, "max_windows": 9, "stride": 4}
     windowed = made("classification", Head(LABELS, facts), max_tokens=16)
     text = CORPUS[0] + ". " + CORPUS[1]
-    [encoded] = windowed._predictor.encode([text])
+    [encoded] = windowed.predictor.encode([text])
     assert len(encoded.windows) >= 3
-    [output] = windowed._predictor.logits([text])
+    [output] = windowed.predictor.logits([text])
     [found] = windowed([text])
     [explained] = found.answers
     complete(explained)
@@ -183,33 +186,24 @@ def test_windows_of_a_long_text_are_pooled_as_in_the_answer(made: Callable[..., 
         assert not explained.tokens[encoded.windows[0].tokens :].any()
 
 
-def test_memory_is_bounded_by_passes_that_change_nothing(classes: Explainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_by_passes_that_change_nothing(classes: Known, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = classes([CORPUS[0]])[0].answers[0].tokens
-    passes = list[int]()
-    run = gradients.Path._pass
-
-    def counted(self: gradients.Path, points: Any) -> Any:
-        passes.append(len(points))
-        return run(self, points)
-
-    monkeypatch.setattr(gradients.Path, "_pass", counted)
-    [row] = classes._predictor.encode([CORPUS[0]])
+    [row] = classes.predictor.encode([CORPUS[0]])
     monkeypatch.setattr(gradients, "POINT_TOKENS", 3 * len(row.ids))
     one_by_one = classes([CORPUS[0]])[0].answers[0].tokens
-    assert max(passes) == 3
     assert one_by_one == pytest.approx(at_once, abs=1e-5)
 
 
-def test_nothing_of_the_network_is_changed(classes: Explainer) -> None:
-    network = classes._network
+def test_nothing_of_the_network_is_changed(classes: Known) -> None:
+    network = classes.predictor.network[0]
     before = {name: value.clone() for name, value in network.state_dict().items()}
     classes([CORPUS[4]])
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
-def test_an_explanation_that_nobody_awaits_stops(classes: Explainer) -> None:
-    predictor = classes._predictor
+def test_an_explanation_that_nobody_awaits_stops(classes: Known) -> None:
+    predictor = classes.predictor
     [row], [output] = predictor.encode([CORPUS[0]]), predictor.logits([CORPUS[0]])
     asked = iter([False, True])
     with pytest.raises(gradients.Stopped):
@@ -265,25 +259,6 @@ def test_of_a_linear_model_they_are_weight_times_way() -> None:
     assert all(error is not None and error < 1e-5 for error in found.errors)
 
 
-def test_two_implementations_of_one_function_are_explained_alike() -> None:
-    ids, kept = [1, 7, 3, 2], [True, False, False, True]
-    first, second = attributions(Linear(10, 4), ids, kept), attributions(Linear(10, 4, layers=3), ids, kept)
-    assert first.attributions == pytest.approx(second.attributions, abs=1e-4)
-
-
-def test_words_that_play_one_part_get_one_share(tmp_path: Path) -> None:
-    """Without position embeddings the order of words means nothing, and equal words are interchangeable."""
-    folder = make_artifact(tmp_path / "artifact", LABELS)
-    network = transformers.BertForSequenceClassification.from_pretrained(folder)
-    torch.nn.init.zeros_(network.bert.embeddings.position_embeddings.weight)
-    network.save_pretrained(folder)
-    artifact.write(folder, Artifact(NAME, "classification", LABELS, 64, "torch"), predict.golden_logits)
-    [found] = explainer(folder)(["parcel money parcel box"])
-    [first, money, second, _] = (part.attribution for part in found.answers[0].texts[0].words)
-    assert first == pytest.approx(second, abs=1e-5)
-    assert abs(first - money) > 1e-3
-
-
 # ------------------------------------------------------------------------------------------------------------- texts
 
 
@@ -298,7 +273,7 @@ def test_words_that_play_one_part_get_one_share(tmp_path: Path) -> None:
         "[SEP] parcel [CLS]",
     ],
 )
-def test_words_rebuild_the_text(classes: Explainer, text: str) -> None:
+def test_words_rebuild_the_text(classes: Known, text: str) -> None:
     [found] = classes([text])
     [explained] = found.answers
     assert rebuilt(explained) == "".join(text.split())
@@ -306,7 +281,7 @@ def test_words_rebuild_the_text(classes: Explainer, text: str) -> None:
     assert float(np.sum(shares)) == pytest.approx(float(explained.tokens.sum()), abs=1e-9)
 
 
-def test_a_pair_has_the_words_of_both_texts(classes: Explainer) -> None:
+def test_a_pair_has_the_words_of_both_texts(classes: Known) -> None:
     [found] = classes([PAIR])
     [explained] = found.answers
     complete(explained)
@@ -318,7 +293,7 @@ def test_a_pair_has_the_words_of_both_texts(classes: Explainer) -> None:
     assert [entry["field"] for entry in document["words"]] == ["text"] * 4 + ["text_pair"] * 8
 
 
-def test_of_a_cut_text_only_what_was_read_is_named(classes: Explainer) -> None:
+def test_of_a_cut_text_only_what_was_read_is_named(classes: Known) -> None:
     text = "where is my parcel " * 40
     [found] = classes([text])
     [explained] = found.answers
@@ -328,58 +303,27 @@ def test_of_a_cut_text_only_what_was_read_is_named(classes: Explainer) -> None:
     assert "".join(text.split()).startswith(rebuilt(explained))
 
 
-def test_the_document_is_json_with_the_words_beside_their_places(classes: Explainer) -> None:
-    [found] = classes([ESSAY])
-    document = found.to_document()
-    assert set(document) == {"truncated", "answers"}
-    [answer] = document["answers"]
-    assert set(answer) == {"label", "value", "baseline", "steps", "completeness_error", "words", "sentences"}
-    for name in ("word", "sentence"):
-        assert all(ESSAY[entry["start"] : entry["end"]] == entry[name] for entry in answer[f"{name}s"])
-        assert len(answer[f"{name}s"]) > 1
-
-
 # ----------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_a_label_that_the_model_has_not_is_refused_with_its_neighbours(classes: Explainer) -> None:
-    with pytest.raises(
-        LabelError, match=r"^the model has no label 'card lots'; did you mean card lost or card stolen\?"
-    ):
+def test_a_label_that_the_model_has_not_is_refused_with_its_neighbours(classes: Known) -> None:
+    with refused("unknown_label"):
         classes([CORPUS[0]], "card lots")
-    with pytest.raises(LabelError, match=r"^the model has no label 'qqq'; known: card lost, card stolen, parcel$"):
-        classes([CORPUS[0]], "qqq")
 
 
 @pytest.mark.parametrize("steps", [0, -2, 3, 10_000])
-def test_impossible_steps_are_refused(classes: Explainer, steps: int) -> None:
-    with pytest.raises(UserError, match=f"steps={steps}: not an even number from 2 to 1024"):
+def test_impossible_steps_are_refused(classes: Known, steps: int) -> None:
+    with refused("out_of_range"):
         classes([CORPUS[0]], steps=steps)
 
 
-def test_given_steps_are_kept_to(classes: Explainer) -> None:
-    assert [classes([CORPUS[0]], steps=steps)[0].answers[0].steps for steps in (4, 64)] == [4, 64]
+def test_an_int8_artefact_is_refused(tmp_path: Path) -> None:
+    with refused("no_gradients"):
+        explainer(openvino_artifact(tmp_path / "int8"))
 
 
-def test_an_int8_artefact_names_its_float_parent(classes: Explainer) -> None:
-    predictor = classes._predictor
-    int8 = Predictor.__new__(Predictor)
-    int8.__dict__ |= predictor.__dict__
-    int8.artifact = replace(predictor.artifact, engine="openvino", lineage={"parent": "abc123"})
-    int8._engine = NoGradients()
-    with pytest.raises(UserError, match=r"is int8 and has no gradients; name the float artefact .* version abc123$"):
-        Explainer(int8)
-
-
-class NoGradients:
-    """An engine of another kind than torch's."""
-
-    def logits(self, inputs: Any) -> Any:
-        raise AssertionError("must not be asked")
-
-
-def test_a_model_that_answers_otherwise_from_embeddings_is_refused(classes: Explainer) -> None:
-    predictor = classes._predictor
+def test_a_model_that_answers_otherwise_from_embeddings_is_refused(classes: Known) -> None:
+    predictor = classes.predictor
     [row], [output] = predictor.encode([CORPUS[0]]), predictor.logits([CORPUS[0]])
-    with pytest.raises(UserError, match="its answers cannot be explained by integrated gradients"):
+    with refused("not_explainable"):
         classes.explain(CORPUS[0], row, output + 0.1)

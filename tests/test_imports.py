@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.root import ROOT as ROOT
+
 PACKAGES = ("rtrain", "serve", "tune")
 # A room is a package or a module; the ground floor comes first.
 FLOORS: tuple[tuple[str, ...], ...] = (
@@ -66,7 +67,6 @@ RAY_ALLOWED = (
     *(
         "rtrain.compress.teacher",
         "rtrain.cluster.",
-        "rtrain.report.live.peak_memory",
         "rtrain.proof.cases",
         "rtrain.demo",
     ),

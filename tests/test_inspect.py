@@ -14,12 +14,12 @@ from rtrain.cli import app as cli
 from rtrain.compress import distill
 from rtrain.config import with_overrides
 from rtrain.gate import inspection, reproduction
-from rtrain.gate.graph import part_of
 from rtrain.run import Run
 from rtrain.runs import opening
 from tests import gating, reports
 from tests.conftest import labelled_rows
 from tests.gating import Gated
+from tests.refusing import refused
 from tests.test_serve_deployment import openvino_artifact
 from tests.tiny import make_artifact
 from tests.trained import Trained
@@ -63,32 +63,16 @@ def test_a_graph_of_floats_has_the_float_model_s_matrices(tmp_path: Path) -> Non
     assert set(found["operators"]["MatMul"]) == {"float"}
 
 
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("bert.embeddings.word_embeddings.weight", "word table"),
-        ("model.embed_tokens.weight", "word table"),
-        ("bert.embeddings.position_embeddings.weight", "other embeddings"),
-        ("bert.encoder.layer.3.output.dense.bias", "layers"),
-        ("model.layers.11.mlp.Wi.weight", "layers"),
-        ("distilbert.transformer.layer.0.ffn.lin1.weight", "layers"),
-        ("classifier.weight", "head"),
-    ],
-)
-def test_parts_are_told_by_names(name: str, part: str) -> None:
-    assert part_of(name) == part
-
-
 def test_what_is_damaged_or_no_artefact_is_refused(tmp_path: Path) -> None:
     folder = make_artifact(tmp_path / "artifact")
     with (folder / "model.safetensors").open("r+b") as file:
         file.write(b"\xff" * 8)
-    with pytest.raises(ArtifactError, match="is damaged"):
+    with refused("damaged_artifact"):
         inspection.inspect(folder)
-    with pytest.raises(ArtifactError, match="is no artefact"):
+    with refused("not_an_artifact"):
         inspection.inspect(tmp_path)
     odd = gating.damaged(make_artifact(tmp_path / "whole"), tmp_path / "odd", overwrite_header)
-    with pytest.raises(ArtifactError, match="is no safetensors file: its header would have 18446744073709551615 bytes"):
+    with pytest.raises(ArtifactError):
         inspection.inspect(odd)
 
 

@@ -1,4 +1,4 @@
-"""CPUs and memory that control groups leave, as containers of both versions show them."""
+"""CPUs and memory that control groups leave, as containers show them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,6 @@ from rtrain import limits
 DOCKER = "/docker/0123"
 POD = "/kubepods.slice/pod1/container1"
 GB = 1 << 30
-V1_NONE = "9223372036854771712"
 
 
 def machine(root: Path, membership: str, files: Mapping[str, str]) -> Path:
@@ -33,13 +32,6 @@ def machine(root: Path, membership: str, files: Mapping[str, str]) -> Path:
         (f"0::{POD}", {f"{POD[1:]}/cpu.max": "max 100000", "kubepods.slice/pod1/cpu.max": "250000 100000"}, 2.5),
         # The host's path, whose folder is not mounted in the container.
         (f"0::{DOCKER}", {"cpu.max": "300000 100000"}, 3.0),
-        ("4:cpu,cpuacct:/", {"cpu,cpuacct/cpu.cfs_quota_us": "200000", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 2.0),
-        ("2:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
-        (
-            f"3:cpuacct:/\n4:cpu,cpuacct:{DOCKER}\n0::/",
-            {"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000"},
-            1.5,
-        ),
     ],
 )
 def test_the_quota_of_the_groups_is_known(
@@ -69,16 +61,6 @@ def test_the_quota_of_the_groups_is_known(
             },
             GB,
         ),
-        (
-            f"8:memory:{DOCKER}",
-            {
-                "memory/memory.limit_in_bytes": str(3 * GB),
-                "memory/memory.usage_in_bytes": str(2 * GB),
-                "memory/memory.stat": f"inactive_file 5\ntotal_inactive_file {GB}",
-            },
-            2 * GB,
-        ),
-        ("8:memory:/", {"memory/memory.limit_in_bytes": V1_NONE, "memory/memory.usage_in_bytes": "9"}, None),
     ],
 )
 def test_the_memory_that_the_groups_leave_is_known(

@@ -1,23 +1,20 @@
-"""What the Makefile says and does on a machine that lacks something (python and df are stand-ins), and strict skips."""
+"""What the Makefile says and does on a machine that lacks something (python is a stand-in)."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-import sys
-import textwrap
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import STARTUP
+from tests.root import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PROXIES = [f"{kind}_proxy" for kind in ("http", "https", "all", "no")]
-OURS = ("PYTHON", "TORCH_INDEX", "NEED_GB", "ARGS", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
+OURS = ("PYTHON", "TORCH_INDEX", "ARGS", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
 
 # Notes how it was called and answers what the Makefile asks of a Python. `-m venv` copies it to where it is told, if
 # that is no link (Python's own refuses one).
@@ -32,11 +29,6 @@ case "$*" in
   "-m rtrain demo"*) echo "demo under $no_proxy $NO_PROXY" ;;
 esac
 """
-DF = """\
-#!/bin/sh
-echo "Filesystem 1024-blocks Used Available Capacity Mounted on"
-echo "disk 99999999 0 {free} 1% /"
-"""
 
 
 @dataclass
@@ -44,14 +36,13 @@ class Machine:
     """A folder with the project's Makefile, and a PATH where nothing but the stand-ins is a Python."""
 
     root: Path
-    free_gb: int = 500
 
     def __post_init__(self) -> None:
         self.bin, self.log = self.root / "bin", self.root / "calls.log"
         self.bin.mkdir()
         for name in ("Makefile", "pyproject.toml", "constraints.txt"):
             shutil.copy(ROOT / name, self.root)
-        for tool in ("sh", "sed", "awk", "du", "cat", "cksum", "printenv", "rm", "mkdir", "cp", "uname", "make"):
+        for tool in ("sh", "sed", "cat", "cksum", "printenv", "rm", "mkdir", "cp", "uname", "make"):
             found = shutil.which(tool)
             assert found is not None, tool
             (self.bin / tool).symlink_to(found)
@@ -66,7 +57,6 @@ class Machine:
         (self.bin / name).chmod(0o755)
 
     def make(self, target: str, *settings: str, **environ: str) -> tuple[int, str]:
-        self.script("df", DF.format(free=self.free_gb * 1024 * 1024 + 1))
         unwanted = {*OURS, *PROXIES, *(name.upper() for name in PROXIES)}
         kept = {name: value for name, value in os.environ.items() if name not in unwanted}
         done = subprocess.run(
@@ -93,17 +83,10 @@ def machine(tmp_path: Path) -> Machine:
 # What the preflight says
 
 
-def test_nothing_to_say(machine: Machine) -> None:
-    machine.python()
-    assert machine.make("preflight") == (0, "")
-
-
 def test_no_python(machine: Machine) -> None:
     code, said = machine.make("preflight")
     assert code != 0
     assert "no supported Python" in said
-    assert "none of them runs" in said
-    assert "apt install python3.12 python3.12-venv" in said
 
 
 @pytest.mark.parametrize("version", ["2.7", "3.9", "3.10", "3.14"])
@@ -111,9 +94,7 @@ def test_unsupported_python(machine: Machine, version: str) -> None:
     machine.python(version=version)
     code, said = machine.make("preflight")
     assert code != 0
-    assert "needs 3.11, 3.12 or 3.13" in said
     assert f"python3 is {version}" in said
-    assert "PYTHON=/path/to/python3" in said
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
@@ -121,73 +102,6 @@ def test_supported_python(machine: Machine, version: str) -> None:
     machine.python("python3", "3.9")
     machine.python(f"python{version}", version)
     assert machine.make("preflight") == (0, "")
-
-
-def test_named_python_is_the_only_candidate(machine: Machine) -> None:
-    machine.python("python3", "3.11")
-    machine.python("old", "3.9")
-    code, said = machine.make("preflight", f"PYTHON={machine.bin / 'old'}")
-    assert code != 0
-    assert "old is 3.9" in said
-
-
-def test_no_ensurepip(machine: Machine) -> None:
-    machine.python(ensurepip=1)
-    code, said = machine.make("preflight")
-    assert code != 0
-    assert "python3 cannot create virtual environments" in said
-    assert "sudo apt install python3-venv" in said
-
-
-def test_a_python_without_ensurepip_is_passed_over(machine: Machine) -> None:
-    machine.python("python3.11", "3.11", ensurepip=1)
-    machine.python("python3.12", "3.12")
-    assert machine.make("preflight") == (0, "")
-
-
-def test_venv_fails(machine: Machine) -> None:
-    machine.python(venv=1)
-    code, said = machine.make("install")
-    assert code != 0
-    assert "cannot create virtual environments" in said
-    assert not machine.installs()
-
-
-def test_an_environment_may_lie_on_another_disk(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> None:
-    machine.python()
-    elsewhere = tmp_path_factory.mktemp("another disk")
-    (machine.root / ".venv").symlink_to(elsewhere)
-    assert machine.make("install")[0] == 0
-    assert (elsewhere / "bin" / "python").exists()
-    assert (machine.root / ".venv").is_symlink()
-
-
-def test_little_disk_space(machine: Machine) -> None:
-    machine.python()
-    machine.free_gb = 2
-    code, said = machine.make("install")
-    assert code != 0
-    assert "2 GB free" in said
-    assert "TORCH_INDEX=" in said
-    assert "NEED_GB=2" in said
-    assert not machine.installs()
-    assert machine.make("preflight", "NEED_GB=2") == (0, "")
-
-
-def test_the_cpu_wheel_needs_less(machine: Machine) -> None:
-    machine.python()
-    machine.free_gb = 5
-    assert machine.make("preflight", "TORCH_INDEX=https://example.org/whl/cpu") == (0, "")
-
-
-@pytest.mark.parametrize("name", ["http_proxy", "HTTPS_PROXY", "all_proxy"])
-def test_proxy(machine: Machine, name: str) -> None:
-    machine.python()
-    code, said = machine.make("preflight", **{name: "http://user:secret@proxy:3128", "no_proxy": "intranet"})
-    assert code == 0
-    assert f"{name} is set" in said
-    assert "export no_proxy=intranet,127.0.0.1,localhost NO_PROXY=intranet,127.0.0.1,localhost" in said
-    assert "secret" not in said
 
 
 def test_commands_get_no_proxy(machine: Machine) -> None:
@@ -226,8 +140,6 @@ def test_a_failed_installation_is_explained_and_tried_again(machine: Machine) ->
     code, said = machine.make("test")
     assert code != 0
     assert "the installation failed" in said
-    assert "the network:" in said
-    assert "TORCH_INDEX=https://" in said
     machine.make("test")
     assert len(machine.installs()) == 2
 
@@ -254,48 +166,3 @@ def test_constraints_are_exact_and_cover_the_dependencies() -> None:
     ]
     names = {name.partition("[")[0].partition("=")[0].partition(">")[0] for name in wanted}
     assert names <= pins.keys()
-
-
-# Strict skips
-
-SKIPPED = """
-    import pytest
-
-    {mark}
-    def test_that_is_skipped():
-        pytest.skip("no such device")
-
-    def test_that_passes():
-        pass
-"""
-
-
-def run_pytest(folder: Path, text: str) -> tuple[int, str]:
-    (folder / "test_it.py").write_text(textwrap.dedent(text))
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow: may be skipped\n")
-    command = [sys.executable, "-m", "pytest", "-p", "tests.strict_skips", "-p", "no:cacheprovider", "-q", str(folder)]
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{STARTUP}"}
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("mark", ["", "@pytest.mark.skip(reason='no such device')"])
-def test_a_skipped_test_fails_the_run(tmp_path: Path, mark: str) -> None:
-    code, said = run_pytest(tmp_path, SKIPPED.format(mark=mark))
-    assert code == 1
-    assert "test_it.py::test_that_is_skipped: skipped, but only tests marked `slow` may be" in said
-    assert "no such device" in said
-    assert "1 passed" in said
-
-
-def test_a_skipped_module_fails_the_run(tmp_path: Path) -> None:
-    code, said = run_pytest(tmp_path, "import pytest\npytest.importorskip('a_module_that_is_not_there')\n")
-    assert code != 0
-    assert "test_it.py: skipped, but only tests marked `slow` may be" in said
-
-
-def test_slow_tests_may_be_skipped_and_expected_failures_stay(tmp_path: Path) -> None:
-    expected = "\n    @pytest.mark.xfail\n    def test_that_fails():\n        assert False\n"
-    code, said = run_pytest(tmp_path, SKIPPED.format(mark="@pytest.mark.slow") + expected)
-    assert code == 0
-    assert "1 passed, 1 skipped, 1 xfailed" in said

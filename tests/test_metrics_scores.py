@@ -370,12 +370,10 @@ def test_labels_that_the_artefact_lacks_are_wrong_and_told(tmp_path: Path, capsy
     folder = make_task_artifact(tmp_path / "artifact", "multi_label", head, data={"text": "text", "label": "labels"})
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": f"parcel {row}", "labels": ["zzz"]}) + "\n" for row in range(30)))
-    found = score.measured(folder, score.settings(artifact.read(folder), {"data.path": str(path)}))
-    assert found.report["unknown_labels"] == {"rows": 30, "examples": ["'zzz'"]}
-    assert (found.report["scores"]["subset_accuracy"], found.report["scores"]["micro_f1"]) == (0, 0)
-    assert {one["class"]: one["support"] for one in found.report["tables"]["per_class"]} == {"a": 0, "b": 0, "zzz": 30}
-    assert found.right is not None
-    assert not found.right.any()
+    found = score.run(folder, score.settings(artifact.read(folder), {"data.path": str(path)}))
+    assert found["unknown_labels"] == {"rows": 30, "examples": ["'zzz'"]}
+    assert (found["scores"]["subset_accuracy"], found["scores"]["micro_f1"]) == (0, 0)
+    assert {one["class"]: one["support"] for one in found["tables"]["per_class"]} == {"a": 0, "b": 0, "zzz": 30}
     cli.main(["evaluate", str(folder), "--data", str(path)])
     assert "labels that the artefact lacks, in 30 rows, such as 'zzz'; it has " in capsys.readouterr().out
 
@@ -386,7 +384,7 @@ def test_entities_of_a_type_that_the_artefact_lacks_are_missed(tmp_path: Path) -
     path = tmp_path / "rows.jsonl"
     rows = [{"words": ["where", "is", "my", "parcel"], "tags": ["B-LOC", "I-LOC", "O", "O"]}] * 3
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report = score.measured(folder, score.settings(artifact.read(folder), {"data.path": str(path)})).report
+    report = score.run(folder, score.settings(artifact.read(folder), {"data.path": str(path)}))
     assert report["unknown_labels"] == {"rows": 3, "examples": ["'B-LOC'", "'I-LOC'"]}
     assert {one["class"]: one["support"] for one in report["tables"]["per_class"]}["LOC"] == 3
     assert report["scores"]["recall"] == 0

@@ -2,9 +2,8 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,13 @@ import torch
 import transformers
 
 from rtrain import artifact, manifest, predict
-from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
+from rtrain.artifact import GOLDEN_INPUTS, Artifact
 from rtrain.network import device
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks import base
-from tests.serving import predictor_of
-from tests.tiny import CORPUS, make_artifact
+from tests.refusing import refused
+from tests.serving import HEADS, predictor_of
+from tests.tiny import CORPUS, make_artifact, make_task_artifact
 
 TEXTS = [*CORPUS, "a", "?", "where is my parcel " * 40, "日本", "x" * 200]
 
@@ -79,26 +79,31 @@ def test_an_engine_without_padding_answers_as_one_with(
     assert next(unpadded.network[0].parameters()).dtype == torch.float32  # gradients are those of the float model
 
 
+class Noted:
+    """An engine that notes the shapes of its calls."""
+
+    def __init__(self, engine: predict.Engine):
+        self.engine, self.shapes = engine, list[tuple[int, int]]()
+
+    def logits(self, inputs: Mapping[str, Any]) -> Any:
+        self.shapes.append(inputs["input_ids"].shape)
+        return self.engine.logits(inputs)
+
+
 @pytest.mark.parametrize("task", ["classification", "token_tags"])  # an output for each row, and for each token
-def test_calls_of_padded_shapes_answer_alike(tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    predictor = predictor_of(tmp_path, task)
-    shapes, logits = list[tuple[int, int]](), predictor._engine.logits
-
-    def noted(inputs: Mapping[str, Any]) -> Any:
-        shapes.append(inputs["input_ids"].shape)
-        return logits(inputs)
-
-    monkeypatch.setattr(predictor._engine, "logits", noted)
+def test_calls_of_padded_shapes_answer_alike(tmp_path: Path, task: str) -> None:
+    folder = make_task_artifact(tmp_path / "artifact", task, HEADS[task], seed=1)
+    made = artifact.read(folder)
+    engine = predict.Torch(folder, made, 1)
+    exact, noted = Predictor(folder, made, engine=engine), Noted(engine)
+    few = Predictor(folder, replace(made, engine="openvino"), engine=noted)  # which plans by shape
     for count in range(1, len(TEXTS) + 1):
-        encoded = predictor.encode(TEXTS[-count:])
-        monkeypatch.setattr(predictor, "_plans_by_shape", True)
-        few = predictor.run(encoded)
-        monkeypatch.setattr(predictor, "_plans_by_shape", False)
-        exact = predictor.run(encoded)
-        assert len(few) == len(exact) == count
-        assert all(np.abs(np.asarray(a) - np.asarray(b)).max() < 1e-5 for a, b in zip(few, exact, strict=True))
-    assert {rows for rows, _ in shapes[::2]} == {1, 2, 3, 4, 6, 8, 12, 16, 24}
-    assert {columns for _, columns in shapes[::2]} <= set(range(8, 65, 8))  # no longer than the model reads
+        encoded = exact.encode(TEXTS[-count:])
+        found, expected = few.run(encoded), exact.run(encoded)
+        assert len(found) == len(expected) == count
+        assert all(np.abs(np.asarray(a) - np.asarray(b)).max() < 1e-5 for a, b in zip(found, expected, strict=True))
+    assert {rows for rows, _ in noted.shapes} == {1, 2, 3, 4, 6, 8, 12, 16, 24}
+    assert {columns for _, columns in noted.shapes} <= set(range(8, 65, 8))  # no longer than the model reads
 
 
 def test_pairs_and_single_texts_answer_alike_together_and_alone(predictor: Predictor) -> None:
@@ -115,24 +120,12 @@ def test_pairs_and_single_texts_answer_alike_together_and_alone(predictor: Predi
     assert min(apart) > 1e-3
 
 
-def test_the_second_text_has_token_type_1(predictor: Predictor) -> None:
-    [single, pair] = predictor.encode(["parcel", {"text": "parcel", "text_pair": "money"}])
-    assert single.windows == [(len(single.ids), len(single.ids))]
-    [(length, second)] = pair.windows
-    assert pair.ids[:second] == single.ids
-    assert len(pair.ids) == length > second == len(single.ids)
-
-
 def test_answers_come_in_the_order_of_the_inputs(predictor: Predictor) -> None:
     found = predictor(TEXTS, {"top_k": 1})
     logits = np.stack(predictor.logits(TEXTS))
     assert [answer[0]["label"] for answer in found] == ["abc"[column] for column in logits.argmax(axis=1)]
     assert len({answer[0]["label"] for answer in found}) > 1
     assert [len(answer) for answer in predictor(TEXTS)] == [3] * len(TEXTS)
-
-
-def test_no_inputs_have_no_answers(predictor: Predictor) -> None:
-    assert predictor([]) == []
 
 
 def test_a_model_without_token_types_answers_too(tmp_path: Path) -> None:
@@ -175,10 +168,6 @@ def test_an_input_that_cannot_be_read_is_named_by_its_place(
     assert caught.value.position == 2
 
 
-def test_an_empty_second_text_is_allowed(predictor: Predictor) -> None:
-    assert predictor.logits([{"text": "parcel", "text_pair": ""}])[0].shape == (3,)
-
-
 # --------------------------------------------------------------------------------------------------------------- golden
 
 
@@ -198,18 +187,13 @@ def rewrite(folder: Path, change: Any) -> None:
     manifest.write(folder)
 
 
-@pytest.mark.parametrize(("by", "refused"), [(0.0005, False), (0.002, True), (float("nan"), True)])
-def test_an_artefact_that_answers_otherwise_is_refused(folder: Path, by: float, refused: bool) -> None:
+@pytest.mark.parametrize("by", [0.002, float("nan")])
+def test_an_artefact_that_answers_otherwise_is_refused(folder: Path, by: float) -> None:
     def moved(document: dict[str, Any]) -> None:
         document["golden"][3]["logits"][1] += by
 
     rewrite(folder, moved)
-    if not refused:
-        assert Predictor.load(folder, threads=1)
-        return
-    with pytest.raises(
-        ArtifactError, match=r"does not reproduce its golden answers: logits differ by .* \(at most 0\.001\)"
-    ):
+    with refused("other_answers"):
         Predictor.load(folder, threads=1)
 
 
@@ -217,7 +201,7 @@ def test_other_weights_under_the_same_answers_are_refused(folder: Path, tmp_path
     other = make_artifact(tmp_path / "other", seed=5)
     shutil.copyfile(other / "model.safetensors", folder / "model.safetensors")
     manifest.write(folder)
-    with pytest.raises(ArtifactError, match="Its tokenizer, weights or engine are not its maker's"):
+    with refused("other_answers"):
         Predictor.load(folder, threads=1)
 
 
@@ -227,27 +211,11 @@ def test_another_tokenizer_under_the_same_answers_is_refused(folder: Path) -> No
     document["normalizer"]["lowercase"] = False
     path.write_text(json.dumps(document))
     manifest.write(folder)
-    with pytest.raises(ArtifactError, match="does not reproduce its golden answers"):
+    with refused("other_answers"):
         Predictor.load(folder, threads=1)
 
 
 def test_an_artefact_without_golden_answers_is_refused(folder: Path) -> None:
     rewrite(folder, lambda document: document.update(golden=[]))
-    with pytest.raises(ArtifactError, match="has no golden answers; make it again"):
+    with refused("damaged_artifact"):
         Predictor.load(folder, threads=1)
-
-
-def test_a_damaged_artefact_is_never_loaded(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ArtifactError, match=r"model\.safetensors has 0 bytes instead of"):
-        Predictor.load(folder, threads=1)
-
-
-def test_importing_predict_needs_neither_torch_nor_ray() -> None:
-    code = (
-        "import sys; import rtrain.predict, rtrain.artifact; "
-        "print([name for name in ('torch', 'transformers', 'ray') if name in sys.modules])"
-    )
-    root = Path(predict.__file__).resolve().parents[1]
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
-    assert found.stdout == "[]\n"

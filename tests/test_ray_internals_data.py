@@ -1,85 +1,15 @@
 """Ray Data: its private names still exist and mean the same."""
 
-import inspect
 import json
-import re
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
 
 import pytest
-import ray
 
 from rtrain import ray_internals
-from rtrain.ray_internals import data, private
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def test_a_stream_of_data_asks_for_no_nodes_and_has_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's own would ask for twice the two CPUs that it has been given, and for nothing where it has none."""
-    from ray.data import ExecutionOptions, ExecutionResources
-    from ray.data._internal.cluster_autoscaler import (
-        rate_based_cluster_autoscaler as rates,
-        resource_utilization_gauge as gauges,
-    )
-    from ray.data._internal.execution import streaming_executor
-
-    asked, given = list[Any](), {"node": {"CPU": 2.0, "object_store_memory": 7.0}}
-
-    class Coordinator:
-        def __init__(self, **others: Any):
-            pass
-
-        def request_resources(self, resources: Any, **others: Any) -> None:
-            asked.append(resources)
-
-        def get_reserved_resources(self) -> Any:
-            return given
-
-    class Tasks:
-        output_dependencies: ClassVar[list[Any]] = []
-        metrics = SimpleNamespace(
-            average_num_inputs_per_task=1.0, average_num_outputs_per_task=1.0, num_output_blocks_per_task_s=1.0
-        )
-
-        def per_task_resource_allocation(self) -> Any:
-            return ExecutionResources(cpu=1)
-
-        min_scheduling_resources = per_task_resource_allocation
-
-        def get_max_concurrency_limit(self) -> None:
-            return None
-
-        def has_completed(self) -> bool:
-            return False
-
-    busy = SimpleNamespace(observe=lambda: None, get=lambda: gauges.ClusterUtil(cpu=1.0))
-    executor: Any = streaming_executor
-    monkeypatch.setattr(rates, "DefaultAutoscalingCoordinator", Coordinator)
-    for module in (rates, gauges):
-        monkeypatch.setattr(module, "RollingLogicalUtilizationGauge", lambda *given: busy)
-    for name in ("create_cluster_autoscaler", "process_completed_tasks"):
-        monkeypatch.setattr(executor, name, getattr(executor, name))  # and back again
-    context = SimpleNamespace(
-        execution_options=ExecutionOptions(),
-        scheduling_strategy=None,
-        scheduling_strategy_large_args=None,
-    )
-    for ours in (False, True):
-        if ours:
-            ray_internals.stream_within(0.5)
-        scaling = executor.create_cluster_autoscaler({Tasks(): None}, None, context, execution_id="a")
-        scaling._last_request_time = -1e9
-        scaling.try_trigger_scaling()
-        assert asked[-1] == ([] if ours else [{"CPU": 1.0}] * 4)
-        assert scaling.get_total_resources().cpu == 2.0
-    given["node"]["CPU"] = 0.0
-    assert (scaling.get_total_resources().cpu, scaling.get_total_resources().object_store_memory) == (0.5, 7.0)
-
+from rtrain.ray_internals import data
+from tests.root import ROOT
 
 STREAM = """
 import json, os, sys, time
@@ -142,60 +72,3 @@ def test_numbers_come_from_tasks_that_reserve_what_is_said_and_are_fused(ray_ses
     dataset = ray_internals.numbers(10, 2, 0.25).map_batches(lambda batch: batch, batch_size=None, num_cpus=0.25)
     assert sorted(row["id"] for row in dataset.take_all()) == list(range(10))  # blocks come as they are done
     assert "ReadRange->MapBatches" in dataset.stats()
-
-
-def test_in_a_private_ray_data_sets_start_no_actors_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray.data import ExecutionResources
-    from ray.data._internal import stats
-    from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator, rate_based_cluster_autoscaler
-
-    rates: Any = rate_based_cluster_autoscaler
-    manager: Any = stats._StatsManager
-    stock: Any = default_autoscaling_coordinator.DefaultAutoscalingCoordinator
-    spec: Any = spec_from_file_location("stock_stats", stats.__file__)
-    # As its file has them: an earlier session of this process may have replaced its functions.
-    monkeypatch.setitem(sys.modules, "stock_stats", fresh := module_from_spec(spec))
-    spec.loader.exec_module(fresh)
-    own = vars(fresh._StatsManager)
-    replaced = [name for name, one in own.items() if "get_or_create_stats_actor" in code(one)]
-    kept = {name: own[name] for name in replaced}
-    asked = [name for name in vars(stock) if f"self._autoscaling_coordinator.{name}(" in code(rates)]
-    assert asked == ["request_resources", "cancel_request", "get_reserved_resources"]
-    for name, one in kept.items():
-        monkeypatch.setattr(manager, name, one)  # and back again
-    monkeypatch.setattr(rates, "DefaultAutoscalingCoordinator", stock)
-
-    monkeypatch.setattr(private, "is_private", lambda: False)
-    ray_internals.without_data_actors()
-    assert (vars(manager)["update_iteration_metrics"], rates.DefaultAutoscalingCoordinator) == (
-        kept["update_iteration_metrics"],
-        stock,
-    )
-    monkeypatch.setattr(private, "is_private", lambda: True)
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "memory": 9.0, "object_store_memory": 7.0})
-    ray_internals.without_data_actors()
-    # None of them would connect to Ray, or start one.
-    for name in replaced:
-        needed = [one for one in inspect.signature(kept[name]).parameters.values() if one.default is one.empty]
-        found = getattr(manager, name)(*([None] * len(needed)))
-        assert (found is None) == (name != "gen_dataset_id_from_stats_actor")
-    scaling = rates.RateBasedClusterAutoscaler([], "a", utility_calculator=SimpleNamespace(observe=lambda: None))
-    assert scaling.get_total_resources() == ExecutionResources(cpu=4.0, memory=9.0, object_store_memory=7.0)
-    scaling.try_trigger_scaling()
-    scaling.on_executor_shutdown()
-
-
-def code(one: Any) -> str:
-    return inspect.getsource(one) if inspect.ismodule(one) or inspect.isroutine(one) else ""
-
-
-def test_whoever_uses_ray_data_does_without_its_actors() -> None:
-    for_types = "if TYPE_CHECKING:\n    import ray.data\n"
-    texts = {
-        path.name: path.read_text().replace(for_types, "")
-        for folder in ("rtrain", "serve", "tune")
-        for path in (ROOT / folder).rglob("*.py")
-    }
-    using = {name: text for name, text in texts.items() if re.search(r"^ +import ray\.data$", text, re.M)}
-    assert set(using) >= {"tokens.py", "ingest.py", "job.py", "teacher.py"}
-    assert [name for name, text in using.items() if "without_data_actors()" not in text] == []

@@ -1,51 +1,15 @@
 """Ray Train and Ray Tune: the private names of worker groups still exist and mean the same."""
 
-import inspect
 import json
 import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
-import pytest
 import ray
-from ray.train._internal.utils import get_address_and_port
 
-from rtrain import ray_internals
-from rtrain.ray_internals import groups, torch_group
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def test_the_trainer_s_two_habits_are_still_methods_that_it_calls() -> None:
-    import ray.train.torch
-
-    made, stock = ray_internals.torch_trainer(), ray.train.torch.TorchTrainer
-    assert issubclass(made, stock)
-    source = "".join(inspect.getsource(base) for base in stock.__mro__[:-1] if base.__module__.startswith("ray.train"))
-    for name in ("_register_sigint_handler", "_create_default_callbacks"):
-        assert f"self.{name}(" in source
-        assert list(inspect.signature(getattr(made, name)).parameters) == list(
-            inspect.signature(getattr(stock, name)).parameters
-        )
-
-
-def test_workers_for_whom_a_run_asks_are_not_asked_for_by_ray_train() -> None:
-    from ray.train import ScalingConfig
-    from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy, scaling_policy
-
-    silent: Any = groups._silent_policy(ScalingConfig(num_workers=2))
-    assert isinstance(silent, FixedScalingPolicy)
-    source = inspect.getsource(scaling_policy) + inspect.getsource(FixedScalingPolicy)
-    for name in ("_send_resource_request", "_maybe_send_resource_request", "_cancel_resource_request"):
-        assert f"self.{name}()" in source
-        getattr(silent, name)()  # Ray's own would need a coordinator
-    decision: Any = silent.make_decision_for_non_running_worker_group()
-    assert decision.num_workers == 2
-    assert "scaling_policy=create_scaling_policy(" in inspect.getsource(ray_internals.torch_trainer().fit)
-
+from rtrain.ray_internals import torch_group
+from tests.root import ROOT
 
 JOIN = """
 import json, sys
@@ -100,41 +64,6 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def test_a_group_s_start_is_told_to_callbacks() -> None:
-    from ray.train.v2._internal.execution.callback import WorkerGroupCallback
-    from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState
-
-    told: list[str] = []
-    made = ray_internals.on_group_start(told.append)
-    assert isinstance(made, WorkerGroupCallback)
-    assert "after_worker_group_start" in vars(WorkerGroupCallback)
-    assert "placement_group_handle" in inspect.signature(WorkerGroupState).parameters
-
-
-def test_tune_prints_through_the_callback_that_is_replaced() -> None:
-    """Tune adds its own unless it is given one of that class."""
-    from ray.tune.progress_reporter import TrialProgressCallback
-    from ray.tune.utils.callback import _create_default_callbacks
-
-    made = ray_internals.silent_progress()
-    assert isinstance(made, TrialProgressCallback)
-    found = _create_default_callbacks([made], air_verbosity=None)
-    assert [one for one in found if isinstance(one, TrialProgressCallback)] == [made]
-    assert {"log_result", "on_trial_complete"} <= vars(TrialProgressCallback).keys()
-
-
-def test_the_callbacks_that_are_left_out_are_among_ray_s_own() -> None:
-    from ray.train.torch import TorchTrainer
-    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
-    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-
-    config = ray_internals.torch_config("gloo", 5)
-    both: list[Any] = [TorchTrainer(lambda: None), ray_internals.torch_trainer()(lambda: None, torch_config=config)]
-    stock, made = ({type(callback) for callback in one._create_default_callbacks()} for one in both)
-    assert stock - made == {DatasetsCallback, PlacementGroupCleanerCallback}
-    assert made < stock
-
-
 def test_a_group_is_started_without_torch_by_ray_s_own_trainer_which_is_whole_afterwards() -> None:
     """In a fresh process, up to what is sent to the controller and read there."""
     program = (
@@ -154,57 +83,3 @@ def test_a_group_is_started_without_torch_by_ray_s_own_trainer_which_is_whole_af
         "True ray.train.v2.torch.train_loop_utils",
         "LocalTorchController",
     ], done.stderr
-
-
-def test_a_group_s_workers_are_joined_as_ray_joins_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Ray's own functions, called in each worker, with its own arguments."""
-    from ray.train.torch import TorchConfig, config
-
-    stock: Any = config._TorchBackend
-    ours: Any = ray_internals.torch_config("gloo", 7)
-    assert ours.backend_cls.share_cuda_visible_devices == stock.share_cuda_visible_devices
-    assert (
-        inspect.getsource(stock.on_training_start).count("worker_group.execute(") == 1
-    )  # for Ray Train's first version
-
-    def joined(backend: Any, chosen: Any) -> dict[str, Any]:
-        seen: dict[str, Any] = {"group": []}
-        monkeypatch.setattr(config, "_set_torch_distributed_env_vars", lambda: seen.update(set=seen.get("set", 0) + 1))
-
-        def setup(backend: str, world_rank: int, world_size: int, init_method: str, timeout_s: int = 1800) -> None:
-            there = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
-            seen["group"].append((backend, world_rank, world_size, init_method, timeout_s, there))
-
-        monkeypatch.setattr(config, "_setup_torch_process_group", setup)
-        monkeypatch.setattr(
-            config, "_shutdown_torch", lambda destroy_process_group=False: seen.update(left=destroy_process_group)
-        )
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            monkeypatch.setenv(name, "")
-        group = Group()
-        backend.on_start(group, chosen)
-        backend.on_shutdown(group, chosen)
-        return seen
-
-    class Group:
-        """Two workers, in this process."""
-
-        def __len__(self) -> int:
-            return 2
-
-        def execute_single(self, rank: int, function: Any, *given: Any, **named: Any) -> Any:
-            return ("10.0.0.1", 1234) if function is get_address_and_port else function(*given, **named)
-
-        def execute_single_async(self, rank: int, function: Any, *given: Any, **named: Any) -> Any:
-            return function(*given, **named)
-
-        def execute(self, function: Any, *given: Any, **named: Any) -> Any:
-            return [function(*given, **named) for _ in range(2)]
-
-        execute_async = execute
-
-    monkeypatch.setattr(ray, "get", lambda found, timeout=None: found)
-    expected = joined(stock(), TorchConfig("gloo", timeout_s=7))
-    assert expected["group"] == [("gloo", rank, 2, "env://", 7, ("10.0.0.1", "1234")) for rank in range(2)]
-    assert expected["left"]
-    assert joined(ours.backend_cls(), ours) == expected

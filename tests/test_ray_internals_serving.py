@@ -5,75 +5,13 @@ import inspect
 import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray._common.utils import import_attr
 
 from rtrain import ray_internals
-from rtrain.config import Serve
 from rtrain.ray_internals import serving
-from serve.front import ingress
-
-FOUND = ingress.Found(Path("/nowhere"), 2, 1024)
-
-
-def test_the_serve_controller_s_name_is_what_serve_starts_it_by() -> None:
-    import ray.serve._private.default_impl as starts
-
-    name, namespace = ray_internals.serve_controller()
-    source = inspect.getsource(starts)
-    assert "name=SERVE_CONTROLLER_NAME" in source
-    assert "namespace=SERVE_NAMESPACE" in source
-    assert name
-    assert namespace
-
-
-def test_a_replica_starts_the_server_that_it_was_given_or_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray.serve._private.replica
-
-    replicas: Any = ray.serve._private.replica
-    assert "await start_asgi_http_server(\n                    self._direct_ingress_asgi," in inspect.getsource(
-        replicas.Replica._maybe_start_direct_ingress_servers
-    )
-    counted: list[int] = []
-
-    class Metrics(replicas.ReplicaMetricsManager):  # type: ignore[misc]  # it is taken for anything
-        def __init__(self) -> None:
-            pass
-
-        def _change_num_ongoing_requests(self, request_metadata: Any, delta: int) -> None:
-            counted.append(delta)
-
-    class Replica:
-        _metrics_manager = Metrics()
-
-        async def ask(self, scope: Any, receive: Any, send: Any) -> None: ...
-
-    async def usual(app: Any, options: Any, *, event_loop: Any, enable_so_reuseport: bool) -> tuple[str, str]:
-        return "usual", options
-
-    given: list[ray_internals.ReplicaServer] = []
-    answers: list[Any] = [("ours", "server"), None]
-
-    async def start(one: ray_internals.ReplicaServer) -> Any:
-        given.append(one)
-        return answers.pop(0)
-
-    monkeypatch.setattr(replicas, "start_asgi_http_server", usual)
-    ray_internals.replace_replica_server(start)
-    replaced = replicas.start_asgi_http_server
-    application = Replica().ask
-    for expected in (("ours", "server"), ("usual", "options")):
-        found = asyncio.run(replaced(application, "options", event_loop="loop", enable_so_reuseport=False))
-        assert found == expected
-    given[0].track(1)
-    given[0].track(-1)
-    assert counted == [1, -1]
-    assert (given[0].application, given[0].options, given[0].loop) == (application, "options", "loop")
 
 
 def test_a_deployment_keeps_the_version_that_it_was_given() -> None:
@@ -140,54 +78,6 @@ def test_a_proxy_that_is_to_end_answers_what_it_has_and_says_that_it_was_the_las
     asyncio.run(check())
 
 
-def test_serve_is_begun_as_ray_begins_it_without_the_wait() -> None:
-    import ray.serve._private.api
-    import ray.serve._private.client as client
-
-    api: Any = ray.serve._private.api
-    assert list(inspect.signature(api._create_controller_and_proxy_refs).parameters)[:6] == [
-        *("http_options", "grpc_options", "global_logging_config"),
-        *("global_tracing_config", "controller_options", "proxy_location"),
-    ]
-    stock = inspect.getsource(api.serve_start)
-    for line in ("ray.get(proxy_ready_refs, timeout=HTTP_PROXY_TIMEOUT)", "_set_global_client(client)"):
-        assert line in stock
-    assert "time.sleep(CLIENT_POLLING_INTERVAL_S)" in inspect.getsource(
-        client.ServeControllerClient._wait_for_application_running
-    )
-    assert "controller_options.runtime_env" in inspect.getsource(api.get_controller_impl)
-    chosen = api._coerce_controller_options({"runtime_env": {"env_vars": {"A": "1"}}})
-    assert chosen.runtime_env == {"env_vars": {"A": "1"}}
-    assert not api._coerce_controller_options({}).runtime_env
-
-
-def test_how_often_ray_looks_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray.serve._private.client
-
-    client: Any = ray.serve._private.client
-    monkeypatch.setattr(client, "CLIENT_POLLING_INTERVAL_S", 1.0)
-    ray_internals.look_every(0.05)
-    assert client.CLIENT_POLLING_INTERVAL_S == 0.05
-
-
-def test_the_controller_starts_no_fallback_proxy_once_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray.serve._private.constants as constants
-    from ray.serve._private import controller, proxy_state
-
-    states: Any = proxy_state.ProxyStateManager
-    source = inspect.getsource(states._start_proxies_if_needed)
-    assert "self._start_fallback_proxy_if_needed(\n                node_id, node_ip_address, node_instance_id" in source
-    begun = inspect.getsource(controller)
-    called = begun.index("call_function_from_import_path(RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH)")
-    assert called < begun.index("self.proxy_state_manager = ProxyStateManager(")
-    assert constants.RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH is None
-    monkeypatch.setattr(states, "_start_fallback_proxy_if_needed", states._start_fallback_proxy_if_needed)
-    import_attr(ingress.environment(FOUND, Serve(), 350)["RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH"])()
-    manager = SimpleNamespace()  # it is asked for nothing
-    states._start_fallback_proxy_if_needed(manager, "node", "127.0.0.1", "instance")
-    assert vars(manager) == {}
-
-
 def test_serve_is_imported_without_pandas_which_can_be_imported_then() -> None:
     program = (
         "import sys; from rtrain import ray_internals; ray_internals.import_serve()\n"
@@ -197,33 +87,3 @@ def test_serve_is_imported_without_pandas_which_can_be_imported_then() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_haproxy_that_was_started_is_seen_within_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray.serve._private import haproxy
-
-    kind: Any = haproxy.HAProxyApi
-    usual = kind._wait_for_hap_availability
-    source = inspect.getsource(usual)
-    for line in (
-        "if await self._get_running_pid() == proc.pid:",
-        "await asyncio.sleep(0.5)",
-        "proc.returncode is not None",
-    ):
-        assert line in source
-    monkeypatch.setattr(kind, "_wait_for_hap_availability", usual)  # and back again
-    ray_internals.before_actors()
-    answers: list[int | None] = [None, 6, 7]
-
-    class Api:
-        _wait_for_hap_availability = kind._wait_for_hap_availability
-
-        async def _get_running_pid(self) -> int | None:
-            return answers.pop(0)
-
-    begun = time.monotonic()
-    asyncio.run(Api()._wait_for_hap_availability(SimpleNamespace(pid=7, returncode=None)))
-    assert (answers, time.monotonic() - begun < 0.4) == ([], True)
-    dead = SimpleNamespace(pid=7, returncode=1, _stderr_path="/nowhere", _stdout_path="/nowhere")
-    with pytest.raises(RuntimeError, match="HAProxy crashed during startup: exit code 1"):
-        asyncio.run(Api()._wait_for_hap_availability(dead))

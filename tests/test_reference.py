@@ -57,10 +57,6 @@ def test_requests_give_what_the_validation_rows_gave(task: str, tmp_path: Path) 
         assert sorted(set(made["labels"])) == sorted({label for row in found.labels for label in row})
 
 
-def test_a_bin_holds_its_upper_edge() -> None:
-    assert reference.place(np.array([0.0, 1.0, 1.1, 2.0, 9.0]), (1, 2)).tolist() == [0, 0, 1, 1, 2]
-
-
 def test_unknown_pieces_are_counted_row_by_row() -> None:
     from rtrain.batch import Encoded, Window
 
@@ -87,14 +83,6 @@ def test_a_text_that_no_class_is_sure_of_has_a_low_score_where_it_is_refused_too
     found = reference.of_answers(TASK, head, outputs, encoded, None)
     assert found.score == pytest.approx(sure)
     assert found.labels == [["other"], ["other"], ["a"]]
-
-
-def test_older_scores_are_not_compared_where_texts_are_refused() -> None:
-    old, outside = {"rows": 1, "tokens": {}, "score": {}}, Head(("a", "b"), {"outside": "other", "threshold": 0.5})
-    assert reference.comparable(old, HEAD) == old
-    assert reference.comparable(old, outside) == {"rows": 1, "tokens": {}}
-    new = {**old, "version": reference.VERSION}
-    assert reference.comparable(new, outside) == new
 
 
 def test_rows_outside_of_all_classes_are_no_reference(tmp_path: Path) -> None:

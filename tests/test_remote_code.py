@@ -6,9 +6,9 @@ waits for an answer that a job cannot give.
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.root import ROOT
+
 PACKAGES = ("rtrain", "serve", "tune", "benchmarks")
 LOADERS = frozenset({"from_pretrained", "from_config", "load_dataset", "load_dataset_builder", "pipeline"})
 KNOWN = 12

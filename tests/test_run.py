@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rtrain import events
-from rtrain.errors import UserError
-from rtrain.run import Run, artifact_of, chosen, shown
+from rtrain.run import Run, artifact_of, chosen
 from tests import stock
+from tests.refusing import refused
 
 
 def test_the_names_are_those_that_users_and_earlier_versions_know(tmp_path: Path) -> None:
@@ -55,22 +55,6 @@ def test_each_byte_of_the_log_is_read_once(tmp_path: Path, monkeypatch: pytest.M
     assert sum(parsed) == run.log.stat().st_size
 
 
-def test_what_callers_do_to_a_list_of_events_stays_theirs(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.append("created")
-    run.events().clear()
-    assert len(run.events()) == 1
-
-
-def test_a_store_counts_while_it_is_there(tmp_path: Path) -> None:
-    run, store = Run(tmp_path), tmp_path / "store"
-    run.append("created", store=str(store))
-    assert run.store is None
-    store.mkdir()
-    (store / "manifest.json").write_text("{}")
-    assert run.store == store
-
-
 def test_a_decision_is_made_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
     assert run.decisions == {}
@@ -88,13 +72,6 @@ def test_a_run_exists_by_its_configuration_and_is_finished_by_its_artefact(tmp_p
     assert (run.exists, run.finished) == (True, False)
     (run.artifact / "artifact.json").write_text("{}")
     assert run.finished
-
-
-def test_tracebacks_are_those_that_hold_one(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.stalled(0).write_text("")
-    run.stalled(1).write_text("Thread 1 ...")
-    assert run.tracebacks() == [run.stalled(1)]
 
 
 # --------------------------------------------------------------------------------------------- what a folder stands for
@@ -121,32 +98,25 @@ def test_a_search_stands_for_its_winner_wherever_it_lies(tmp_path: Path) -> None
 
 def test_what_stands_for_nothing_yet_is_told_with_how_to_go_on(tmp_path: Path) -> None:
     searched = stock.search(tmp_path / "a search", best=None)
-    go_on = f"rtrain tune --resume --out '{searched.folder}'"
     for resolve in (chosen, artifact_of):
-        with pytest.raises(UserError, match=f"has not chosen its winner yet; go on with: {go_on}"):
+        with refused("not_finished"):
             resolve(searched.folder)
     open_run = stock.make(tmp_path / "open", ended="interrupted")
-    with pytest.raises(UserError, match=f"has no artefact yet.*: rtrain train --resume --out {open_run.folder}$"):
+    with refused("not_finished"):
         artifact_of(open_run.folder)
     late = stock.search(tmp_path / "late", best=None)  # it has chosen, and was killed before the winner's last update
     events.append(late.folder, "searched", best=0)
-    with pytest.raises(UserError, match=f"trial-000 has no artefact yet.*: rtrain tune --resume --out {late.folder}$"):
+    with refused("not_finished"):
         artifact_of(late.folder)
     shutil.rmtree(late.trial(0).folder)
-    with pytest.raises(UserError, match="has chosen trial-000, which is gone"):
+    with refused("not_found"):
         chosen(late.folder)
 
 
 def test_a_folder_that_holds_no_run_is_told_with_the_run_around_it(tmp_path: Path) -> None:
     run = stock.make(tmp_path / "a")
-    with pytest.raises(UserError, match=rf"holds no run \(no config.yaml\); did you mean {run.folder}\?"):
+    with refused("not_a_run"):
         chosen(run.artifact)
-    with pytest.raises(UserError, match="name the folder that --out named"):
+    with refused("not_a_run"):
         chosen(tmp_path)
     assert artifact_of(tmp_path / "none") == tmp_path / "none"  # refused by whoever reads it as an artefact
-
-
-def test_a_path_is_shown_as_it_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert shown(tmp_path / "runs" / "a b") == "'runs/a b'"
-    assert shown(Path("/elsewhere/a")) == "/elsewhere/a"

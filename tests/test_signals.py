@@ -12,9 +12,8 @@ import pytest
 
 import rtrain
 from rtrain.cli import answers, options
+from tests.root import ROOT
 from tests.tiny import make_artifact
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_signals_to_a_command_s_own_process() -> None:

@@ -274,9 +274,9 @@ def test_scores_of_a_file_keep_no_logit_of_its_rows(tmp_path: Path, monkeypatch:
 
     score_answer = score.answer
     monkeypatch.setattr(score, "answer", answer)
-    found = score.measured(folder, score.settings(artifact.read(folder), {"data.path": str(tmp_path / "rows.csv")}))
-    assert found.report["scores"]["rows"] == len(CORPUS)
-    assert (found.answers, [one.outputs for one in kept]) == ([], [[]])
+    found = score.run(folder, score.settings(artifact.read(folder), {"data.path": str(tmp_path / "rows.csv")}))
+    assert found["scores"]["rows"] == len(CORPUS)
+    assert [one.outputs for one in kept] == [[]]
 
 
 def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Private names of torch: each still exists and means the same."""
 
 import contextlib
-import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +10,6 @@ import pytest
 import torch
 
 from rtrain import torch_internals
-
-
-def test_multiply_is_a_product_in_place() -> None:
-    tensors = [torch.arange(3.0), torch.ones(2, 2)]
-    torch_internals.multiply(tensors, 0.5)
-    assert [tensor.tolist() for tensor in tensors] == [[0.0, 0.5, 1.0], [[0.5, 0.5], [0.5, 0.5]]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -151,12 +144,3 @@ def test_what_is_left_out_is_not_in_the_buckets() -> None:
             "avg_backward_compute_comm_overlap_time",
         } <= model._get_ddp_logging_data().keys()
         assert 0 < torch_internals.unhidden_seconds(model) < 1
-
-
-def test_the_logger_that_is_hushed_is_torch_s() -> None:
-    import torch.distributed.tensor._redistribute as redistributes
-
-    before = redistributes.logger.level
-    torch_internals.hush_redistribution()
-    assert redistributes.logger.level == logging.ERROR
-    redistributes.logger.setLevel(before)

@@ -10,14 +10,13 @@ from typing import Any
 import psutil
 import pytest
 
-from rtrain import artifact, config
+from rtrain import artifact, config, ray_internals
 from rtrain.checkpoints import checkpoint
 from rtrain.config import Config, with_overrides
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, UserError
 from rtrain.proof.faults import workers_left
 from rtrain.report import baseline
-from rtrain.report.live import peak_memory
 from rtrain.run import Run
 from rtrain.runs import driver, preparing
 from tests.reports import Page
@@ -78,7 +77,7 @@ def told(found: search.Found) -> list[dict[str, Any]]:
 
 def slot_processes() -> list[int]:
     found = []
-    for pid in peak_memory.session_processes():
+    for pid in ray_internals.session_processes():
         with contextlib.suppress(psutil.Error):
             if "ImplicitFunc" in " ".join(psutil.Process(pid).cmdline()):
                 found.append(pid)

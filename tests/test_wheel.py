@@ -22,11 +22,11 @@ from serve.front.address import Address
 from tests.conftest import labelled_rows, write_rows
 from tests.heads import free_ports
 from tests.processes import end
+from tests.root import ROOT
 from tests.tiny import make_encoder
 
 pytestmark = [pytest.mark.ray, pytest.mark.serve, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "rtrain", "serve", "tune")
 COMMAND_WITHIN_S, READY_WITHIN_S, ENDED_WITHIN_S = 240, 120, 30
 SMALL = ("train.epochs=2", "train.workers=1", "train.precision=fp32", "optim.lr=5e-3", "train.log_every=1")

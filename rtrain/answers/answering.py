@@ -88,11 +88,6 @@ class Answerer:
         yield from map(self._written, ahead(self._computed, prepared))
         self._reader.close()
 
-    def stream(self, chunks: Iterable[Chunk]) -> Iterator[Answered]:
-        """Chunks in order, numbered from 0; a chunk is answered before the next is asked for."""
-        for number, chunk in enumerate(chunks):
-            yield self._written(self._computed(self._prepared(number, chunk)))
-
     def _prepared(self, number: int, chunk: Chunk) -> _Prepared:
         chunk = replace(chunk, records=[with_flaw(record, self._predictor) for record in chunk.records])
         asked = [asked_of(record, self._predictor.task) for record in chunk.records if record.reason is None]

@@ -89,7 +89,8 @@ def score_columns(task: Task, head: Head) -> list[Column]:
     whose answers have no score for each label."""
     if task.output not in ("classes", "labels", "heads"):
         reason = f"answers of the task {task.name} have no score for each label"
-        raise ConfigError([Problem("--scores", None, reason, "leave it out: an answer has its own score")])
+        problem = Problem("--scores", None, reason, "leave it out: an answer has its own score", code="no_label_scores")
+        raise ConfigError([problem])
     each = [(name, label) for name, own, _ in heads(head) for label in own] if task.output == "heads" else []
     names = [_score_name(name, label) for name, label in each or (("", label) for label in head.labels)]
     return [Column(name, float, operator.itemgetter(name)) for name in names]

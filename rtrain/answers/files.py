@@ -1,4 +1,4 @@
-"""An artefact and files of rows -> a file of answers, or JSON lines: the verb `predict --data`.
+"""An artefact and files of rows -> a file of answers: the verb `predict --data`.
 
 The answers go through `rtrain.predict`, as those of requests do. Rows are read as the artefact's own training rows were
 (`rtrain.score.settings`), but need no labels.
@@ -7,27 +7,22 @@ The answers go through `rtrain.predict`, as those of requests do. Rows are read 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rtrain import artifact as artifacts, env, score
 from rtrain.answers import columns, source
 from rtrain.answers.answering import Answered, Answerer, Counts, Work, copies
 from rtrain.answers.folder import Folder, Reuse, refuse_among_rows
-from rtrain.answers.source import Chunk, Portion, Survey
+from rtrain.answers.source import Portion, Survey
 from rtrain.answers.writing import Format, format_of
 from rtrain.batch import Head
-from rtrain.config import Data
 from rtrain.data import records
-from rtrain.data.formats import readers
 from rtrain.errors import UserError
-from rtrain.predict import BATCH_ROWS, Predictor
+from rtrain.predict import BATCH_ROWS
 from rtrain.tasks import base
 from rtrain.tasks.base import Column
 
-STREAM_ROWS = 1024
-"""Rows of a stream that are answered at a time."""
 PROGRESS_S = 5.0
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -79,80 +74,35 @@ def to_file(
         for answered in answers(work, left):
             folder.add(answered)
             progress(answered.counts.rows)
-        if _digest(work) != binding["input"]:
+        if records.Source(work.source.pieces, work.source.columns).digest() != binding["input"]:
             raise UserError(
-                f"{asked.overrides['data.path']} was changed while it was read; begin anew with --overwrite"
+                f"{asked.overrides['data.path']} was changed while it was read; begin anew with --overwrite",
+                code="rows_changed",
             )
         folder.join(work.layout, found.portions)
         totals = [sum(column) for column in zip(*folder.done.values(), strict=True)] or [0, 0, 0]
     return {**_report(Counts(*totals), reused, work.layout, time.perf_counter() - start), "out": str(out)}
 
 
-def to_stream(asked: Asked, file: IO[bytes], on_event: OnEvent = lambda event: None) -> dict[str, Any]:
-    """Answer the rows of files as JSON lines, in order."""
-    start = time.perf_counter()
-    work, found, _ = _opened(asked, "jsonl", on_event)
-    progress, total = _Progress(found.rows, 0, on_event), Counts(0, 0, 0)
-    for answered in here(work, list(found.portions)):
-        file.write(answered.body)
-        total = _added(total, answered.counts)
-        progress(answered.counts.rows)
-    return _report(total, 0, work.layout, time.perf_counter() - start)
-
-
-def stream(asked: Asked, lines: IO[bytes], file: IO[bytes], on_event: OnEvent = lambda event: None) -> dict[str, Any]:
-    """Answer JSON lines as they come, as JSON lines in their order; `lines` is read `STREAM_ROWS` rows at a time.
-
-    The keys of the first rows say how the answers' columns are called. A later row with another key of such a name
-    keeps it, and is not answered.
-    """
-    start = time.perf_counter()
-    made, data = _settled(asked)
-    data = data.model_copy(update={"format": "jsonl"})
-    answer = asked.columns(made)
-    predictor = Predictor.load(asked.artifact)
-    chunks = _chunks(lines, data)
-    first = next(chunks, None)
-    given = {} if first is None else {name: columns.kind_of(None) for row in first.columns for name in row}
-    layout = columns.layout(given, answer)
-    work = Work(asked.artifact, records.Source((), ()), data, layout, "jsonl", asked.batch_rows, asked.scores)
-    _say_renamed(work, on_event)
-    total = Counts(0, 0, 0)
-    every = iter(()) if first is None else _with_clashes(first, chunks, work)
-    for answered in Answerer(work, [predictor]).stream(every):
-        file.write(answered.body)
-        file.flush()
-        total = _added(total, answered.counts)
-    return _report(total, 0, work.layout, time.perf_counter() - start)
-
-
 # ------------------------------------------------------------------------------------------------------ what is asked
 
 
-def _settled(asked: Asked) -> tuple[artifacts.Artifact, Data]:
-    """The artefact, and how its rows are read: without labels, and without what only scores need."""
+def _opened(asked: Asked, format: Format, on_event: OnEvent) -> tuple[Work, Survey, str]:
+    """The work, its portions, and the artefact's version. Rows are read without labels, and without what only scores
+    need."""
     made = artifacts.read(asked.artifact)
     data = score.settings(made, asked.overrides)
     columns_of_scores = dict.fromkeys(("label", "separator", "split_by", "split", "outside", "id"))
-    return made, data.model_copy(update={**columns_of_scores, "slices": ()})
-
-
-def _opened(asked: Asked, format: Format, on_event: OnEvent) -> tuple[Work, Survey, str]:
-    """The work, its portions, and the artefact's version."""
-    made, data = _settled(asked)
+    data = data.model_copy(update={**columns_of_scores, "slices": ()})
     answer = asked.columns(made)
     found = records.inspect(data)
     on_event({"kind": "stage", "text": "counting rows"})
     survey = source.survey(found, data)
     layout = columns.layout(survey.kinds, answer)
     work = Work(asked.artifact, found, data, layout, format, asked.batch_rows, asked.scores)
-    _say_renamed(work, on_event)
-    return work, survey, made.version
-
-
-def _say_renamed(work: Work, on_event: OnEvent) -> None:
-    for name, other in work.layout.renamed.items():
+    for name, other in layout.renamed.items():
         on_event({"kind": "stage", "text": f"the rows have a column {name!r} of their own: the answer's is {other!r}"})
+    return work, survey, made.version
 
 
 def _settings(work: Work) -> dict[str, Any]:
@@ -164,40 +114,7 @@ def _settings(work: Work) -> dict[str, Any]:
     }
 
 
-def _digest(work: Work) -> str:
-    """The digest of the files as they are now."""
-    return records.Source(work.source.pieces, work.source.columns).digest()
-
-
-# ------------------------------------------------------------------------------------------------------------ a stream
-
-
-def _chunks(lines: IO[bytes], data: Data) -> Iterator[Chunk]:
-    rows = readers.json_rows(lines)
-    while taken := list(islice(rows, STREAM_ROWS)):
-        named: list[source.Raw] = [
-            (line, row if isinstance(row, dict) else "not a JSON object; write one object a line")
-            for line, row in taken
-        ]
-        yield source.chunk_of(named, [row if isinstance(row, dict) else {} for _, row in named], data, "line")
-
-
-def _with_clashes(first: Chunk, chunks: Iterator[Chunk], work: Work) -> Iterator[Chunk]:
-    yield first
-    for chunk in chunks:
-        for place, row in enumerate(chunk.columns):
-            clash = next((name for name in work.layout.added if name in row), None)
-            if clash is not None and chunk.records[place].reason is None:
-                reason = f"its column {clash!r} has the name of an answer's; give the first row that column too"
-                chunk.records[place] = chunk.records[place]._replace(reason=reason)
-        yield chunk
-
-
 # ----------------------------------------------------------------------------------------------------------- the report
-
-
-def _added(one: Counts, other: Counts) -> Counts:
-    return Counts(*map(sum, zip(one, other, strict=True)))
 
 
 def _report(counts: Counts, reused: int, layout: columns.Layout, seconds: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import fsspec
 import fsspec.utils
@@ -60,13 +60,16 @@ class Folder:
             self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise UserError(
-                f"{self.path} cannot be written ({error.strerror}); name another place with --out"
+                f"{self.path} cannot be written ({error.strerror}); name another place with --out", code="not_writable"
             ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            raise UserError(f"another process is writing {self.out}; wait for its end, or name another --out") from None
+            raise UserError(
+                f"another process is writing {self.out}; wait for its end, or name another --out",
+                code="already_running",
+            ) from None
         except OSError:
             pass  # storage without locks
         try:
@@ -88,7 +91,10 @@ class Folder:
         refuse_existing(self.out, self._reuse != "refuse")
         if self._reuse == "refuse" and (self.path / MANIFEST).exists():
             fix = "go on with --resume, or begin anew with --overwrite"
-            raise ConfigError([Problem("--out", str(self.out), "a job that was to write it has not ended", fix)])
+            problem = Problem(
+                "--out", str(self.out), "a job that was to write it has not ended", fix, code="unfinished_job"
+            )
+            raise ConfigError([problem])
 
     def _begin(self) -> None:
         known = self._known()
@@ -101,7 +107,8 @@ class Folder:
         if other := [WORDS[key] for key, value in self._binding.items() if known.get(key) != value]:
             raise UserError(
                 f"--resume: {self.out.name} was begun with other {' and '.join(other)} ({self.path}); "
-                "give what it was begun with, or begin anew with --overwrite"
+                "give what it was begun with, or begin anew with --overwrite",
+                code="other_job",
             )
         found = self._lines()
         for line in found:
@@ -118,7 +125,7 @@ class Folder:
             return None
         known = _document(path.read_bytes())
         if known is None and self._reuse == "resume":
-            raise UserError(f"--resume: {path} cannot be read; begin anew with --overwrite")
+            raise UserError(f"--resume: {path} cannot be read; begin anew with --overwrite", code="unreadable")
         return known
 
     def _lines(self) -> list[dict[str, Any]]:
@@ -163,31 +170,18 @@ class Folder:
             yield
         except OSError as error:
             raise UserError(
-                f"{self.path} cannot be written ({error.strerror}); once it can, --resume goes on from what is there"
+                f"{self.path} cannot be written ({error.strerror}); once it can, --resume goes on from what is there",
+                code="not_writable",
             ) from None
-
-
-@contextmanager
-def replaced(out: Path, overwrite: bool) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `out` once it is whole. Raises `ConfigError` where `out` is there already."""
-    refuse_existing(out, overwrite)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with drafts.replacement(out) as draft:
-            with draft.open("wb") as file:
-                yield file
-            refuse_existing(out, overwrite)  # another process may have written it meanwhile
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}); name another place with --out") from None
 
 
 def refuse_existing(out: Path, overwrite: bool) -> None:
     """Raise `ConfigError` where a file would be replaced that nobody has given up."""
     if out.is_dir():
-        raise ConfigError([Problem("--out", str(out), "is a folder", "name a file in it")])
+        raise ConfigError([Problem("--out", str(out), "is a folder", "name a file in it", code="is_a_folder")])
     if out.exists() and not overwrite:
         fix = "name another, or write it anew with --overwrite"
-        raise ConfigError([Problem("--out", str(out), "there is such a file already", fix)])
+        raise ConfigError([Problem("--out", str(out), "there is such a file already", fix, code="already_exists")])
 
 
 def refuse_among_rows(source: Source, data: Data, out: Path) -> None:
@@ -198,7 +192,7 @@ def refuse_among_rows(source: Source, data: Data, out: Path) -> None:
     matched = addresses.is_glob(str(data.path)) and re.match(fsspec.utils.glob_translate(str(named)), str(place))
     if own or matched or (named.is_dir() and place.is_relative_to(named)):
         reason, fix = "it is among the rows that --data names", "write the answers to another folder"
-        raise ConfigError([Problem("--out", str(out), reason, fix)])
+        raise ConfigError([Problem("--out", str(out), reason, fix, code="among_the_rows")])
 
 
 def _document(body: bytes) -> dict[str, Any] | None:

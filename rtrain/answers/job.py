@@ -68,5 +68,5 @@ def on_cluster(work: Work, portions: list[Portion]) -> Iterator[Answered]:
     )
     for row in dataset.iter_rows():
         if row["error"]:
-            raise UserError(f"on a node of the cluster: {row['error']}")
+            raise UserError(f"on a node of the cluster: {row['error']}", code="failed_on_node")
         yield Answered(row["number"], row["body"], Counts(row["answered"], row["empty"], row["bad"]))

@@ -182,7 +182,10 @@ class _Batches:
         """At most so many rows of the batch that is at hand."""
         batch = self._rest if self._rest is not None else next(self._batches, None)
         if batch is None:
-            raise UserError("a file of rows was changed while it was read; begin anew once nothing writes to it")
+            raise UserError(
+                "a file of rows was changed while it was read; begin anew once nothing writes to it",
+                code="rows_changed",
+            )
         self._rest = batch.slice(rows) if batch.num_rows > rows else None
         taken = batch.slice(0, rows)
         self._row += taken.num_rows

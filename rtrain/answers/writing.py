@@ -11,7 +11,7 @@ import pyarrow.parquet
 
 from rtrain.answers.columns import Layout, array, as_json, text
 from rtrain.answers.source import Chunk
-from rtrain.errors import ConfigError, Problem
+from rtrain.errors import ConfigError, Problem, UserError
 
 Format = Literal["csv", "jsonl", "parquet"]
 FORMATS: Mapping[str, Format] = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -28,7 +28,7 @@ def format_of(out: Path) -> Format:
     found = FORMATS.get(out.suffix)
     if found is None:
         fix = "end the name by .csv, .jsonl or .parquet"
-        raise ConfigError([Problem("--out", str(out), "its name does not tell its format", fix)])
+        raise ConfigError([Problem("--out", str(out), "its name does not tell its format", fix, code="unknown_format")])
     return found
 
 
@@ -77,9 +77,7 @@ def _jsonl(layout: Layout, chunk: Chunk, added: Added) -> bytes:
         rows = chunk.columns
     lines = []
     for row, answer in zip(rows, zip(*added, strict=True), strict=True):
-        # The row's own columns win: a stream may bring a name late that an answer's column has.
-        document = {**row, **{name: value for name, value in zip(layout.added, answer, strict=True) if name not in row}}
-        lines.append(as_json(document) + "\n")
+        lines.append(as_json({**row, **dict(zip(layout.added, answer, strict=True))}) + "\n")
     return "".join(lines).encode("utf-8", "replace")
 
 
@@ -94,28 +92,13 @@ def _texts(table: pa.Table, name: str) -> list[Any]:
         if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
             raw = column.cast(pa.large_binary()).to_pylist()
             return [None if value is None else value.decode("utf-8", "replace") for value in raw]
-        if pa.types.is_nested(column.type) or pa.types.is_dictionary(column.type):
-            return [_plain(scalar) for scalar in column]
+        if pa.types.is_nested(column.type):
+            raise UserError(
+                f"column {name!r} has lists or objects with a value that Python cannot hold, such as a text that is no "
+                "UTF-8; write the column as texts, or leave it out",
+                code="unreadable",
+            ) from None
         return column.cast(pa.string()).to_pylist()  # type: ignore[no-any-return]
-
-
-def _plain(scalar: Any) -> Any:
-    """A value of lists, objects or categories, in which what Python has not is text."""
-    try:
-        return scalar.as_py()
-    except (ValueError, OverflowError):
-        pass
-    if isinstance(scalar, pa.DictionaryScalar):
-        return _plain(scalar.value)
-    if isinstance(scalar, pa.StructScalar):
-        return {name: _plain(inner) for name, inner in scalar.items()}
-    if pa.types.is_map(scalar.type):
-        return [[_plain(inner) for inner in pair.values()] for pair in scalar.values]
-    if pa.types.is_nested(scalar.type):
-        return [_plain(inner) for inner in scalar.values]
-    if pa.types.is_string(scalar.type) or pa.types.is_large_string(scalar.type):
-        return scalar.as_buffer().to_pybytes().decode("utf-8", "replace")
-    return scalar.cast(pa.string()).as_py()
 
 
 def _table(layout: Layout, chunk: Chunk, added: Added) -> pa.Table:

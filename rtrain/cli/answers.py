@@ -16,12 +16,9 @@ from rtrain.cli.output import batch_text, given, given_text, show
 from rtrain.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from rtrain.answers.files import Asked
     from rtrain.answers.folder import Reuse
     from rtrain.predict import Predictor
-    from rtrain.report.live.progress import Line
 
-STDIN = "-"
 LINES = 4096
 """Lines of standard input that are answered at a time."""
 
@@ -48,7 +45,7 @@ class Given:
 
         def refuse(is_wrong: bool, field: str, reason: str, fix: str) -> None:
             if is_wrong:
-                found.append(Problem(field, None, reason, fix))
+                found.append(Problem(field, None, reason, fix, code="conflicting_settings"))
 
         file_options = (
             *(("--out", self.out), ("--resume", self.resume), ("--overwrite", self.overwrite)),
@@ -61,20 +58,14 @@ class Given:
             refuse(
                 self.top is not None, "--top", "is for texts", "leave it out, or write --scores for each label's score"
             )
-            for name, value in (("--resume", self.resume), ("--overwrite", self.overwrite), ("--json", self.as_json)):
-                refuse(value and self.out is None, name, "the answers go to stdout", "name a file with --out")
+            refuse(self.out is None, "--out", "missing", "name the file of the answers")
             refuse(self.resume and self.overwrite, "--resume", "--overwrite begins anew", "leave out one of the two")
-        if self.data == STDIN:
-            refuse(self.resume, "--resume", "standard input cannot be read again", "give the rows in a file")
-            refuse(address is not None, "--address", "standard input is answered here", "give the rows in a file")
-            lines = self.out is None or self.out.suffix in (".jsonl", ".ndjson")
-            refuse(not lines, "--out", "JSON lines are answered as JSON lines", "end its name by .jsonl")
         for text in () if self.as_texts else self.texts:
             if os.path.isfile(text):
                 fix = (
                     f"rtrain predict {self.artifact} --data {text} --out answers.csv answers its rows; --text takes it"
                 )
-                found.append(Problem("text", text, "is the name of a file", f"{fix} as a text"))
+                found.append(Problem("text", text, "is the name of a file", f"{fix} as a text", code="is_a_file"))
         if found:
             raise ConfigError(found)
 
@@ -131,69 +122,37 @@ def _answers(predictor: "Predictor", texts: list[str], place: str, first: int, o
 
 
 def answer_rows(options: Given, assignments: list[str] | None, address: str | None) -> None:
-    """The rows of --data, into --out or onto stdout; the exit code is 1 if there are rows and none was answered."""
+    """The rows of --data, into --out; the exit code is 1 if there are rows and none was answered."""
     from rtrain import config, events
     from rtrain.answers import files
     from rtrain.predict import BATCH_ROWS
     from rtrain.report.live.progress import Line
 
     assert options.data is not None
+    assert options.out is not None
     overrides = dict(config.parse_assignment(text) for text in assignments or ())
     rows = {"data.path": options.data, **overrides}
     asked = files.Asked(options.artifact, rows, options.batch or BATCH_ROWS, options.scores)
-    out = None if options.out is None else options.out.expanduser().absolute()
-    try:
-        with told_how(lambda: _again(options, assignments, address)), Line() as line:
-            line(events.doing("loading the artefact", "loading"))
-            report = _report(asked, out, options, address, line)
-    except BrokenPipeError:
-        # Who reads stdout, such as head, has enough. At its end Python would write once more, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return
-    if out is None:
-        print(batch_text(report), file=sys.stderr)
-    else:
-        show(report, options.as_json, f"{batch_text(report)}\n{out}")
+    out = options.out.expanduser().absolute()
+    with told_how(lambda: _again(options, assignments, address)), Line() as line:
+        line(events.doing("loading the artefact", "loading"))
+        reuse: Reuse = "resume" if options.resume else "overwrite" if options.overwrite else "refuse"
+        if address is None and "RAY_ADDRESS" not in os.environ:
+            report = files.to_file(asked, out, reuse, on_event=line)
+        else:
+            from rtrain.answers import job
+
+            cluster = configured("intent", None, address=address)
+            report = files.to_file(asked, out, reuse, job.on(cluster, out.parent), line)
+    show(report, options.as_json, f"{batch_text(report)}\n{out}")
     if report["rows"] and not report["answered"]:
         raise typer.Exit(1)
 
 
-def _again(options: Given, assignments: list[str] | None, address: str | None) -> str | None:
-    """How to go on with a job for a file; None where there is no file to go on with."""
+def _again(options: Given, assignments: list[str] | None, address: str | None) -> str:
+    """How to go on with the job."""
     from rtrain.report.live.progress import then
 
-    if options.out is None or options.data == STDIN:
-        return None
     same = as_given(str(options.artifact), assignments, data=options.data, batch=options.batch, address=address)
     more = ("--scores",) if options.scores else ()
     return then("predict", *same, *more, "--out", options.out, "--resume")
-
-
-def _report(asked: "Asked", out: Path | None, options: Given, address: str | None, line: "Line") -> dict[str, Any]:
-    from rtrain.answers import files
-
-    if options.data == STDIN:
-        return _stream(asked, out, options.overwrite, line)
-    if out is not None:
-        return _to_file(asked, out, options, address, line)
-    return files.to_stream(asked, sys.stdout.buffer, line)
-
-
-def _stream(asked: "Asked", out: Path | None, overwrite: bool, line: "Line") -> dict[str, Any]:
-    from rtrain.answers import files, folder
-
-    if out is None:
-        return files.stream(asked, sys.stdin.buffer, sys.stdout.buffer, line)
-    with folder.replaced(out, overwrite) as file:
-        return files.stream(asked, sys.stdin.buffer, file, line)
-
-
-def _to_file(asked: "Asked", out: Path, options: Given, address: str | None, line: "Line") -> dict[str, Any]:
-    from rtrain.answers import files
-
-    reuse: Reuse = "resume" if options.resume else "overwrite" if options.overwrite else "refuse"
-    if address is None and "RAY_ADDRESS" not in os.environ:
-        return files.to_file(asked, out, reuse, on_event=line)
-    from rtrain.answers import job
-
-    return files.to_file(asked, out, reuse, job.on(configured("intent", None, address=address), out.parent), line)

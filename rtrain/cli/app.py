@@ -1,17 +1,17 @@
 """The command line: which verbs there are. Each parses, calls one function, and prints."""
 
 import errno
-import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from rtrain import __version__, env, signals
-from rtrain.cli import cluster, compare, compress, doctor, gate, keys, lacking, plan, proof, runs, serve, train
+from rtrain.cli import cluster, compress, doctor, gate, plan, proof, runs, serve, train
+from rtrain.cli.output import show
 from rtrain.cluster import session as sessions
 from rtrain.errors import UserError
 from rtrain.report.live.waited import Waited
@@ -41,14 +41,14 @@ for _cluster_verb in (
     cluster_app.command()(_cluster_verb)
 keys_app = typer.Typer()
 app.add_typer(keys_app, name="serve keys")
-keys_app.command()(keys.add)
-keys_app.command("list")(keys.list_)
-keys_app.command()(keys.revoke)
+keys_app.command("add")(serve.add_key)
+keys_app.command("list")(serve.list_keys)
+keys_app.command("revoke")(serve.revoke_key)
 for _verb in (
     *(train.train, train.tune),
     *(proof.verify, proof.drill),
     *(doctor.profile, plan.plan),
-    *(train.report, compare.compare),
+    *(train.report, gate.compare),
     *(compress.distill, compress.quantize, compress.evaluate),
     *(gate.gate, gate.inspect),
     *(serve.predict, serve.explain, serve.serve),
@@ -60,11 +60,26 @@ app.command(name="import")(runs.import_)
 app.command(name="serve status")(serve.status)
 
 FAILED, USAGE = 1, 2
+SMALL: Mapping[str, tuple[str, frozenset[str]]] = {
+    "predict": ("rows", frozenset({"pyarrow"})),
+    "serve": ("serve", frozenset({"fastapi", "limits", "prometheus_client", "psutil", "pyarrow", "ray", "scipy"})),
+    "serve --alone": ("alone", frozenset({"fastapi", "httptools", "limits", "prometheus_client", "uvicorn"})),
+}
+"""Verb -> an extra that is enough for it where one of these modules is lacking."""
+ALONE = "--alone"
+LARGE = "train"
+MODULES = frozenset(
+    {
+        *("datasets", "fastapi", "httptools", "httpx", "huggingface_hub", "jinja2", "limits", "markupsafe", "nncf"),
+        *("prometheus_client", "psutil", "pyarrow", "ray", "rouge_score", "sacrebleu", "safetensors", "scipy"),
+        *("sklearn", "aiohttp", "pandas", "requests", "starlette", "torch", "transformers", "uvicorn"),
+    }
+)
+"""Modules of the extra `train`, and of what comes with it."""
+FLOAT = frozenset({"torch", "transformers", "safetensors"})
 NO_HOME = "Could not determine home directory."
 """What `Path.expanduser` raises of ~name/path, without the name."""
-NO_TEMPORARY = "No usable temporary directory"
 FULL = (errno.ENOSPC, errno.EDQUOT)
-DENIED = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -83,6 +98,8 @@ def _run(arguments: Sequence[str] | None) -> int | None:
         # For KeyboardInterrupt typer returns 130.
         code: int | None = app(arguments, standalone_mode=False, obj=Waited())
     except UserError as error:
+        if "--json" in (sys.argv[1:] if arguments is None else arguments):
+            show(error.to_document(), True)
         return _said(str(error), error.exit_code)
     except typer.TyperException as error:
         command = getattr(getattr(error, "ctx", None), "info_name", None)
@@ -94,19 +111,15 @@ def _run(arguments: Sequence[str] | None) -> int | None:
         if error.errno in FULL:  # of a write, which names no file
             where = f"{error.filename}: " if error.filename else ""
             return _said(f"{where}{error.strerror}; make room on the disk that is written to, and try again", FAILED)
-        if str(error.strerror).startswith(NO_TEMPORARY):
-            return _said(f"{error.strerror}; set TMPDIR to a folder that this user may write to", FAILED)
         if error.filename is None:  # no file that the user can do something about
             raise
-        return _said(f"{error.filename}: {error.strerror}{_remedy(error)}", FAILED)
+        return _said(f"{error.filename}: {error.strerror}", FAILED)
     except RuntimeError as error:
         if str(error) != NO_HOME:
             raise
-        if "HOME" not in os.environ:
-            return _said("this user has no home folder; set HOME to a folder that it may write to", USAGE)
-        return _said("a path begins with ~ and a name that is no user of this machine; write the path out", USAGE)
+        return _said("a path begins with ~ and this machine knows no such home folder; write the path out", USAGE)
     except ModuleNotFoundError as error:
-        if (line := lacking.said(arguments or sys.argv[1:], error)) is None:
+        if (line := _missing_library(arguments or sys.argv[1:], error)) is None:
             raise
         return _said(line, FAILED)
     except KeyboardInterrupt:  # before a verb was called
@@ -118,21 +131,17 @@ def _run(arguments: Sequence[str] | None) -> int | None:
     return _said(*signals.ended()) if code == signals.INTERRUPTED else code
 
 
-def _remedy(error: OSError) -> str:
-    """Which variable moves a file that may not be written, as the end of a message; nothing where none does."""
-    if error.errno not in DENIED:
-        return ""
-    path = os.path.abspath(error.filename)
-    ray, home = os.environ.get("RAY_TMPDIR", "/tmp/ray"), os.path.expanduser("~")
-    for folder, variable in (
-        (os.path.join(home, ".ray"), "HOME, or RAY_AUTH_TOKEN_PATH for the token of Ray,"),
-        (ray, "RAY_TMPDIR"),
-        (os.environ.get("TMPDIR", "/tmp"), "TMPDIR"),
-        (os.path.join(home, ".cache"), "HOME"),
-    ):
-        if path == folder or path.startswith(f"{folder}{os.sep}"):
-            return f"; set {variable} to a place that this user may write to"
-    return ""
+def _missing_library(words: Sequence[str], error: ModuleNotFoundError) -> str | None:
+    """The line for a user who wrote `words`, a verb first; None where the module belongs to no extra, and its absence
+    is a fault of the program."""
+    verb = " ".join([*words[:1], *([ALONE] if ALONE in words else [])])
+    module = (error.name or "").partition(".")[0]
+    if module not in MODULES:
+        return None
+    extra, enough = SMALL.get(verb, (LARGE, MODULES))
+    extra = extra if module in enough else LARGE
+    other = "; an int8 artefact is answered without" if verb in SMALL and module in FLOAT else ""
+    return f"rtrain {verb} needs {module}, which is not installed: pip install 'rtrain[{extra}]'{other}"
 
 
 def _said(text: str, code: int) -> int:

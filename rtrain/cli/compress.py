@@ -121,25 +121,19 @@ def quantize(
 def evaluate(
     artifact: Artefact,
     data: Annotated[str, typer.Option("--data", help="Rows with texts and labels.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", help="File for each row's answer (.csv, .jsonl, .parquet).")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write --out anew if it exists.")] = False,
     assignments: Set = None,
     as_json: Json = False,
 ) -> None:
     """Score an artefact on a file of rows, through the path that answers requests; the columns are those of its own
     training rows, but for what --set data.label=... and so on say."""
     from rtrain import artifact as artifacts, config, score
-    from rtrain.answers import scored
     from rtrain.metrics import scores
     from rtrain.report.live.progress import used
 
     overrides = {"data.path": data, **dict(config.parse_assignment(text) for text in assignments or ())}
     folder = answering(artifact)
     settings = score.settings_for_scores(artifacts.read(folder), overrides)
-    into = None if out is None else out.expanduser().absolute()
-    report = score.run(folder, settings) if into is None else scored.run(folder, settings, into, overwrite)
+    report = score.run(folder, settings)
     labels = artifacts.read(folder).labels
     lines = (scores.text(report), "", *score.describe_rows(report, settings, labels))
     show(report, as_json, "\n".join(lines), used(folder))

@@ -1,5 +1,6 @@
-"""Verbs that judge an artefact: gate, inspect."""
+"""Verbs that judge an artefact: gate, inspect, compare."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -34,7 +35,10 @@ def gate(
     base = answering(against) if against is not None else sides.default_base(folder)
     if base is None:
         fix = "write --against with the artefact, or the run, that it is to replace"
-        raise ConfigError([Problem("--against", None, "missing, and the candidate is no smaller one of a run", fix)])
+        problem = Problem(
+            "--against", None, "missing, and the candidate is no smaller one of a run", fix, code="missing"
+        )
+        raise ConfigError([problem])
     overrides = overrides_of(assignments, data=data)
     chosen, settings = sides.find(folder, base, overrides)
     with Line(context.obj) as line:
@@ -59,3 +63,18 @@ def inspect(
 
     found = inspection.inspect(answering(artifact))
     show(found, as_json, inspection.text(found))
+
+
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Runs, searches (their winners) or artefacts; each is set beside the first.")
+    ],
+    out: Annotated[Path | None, typer.Option("--out", help="HTML page (default: beside the first run).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say whether one run is better than another, by their answers to the same rows; print it and write a page."""
+    from rtrain.comparison import compare as comparing, page, text
+
+    found = comparing.compare(runs)
+    path = page.write(found, page.default(found) if out is None else out.expanduser().absolute())
+    show({**comparing.document(found), "page": str(path)}, as_json, f"{text.text(found)}\n\npage: {path}")

@@ -32,9 +32,7 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="Listen where others 
 Ungated = Annotated[bool, typer.Option("--ungated", help="Serve what the gate has refused or not seen, too.")]
 Artefact = Annotated[
     str,
-    typer.Argument(
-        help="Artefact folder, or a run's or a search's; or an address: s3://bucket/folder, https://...tar.gz#sha256=HEX."
-    ),
+    typer.Argument(help="Artefact folder, or a run's or a search's; or an address: s3://bucket/folder."),
 ]
 Artefacts = Annotated[
     list[str] | None,
@@ -49,9 +47,14 @@ New = Annotated[bool, typer.Option("--new", help="If --out is in use, take the n
 def reuse_of(resume: bool, new: bool) -> "Reuse":
     """What becomes of a run folder that is in use."""
     if resume and new:
-        raise ConfigError(
-            [Problem("--new", None, "--resume and --new exclude each other", "continue, or start another")]
+        problem = Problem(
+            "--new",
+            None,
+            "--resume and --new exclude each other",
+            "continue, or start another",
+            code="conflicting_settings",
         )
+        raise ConfigError([problem])
     return "resume" if resume else "new" if new else "refuse"
 
 
@@ -121,7 +124,10 @@ def opened(
     if search and reuse == "resume" and config.recipe.distill.teacher is not None:
         way_on = Run(opening.folder_for("", out)).resumed_by
         reason = "a search over students goes on with their teacher"
-        raise ConfigError([Problem("distill.teacher", config.recipe.distill.teacher, reason, f"write {way_on}")])
+        problem = Problem(
+            "distill.teacher", config.recipe.distill.teacher, reason, f"write {way_on}", code="needs_teacher"
+        )
+        raise ConfigError([problem])
     if reuse != "resume":
         _refuse_student(Path(own).expanduser().absolute(), config)
     folder = opening.folder_for(f"{config.recipe.name}{'-search' if search else ''}", out)
@@ -139,7 +145,8 @@ def _recipe(recipe: str | None, out: str | None, reuse: "Reuse") -> str:
     """The recipe's name or file; none is needed where `out` holds a run, which is resumed or made anew."""
     if reuse == "resume" and out is None:
         fix = "write --out with the folder of the run"
-        raise ConfigError([Problem("--resume", None, "continues the run in --out, and none is named", fix)])
+        problem = Problem("--resume", None, "continues the run in --out, and none is named", fix, code="missing")
+        raise ConfigError([problem])
     if recipe is not None:
         return recipe
     own = Path(out or ".").expanduser() / "config.yaml"
@@ -149,7 +156,7 @@ def _recipe(recipe: str | None, out: str | None, reuse: "Reuse") -> str:
     reason = "missing"
     if reuse == "resume" and (hint := meant(own.parent)):
         reason, fix = f"missing, and {out} holds no run", hint
-    raise ConfigError([Problem("recipe", None, reason, fix)])
+    raise ConfigError([Problem("recipe", None, reason, fix, code="missing")])
 
 
 def _refuse_student(file: Path, config: Any) -> None:
@@ -162,7 +169,14 @@ def _refuse_student(file: Path, config: Any) -> None:
 
     run = Run(file.parent)
     made_by = distilled(run, teacher) if file == run.config else "rtrain distill, with the run of that artefact"
-    raise ConfigError([Problem("distill.teacher", teacher, "a student is made by rtrain distill", f"write {made_by}")])
+    problem = Problem(
+        "distill.teacher",
+        teacher,
+        "a student is made by rtrain distill",
+        f"write {made_by}",
+        code="needs_teacher",
+    )
+    raise ConfigError([problem])
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from rtrain.cli.options import (
 )
 from rtrain.cli.output import show
 from rtrain.errors import ConfigError, Problem
-from rtrain.report.live.waited import Waited
+from rtrain.run import Run
 
 
 def verify(
@@ -40,48 +40,32 @@ def verify(
     """Show that workers, layouts and resumes change nothing but speed; or, by --ledger, which rows a run saw."""
     if (recipe is None) == (ledger is None):
         fix = "write rtrain verify RECIPE --data FILE, or rtrain verify --ledger RUN"
-        raise ConfigError([Problem("verify", recipe, "takes a recipe or --ledger, one of them", fix)])
-    from rtrain.report.live.progress import then
+        problem = Problem("verify", recipe, "takes a recipe or --ledger, one of them", fix, code="conflicting_settings")
+        raise ConfigError([problem])
+    from rtrain.report.live.progress import Line, then
 
+    report: Any
     if ledger is not None:
-        report, lines = _ledger(ledger), [then("report", ledger)]
+        from rtrain.proof import ledger as ledgers
+
+        report, lines = ledgers.check(Run(ledger.absolute())), [then("report", ledger)]
     else:
         assert recipe is not None
+        from rtrain.cluster.session import session
+        from rtrain.proof import verify as proof
+        from rtrain.runs import opening, preparing
+
         short = {"data": data, "test": test, "model": model, "workers": workers, "address": address}
-        report = _layouts(context.obj, recipe, out, full, planted, assignments, **short)
+        config = opening.absolute(configured(recipe, assignments, **short))
+        folder = opening.folder_for(f"{config.recipe.name}-verify", out)
+        preparing.check(config, folder.parent)
+        with Line(context.obj) as line, session(proof.session_config(config, full), folder.parent, line):
+            report = proof.run(config, folder, full=full, bugs=planted, on_event=line)
         lines = [context.obj.text(), then("train", *as_given(recipe, assignments, **short))]
     document = report.to_document()
     show(document, as_json, report.text(), *(lines if document["passed"] else ()))
     if not document["passed"]:
         raise typer.Exit(1)
-
-
-def _ledger(run: Path) -> Any:
-    from rtrain.proof import ledger
-    from rtrain.run import Run
-
-    return ledger.check(Run(run.absolute()))
-
-
-def _layouts(
-    waited: Waited,
-    recipe: str,
-    out: str | None,
-    full: bool,
-    planted: bool,
-    assignments: list[str] | None,
-    **short: Any,
-) -> Any:
-    from rtrain.cluster.session import session
-    from rtrain.proof import verify as proof
-    from rtrain.report.live.progress import Line
-    from rtrain.runs import opening, preparing
-
-    config = opening.absolute(configured(recipe, assignments, **short))
-    folder = opening.folder_for(f"{config.recipe.name}-verify", out)
-    preparing.check(config, folder.parent)
-    with Line(waited) as line, session(proof.session_config(config, full), folder.parent, line):
-        return proof.run(config, folder, full=full, bugs=planted, on_event=line)
 
 
 def drill(

@@ -105,10 +105,11 @@ def clean(
         wrong.append(f"files of {', '.join(unread)} cannot be read; what depends on them stays, as listed")
     if as_json:
         show(table.removals_document(removals, dry), True, "")
-    if wrong:
+    if wrong and not as_json:
         raise UserError("\n".join(wrong))
     if as_json:
-        return
+        print("".join(f"rtrain: {line}\n" for line in wrong), end="", file=sys.stderr)
+        raise typer.Exit(bool(wrong))
     if dry and any(part.size for part in parts):
         options = f"{' --keep ' + keep.value if keep is not Keep.ARTIFACT else ''}{' --stores' if stores else ''}"
         print(f"next: rtrain clean {shown(folder)}{options}{' --yes' if keep is Keep.NONE else ''}")

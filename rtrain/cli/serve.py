@@ -1,4 +1,4 @@
-"""Verbs that answer with an artefact: predict, explain, serve."""
+"""Verbs that answer with an artefact: predict, explain, serve; and the file of those who may ask an endpoint."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ from rtrain.cli.options import (
     answering,
     configured,
 )
-from rtrain.errors import UserError
+from rtrain.errors import ConfigError, Problem, UserError
 
 Model = Annotated[
     str | None, typer.Option("--model", help="Which model of several is meant (default: the one, or all of them).")
@@ -32,11 +32,11 @@ def predict(
     texts: Annotated[list[str] | None, typer.Argument(help="Texts; without any, lines of standard input.")] = None,
     as_texts: Annotated[bool, typer.Option("--text", help="Texts are texts, even where a file is called so.")] = False,
     data: Annotated[
-        str | None, typer.Option("--data", help="Rows to answer: file, folder or glob; - reads JSON lines from stdin.")
+        str | None, typer.Option("--data", help="Rows to answer: file, folder or glob; with --out.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="With --data: file of answers (.csv, .jsonl, .parquet); default: lines on stdout."),
+        typer.Option("--out", help="With --data: file of answers (.csv, .jsonl, .parquet)."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a stopped job for --out was.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write --out anew if it exists.")] = False,
@@ -127,26 +127,32 @@ def serve(
     from serve.door import access
 
     if update and rollback:
-        raise UserError("--update and --rollback exclude each other")
+        raise UserError("--update and --rollback exclude each other", code="conflicting_settings")
     if rollback or not artifacts:
         if artifacts or not rollback:
-            raise UserError("name an artefact to serve; --rollback alone takes none")
+            raise UserError("name an artefact to serve; --rollback alone takes none", code="missing")
         say(control.ask(_port(port, assignments), {"rollback": True, "model": model}))
         return
     if shadow is not None and not update:
-        raise UserError("--shadow says how a candidate proves itself; write it with --update")
+        raise UserError(
+            "--shadow says how a candidate proves itself; write it with --update", code="conflicting_settings"
+        )
     if update:
         if len(artifacts) > 1:
-            raise UserError("--update takes one artefact; several models are changed one after another")
+            raise UserError(
+                "--update takes one artefact; several models are changed one after another", code="conflicting_settings"
+            )
         asked = configured("intent", assignments, port=port, shadow=shadow).deploy.serve
         trial = [*judge.Aim.of(asked)] if asked.shadow else None
         question = {"update": str(answering(artifacts[0])), "model": model, "trial": trial}
         say(control.ask(asked.port, question))
         return
     if alone and (address or print_config):
-        raise UserError("--alone starts no Ray; leave --address and --print-config out")
+        raise UserError("--alone starts no Ray; leave --address and --print-config out", code="conflicting_settings")
     if model is not None:
-        raise UserError("--model says which model is changed; a name is given to one by NAME=ARTEFACT")
+        raise UserError(
+            "--model says which model is changed; a name is given to one by NAME=ARTEFACT", code="conflicting_settings"
+        )
 
     short = {"host": host, "port": port, "keys": keys, "insecure": insecure or None, "ungated": ungated or None}
     config = configured("intent", assignments, **short, address=address)
@@ -209,3 +215,67 @@ def _port(port: int | None, assignments: list[str] | None) -> int:
     """The port that the settings name, as `rtrain serve` would read them."""
     found: int = configured("intent", assignments, port=port).deploy.serve.port
     return found
+
+
+KeyFile = Annotated[Path, typer.Argument(help="File of keys, as `rtrain serve ARTIFACT --keys` takes it.")]
+KeyName = Annotated[str, typer.Argument(help="Name of the key: whose it is.")]
+
+
+def add_key(
+    file: KeyFile,
+    name: KeyName,
+    scope: Annotated[
+        list[str] | None, typer.Option("--scope", help="What it opens: predict (default) or metrics. Repeatable.")
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="Model that it may ask; default: all. Repeatable.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option("--rate", help="Most requests, e.g. 100/minute; default: no limit.")
+    ] = None,
+) -> None:
+    """Make a key and print it, this once; the file has only its hash."""
+    from rtrain.report.live.progress import say
+    from serve.door import keys
+
+    scopes = scope or ["predict"]
+    for one in scopes:
+        if one not in keys.SCOPES:
+            problem = Problem(
+                "--scope",
+                one,
+                "there is no such scope",
+                f"write {' or '.join(keys.SCOPES)}",
+                code="unknown_name",
+            )
+            raise ConfigError([problem])
+    plain = keys.add(file, name, [known for known in keys.SCOPES if known in scopes], rate, model)
+    print(plain)
+    say(f"{name} may ask by the header Authorization: Bearer KEY; the key is shown this once")
+
+
+def list_keys(file: KeyFile, as_json: Json = False) -> None:
+    """List the keys by name, with what each opens and how often."""
+    from serve.door import keys
+
+    found = keys.read(file)
+    if as_json:
+        print(json.dumps([key.model_dump(exclude={"sha256"}) for key in found]))
+        return
+    rows = [("name", "id", "scopes", "models", "rate", "created")]
+    rows += [
+        (key.name, key.id, ",".join(key.scopes), ",".join(key.models or ["all"]), key.rate or "-", key.created)
+        for key in found
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
+
+
+def revoke_key(file: KeyFile, name: KeyName) -> None:
+    """Take a key out of the file; a running endpoint refuses it within a second."""
+    from rtrain.report.live.progress import say
+    from serve.door import keys
+
+    keys.revoke(file, name)
+    say(f"{name} is revoked; an endpoint that runs refuses it within {keys.LOOK_S:.0f} s")

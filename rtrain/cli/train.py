@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ from rtrain.cli.options import (
 )
 from rtrain.cli.output import show
 from rtrain.cli.search import searched
-from rtrain.errors import ConfigError, UserError
+from rtrain.errors import ConfigError
 from rtrain.run import Run, near
 
 
@@ -186,4 +187,5 @@ def demo(
     if as_json:
         print(json.dumps(document, ensure_ascii=False))
     if not document["answer_matches"]:
-        raise UserError("the endpoint's answers are not those of rtrain predict; see the table above")
+        print("rtrain: the endpoint's answers are not those of rtrain predict; see the table above", file=sys.stderr)
+        raise typer.Exit(1)

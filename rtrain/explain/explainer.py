@@ -155,7 +155,8 @@ class Explainer:
                 kind = type(self._network).__name__
                 raise UserError(
                     f"{kind} gives {answered:.6g} from tokens and {value:.6g} from their embeddings; "
-                    "its answers cannot be explained by integrated gradients"
+                    "its answers cannot be explained by integrated gradients",
+                    code="not_explainable",
                 )
 
 
@@ -163,7 +164,8 @@ def _check_steps(steps: int) -> None:
     if steps < 2 or steps % 2 or steps > 4 * MOST_STEPS:
         raise UserError(
             f"steps={steps}: not an even number from 2 to {4 * MOST_STEPS}; leave it out to start at {FIRST_STEPS} "
-            f"and double until the completeness error is below {TOLERANCE:g}"
+            f"and double until the completeness error is below {TOLERANCE:g}",
+            code="out_of_range",
         )
 
 

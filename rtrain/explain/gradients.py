@@ -49,7 +49,10 @@ class Path:
 
         if "inputs_embeds" not in accepted:
             kind = type(network).__name__
-            raise UserError(f"{kind} takes no embeddings as its input, so that its answers cannot be explained")
+            raise UserError(
+                f"{kind} takes no embeddings as its input, so that its answers cannot be explained",
+                code="not_explainable",
+            )
         self._network, self._row, self._score, self._stop = network, row, score, stop
         embed: Any = network.get_input_embeddings()
         device = embed.weight.device

@@ -60,7 +60,10 @@ def choose(
 def check(task: Task) -> None:
     if task.output not in KINDS:
         known = ", ".join(KINDS)
-        raise UserError(f"answers of kind {task.output!r} (task {task.name}) are not explained, only {known}")
+        raise UserError(
+            f"answers of kind {task.output!r} (task {task.name}) are not explained, only {known}",
+            code="not_explainable",
+        )
 
 
 def check_label(task: Task, head: Head, label: str) -> None:
@@ -119,7 +122,10 @@ def _tags(head: Head, asked: Input, encoded: Encoded, output: Floats, label: str
         types = sorted({group["entity_group"] for group, _, _ in found})
         found = [one for one in found if one[0]["entity_group"] == label]
         if not found:
-            raise LabelError(f"no entity of type {label!r} was found in the text; found: {', '.join(types) or 'none'}")
+            raise LabelError(
+                f"no entity of type {label!r} was found in the text; found: {', '.join(types) or 'none'}",
+                code="label_not_given",
+            )
     surest = sorted(range(len(found)), key=lambda place: -found[place][0]["score"])[:MOST_TARGETS]
     return [
         Target(group["entity_group"], tuple(columns), tuple(tokens), span=(group["start"], group["end"]))
@@ -139,7 +145,7 @@ def _place(label: str, known: Sequence[str]) -> int:
     near += [name for name in known if label.lower() in name.lower() and name not in near][:3]
     first = ", ".join(known[:10]) + (f" and {len(known) - 10} more" if len(known) > 10 else "")
     fix = f"did you mean {' or '.join(near)}?" if near else f"known: {first}"
-    raise LabelError(f"the model has no label {label!r}; {fix}")
+    raise LabelError(f"the model has no label {label!r}; {fix}", code="unknown_label")
 
 
 KINDS: Mapping[str, Callable[[Head, Input, Encoded, Floats, str | None], list[Target]]] = {

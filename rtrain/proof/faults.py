@@ -17,7 +17,6 @@ from rtrain import ray_internals
 from rtrain.checkpoints import checkpoint
 from rtrain.config import Train
 from rtrain.errors import UserError
-from rtrain.report.live import peak_memory
 from rtrain.run import Run
 from rtrain.strategies.mesh import WITHIN
 
@@ -86,7 +85,7 @@ def of_groups(train: Train, workers: int) -> tuple[Fault, ...]:
 def workers_left() -> list[str]:
     """Processes of workers and controllers of this Ray session, whatever Ray itself still knows of them."""
     found = []
-    for pid in peak_memory.session_processes():
+    for pid in ray_internals.session_processes():
         with contextlib.suppress(psutil.Error):
             title = " ".join(psutil.Process(pid).cmdline())
             if title.startswith((f"ray::{WORKER}", f"ray::{CONTROLLER}")):

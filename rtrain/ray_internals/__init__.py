@@ -41,6 +41,7 @@ from rtrain.ray_internals.process import (
     drop_forwarded_output as drop_forwarded_output,
     processes as processes,
     session_folder as session_folder,
+    session_processes as session_processes,
     store_has_ended as store_has_ended,
 )
 from rtrain.ray_internals.serving import (

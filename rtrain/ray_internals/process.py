@@ -55,3 +55,19 @@ def drop_forwarded_output() -> None:
     import ray._private.worker
 
     ray._private.worker.print_to_stdstream = lambda *data, **settings: None
+
+
+def session_processes() -> list[int]:
+    """Ids of this process, its descendants, and those of its raylet, which in a job is not a descendant itself."""
+    import psutil
+
+    roots, folder = [psutil.Process()], session_folder()
+    pids: set[int] = set()
+    for process in psutil.process_iter() if folder is not None else ():
+        with suppress(psutil.Error):
+            if any(str(folder) in argument for argument in process.cmdline()):
+                roots.append(process)
+    for root in roots:
+        with suppress(psutil.Error):
+            pids |= {root.pid, *(child.pid for child in root.children(recursive=True))}
+    return sorted(pids)

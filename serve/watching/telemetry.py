@@ -31,7 +31,7 @@ class Watch:
     def __init__(self, predictor: Predictor):
         self._task, self._head = predictor.task, predictor.head
         self._unknown_id = reference.unknown_id(predictor.tokenizer)
-        known = reference.comparable(predictor.artifact.reference, predictor.head)
+        known = predictor.artifact.reference
         self._drift = Drift(known) if known else None
         self._outputs: list[Floats] = []
         self._encoded: list[Encoded] = []

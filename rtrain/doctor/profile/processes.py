@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 
-from rtrain.report.live.peak_memory import session_processes
+from rtrain.ray_internals import session_processes
 
 BEGIN, END = "first_rows", "trained"
 """Events between which is measured."""
