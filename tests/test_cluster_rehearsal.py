@@ -1,7 +1,6 @@
 """Whole rehearsals, and jobs on rehearsed clusters."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from rtrain.cluster.rehearsal.machines import network
 from tests.conftest import labelled_rows, write_rows
 from tests.machines import SAVE_EVERY
+from tests.root import ROOT
 from tests.tiny import make_encoder
 
-ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
 
 SMALL = ("train.precision=fp32", "train.save_every=40", "train.evaluate_every=400", "quantize.calibration_rows=32")
@@ -51,9 +49,9 @@ def test_the_project_s_own_file_is_rehearsed_whole(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "certificate.json").read_text()) == found
 
 
-def on_machines(verb: str, folder: Path, script: str = "tests.machines", *more: str) -> dict[str, Any]:
+def on_machines(verb: str, folder: Path) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", script, verb, str(folder), *more],
+        [sys.executable, "-m", "tests.machines", verb, str(folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -91,34 +89,6 @@ def test_a_job_submitted_again_goes_on_from_its_storage_when_the_head_is_gone(tm
     second = on_machines("again", tmp_path)
     assert (first["left"], second["left"]) == ([], [])
     assert second["resumed_from"] == first["stored"] >= 30
-
-
-@pytest.mark.ray
-@pytest.mark.serve
-@pytest.mark.slow
-@pytest.mark.timeout(1600)
-@pytest.mark.parametrize(
-    ("case", "beside", "lives"),
-    [
-        ("gcs", ("redis",), True),
-        ("processes", ("redis",), False),
-        ("gcs", (), False),
-        ("processes", (), False),
-        ("machine", (), False),
-    ],
-)
-def test_whatever_a_lost_head_ends_the_run_goes_on_from_its_storage(
-    tmp_path: Path, case: str, beside: tuple[str, ...], lives: bool
-) -> None:
-    """By itself where its driver lives, else as it is submitted again. Without a Redis what comes back is another
-    cluster's head: its autoscaler starts Ray anew on the machines that there are."""
-    if lacking := network.problem():
-        pytest.skip(lacking)
-    if beside and shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed")
-    found = on_machines(case, tmp_path, "tests.lost_head", *beside)
-    assert (found["driver"], found["submitted_again"], found["left"]) == (lives, not lives, []), found
-    assert found["updates_lost"] == 0
 
 
 @pytest.mark.ray

@@ -1,6 +1,5 @@
 """Private names of Ray: each still exists and means the same. They stand in one room, those of torch in one module."""
 
-import inspect
 import os
 import re
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from rtrain import ray_internals, torch_internals
-from rtrain.ray_internals import cluster, launcher
+from rtrain.ray_internals import cluster
 
 ROOT = Path(__file__).resolve().parents[1]
 PRIVATE = re.compile(r"\b(ray|torch)(\.\w+)*\._\w+|\bray\.[\w.]*_internal\b|_set_params_and_buffers|__internal_head__")
@@ -27,18 +26,6 @@ def test_private_names_stand_in_their_modules() -> None:
     assert found == set()
     for module in (cluster, torch_internals):
         assert PRIVATE.search(Path(str(module.__file__)).read_text())
-
-
-def test_the_launcher_s_steps_take_what_they_are_given() -> None:
-    """They are run by tests/test_cluster_aws.py."""
-    import ray.autoscaler._private.commands as commands
-    import ray.autoscaler._private.providers as providers
-    from ray.autoscaler.tags import STATUS_UNINITIALIZED
-
-    assert STATUS_UNINITIALIZED == launcher.UNINITIALIZED
-    assert "no_config_cache" in inspect.signature(commands._bootstrap_config).parameters
-    assert {"_provider", "_runner", "yes"} <= inspect.signature(commands.get_or_create_head_node).parameters.keys()
-    assert "use_cache" in inspect.signature(providers._get_node_provider).parameters
 
 
 def test_without_a_connection_there_is_no_session() -> None:

@@ -166,12 +166,6 @@ def rehearse(
     also: Annotated[
         list[str] | None, typer.Option("--also", help="resize: also a run that shrinks and grows, in float64.")
     ] = None,
-    cloud: Annotated[
-        str | None, typer.Option("--cloud", help="moto: in place of a job, ray up itself on a stand-in for AWS.")
-    ] = None,
-    commands: Annotated[
-        bool, typer.Option("--commands", help="Make each node by the file's own commands, in namespaces (root).")
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Try a cluster's file on this machine: its nodes, its autoscaler and a real job, with a spot notice and the loss
@@ -179,9 +173,7 @@ def rehearse(
     left behind."""
     from rtrain.cluster.jobs import upload
     from rtrain.cluster.lint import lint as linting
-    from rtrain.cluster.rehearsal import plan as plans, rehearse as rehearsing
-    from rtrain.cluster.rehearsal.aws import launch as launches
-    from rtrain.cluster.rehearsal.machines import commands as own_commands
+    from rtrain.cluster.rehearsal import rehearse as rehearsing
     from rtrain.report.live.progress import say
     from rtrain.runs import opening
 
@@ -189,15 +181,9 @@ def rehearse(
     place = opening.folder_for("rehearsal", out)
     if place.is_dir() and any(place.iterdir()):
         raise ConfigError([Problem("--out", shown(place), "is not empty", "name a new folder")])
-    certificate: Any
-    if cloud is not None:
-        launches.check(cloud, words or (), also or (), commands)
-        certificate = launches.launch(plans.of(text), plans.read(text).value, file.absolute(), place / "ray-up.log")
-    else:
-        plan, whole = rehearsing.check(words or (), text, also or (), commands)
-        own = (own_commands.of(plans.read(text)), file.absolute().parent) if commands else None
-        files = upload.of(folder.absolute(), _bytes(most_mb))
-        certificate = rehearsing.Rehearsal(plan, whole, place, say, also or (), own).run(files)
+    plan, whole = rehearsing.check(words or (), text, also or ())
+    files = upload.of(folder.absolute(), _bytes(most_mb))
+    certificate = rehearsing.Rehearsal(plan, whole, place, say, also or ()).run(files)
     document = certificate.to_document()
     (place / "certificate.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
     show(document, as_json, certificate.text(), f"kept: {shown(place / 'certificate.json')}")

@@ -123,7 +123,7 @@ def number(value: object, name: str) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     fix = "write a number; rtrain cluster lint says what else"
-    raise ConfigError([Problem(f"{name} of the cluster's file", value, "is no number", fix)])
+    raise ConfigError([Problem(f"{name} of the cluster's file", value, "is no number", fix, code="wrong_type")])
 
 
 def mapping(value: object, name: str) -> dict[Any, Any]:
@@ -132,4 +132,4 @@ def mapping(value: object, name: str) -> dict[Any, Any]:
     if value is None or isinstance(value, dict):
         return value or {}
     fix = f"write {name.rpartition('.')[2]}: {{NAME: VALUE}}; rtrain cluster lint says what else"
-    raise ConfigError([Problem(f"{name} of the cluster's file", value, "is no map", fix)])
+    raise ConfigError([Problem(f"{name} of the cluster's file", value, "is no map", fix, code="wrong_type")])

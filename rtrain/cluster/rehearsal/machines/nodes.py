@@ -27,8 +27,6 @@ KEPT = (
 )
 """What a machine takes over from the environment of the rehearsal, with what the model hub's library reads: a node has
 nothing else of its user's, such as the credentials of a cloud."""
-HEAD_ENVIRON = {"RAY_enable_autoscaler_v2": "1"}
-"""As `ray up` has it."""
 LEAN = {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}
 FREE_PORTS = tuple(f"{name}=0" for name in PORTS)
 
@@ -61,7 +59,7 @@ class Nodes:
     def _head(self, machine: Machine) -> Start:
         autoscaling, dashboard = self.monitor_ports
         environ = self._environ(machine) | {
-            **HEAD_ENVIRON,
+            "RAY_enable_autoscaler_v2": "1",
             "AUTOSCALER_METRIC_PORT": str(autoscaling),
             "DASHBOARD_METRIC_PORT": str(dashboard),
         }
@@ -97,26 +95,20 @@ class Nodes:
         ]
 
     def _environ(self, machine: Machine) -> dict[str, str]:
+        """As the launcher sets it; of this process's own only what programs need to start."""
+        kept = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith("HF_")}
         return {
-            **environ_of(machine, self.plan),
+            **kept,
+            "RAY_CLOUD_INSTANCE_ID": machine.name,
+            "RAY_NODE_TYPE_NAME": machine.type,
+            "RAY_OVERRIDE_RESOURCES": json.dumps(dict(machine.resources)),
+            "RAY_OVERRIDE_LABELS": json.dumps(dict(machine.labels)),
+            # Each node would end workers for the memory that others on this machine take.
+            "RAY_memory_monitor_refresh_ms": "0",
+            **({env.COUNTED_GPUS: "1"} if self.plan.counts_gpus else {}),
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
             "PYTHONPATH": os.pathsep.join([str(package_root()), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.token),
             **({"RAY_START_HOOK": self.plan.hook} if self.plan.hook else {}),
         }
-
-
-def environ_of(machine: Machine, plan: Plan) -> dict[str, str]:
-    """As the launcher sets it; of this process's own only what programs need to start."""
-    kept = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith("HF_")}
-    return {
-        **kept,
-        "RAY_CLOUD_INSTANCE_ID": machine.name,
-        "RAY_NODE_TYPE_NAME": machine.type,
-        "RAY_OVERRIDE_RESOURCES": json.dumps(dict(machine.resources)),
-        "RAY_OVERRIDE_LABELS": json.dumps(dict(machine.labels)),
-        # Each node would end workers for the memory that others on this machine take.
-        "RAY_memory_monitor_refresh_ms": "0",
-        **({env.COUNTED_GPUS: "1"} if plan.counts_gpus else {}),
-    }
