@@ -34,32 +34,24 @@ def lint(
     context: typer.Context,
     file: FileArgument = Path("cluster.yaml"),
     filled: Annotated[bool, typer.Option("--filled", help="A FILL-IN that is left is an error.")] = False,
-    definitions: Annotated[
-        Path | None, typer.Option("--definitions", help="Manifests: folder with KubeRay's CustomResourceDefinitions.")
-    ] = None,
-    sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0 on stdout.")] = False,
     as_json: Json = False,
 ) -> None:
     """Say what is wrong in a cluster's file, or in manifests for KubeRay, each with its line and what to write instead.
     Nothing is asked of a cloud. The exit code is 1 where there is an error."""
-    from rtrain.cluster.lint import findings as told, lint as linting
-    from rtrain.cluster.lint.around import Around
+    from rtrain.cluster.lint import lint as linting
+    from rtrain.cluster.lint.findings import Around
 
     text = linting.read_file(file)
     around = Around(file.absolute().parent, verbs=_verbs(context))
-    found, left = linting.check(text, around, definitions), linting.to_fill_in(text)
+    found, left = linting.check(text, around), linting.to_fill_in(text)
     if filled:
         found = sorted([*found, *linting.find_fill_ins(text)], key=lambda one: one.line)
-    if sarif:
-        print(json.dumps(told.sarif(found, linting.every_rule(around), shown(file)), indent=2))
-    else:
-        errors = sum(one.level == "error" for one in found)
-        lines = [one.text(shown(file)) for one in found]
-        lines.append(f"{shown(file)}: {errors} errors, {len(found) - errors} warnings")
-        if left and not filled:
-            lines.append(f"left to fill in: line {', '.join(map(str, left))}")
-        document = {"file": str(file), "findings": [vars(one) for one in found], "fill_in": left}
-        show(document, as_json, *lines)
+    errors = sum(one.level == "error" for one in found)
+    lines = [one.text(shown(file)) for one in found]
+    lines.append(f"{shown(file)}: {errors} errors, {len(found) - errors} warnings")
+    if left and not filled:
+        lines.append(f"left to fill in: line {', '.join(map(str, left))}")
+    show({"file": str(file), "findings": [vars(one) for one in found], "fill_in": left}, as_json, *lines)
     if any(one.level == "error" for one in found):
         raise typer.Exit(FOUND)
 
@@ -79,6 +71,7 @@ def init(
     as_json: Json = False,
 ) -> None:
     """Write a commented file of a cluster: autoscaled, on spot nodes, closed to the internet."""
+    from rtrain.cluster.lint import lint as linting
     from rtrain.cluster.variants import variants
 
     text = variants.render(cloud, gpu, efa, instance, out.name if out and str(out) != "-" else None)
@@ -90,7 +83,7 @@ def init(
         raise ConfigError([Problem("--out", str(file), "is there already", "name another file, or - to see it")])
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
-    left = variants.fill_ins(text)
+    left = linting.to_fill_in(text)
     lines = [f"{shown(file)}: {len(text.splitlines())} lines; fill in line {', '.join(map(str, left))}"]
     if cloud != "sky":
         lines.append(f"next: rtrain cluster lint --filled {shown(file)}")
@@ -125,12 +118,12 @@ def kubernetes(
 ) -> None:
     """Print manifests for KubeRay: a cluster, a job that goes on where it is tried again, a service, and what they
     share. Behind -- the job's verb."""
-    from rtrain.cluster.kubernetes import image as images, manifests, rules
+    from rtrain.cluster.kubernetes import manifests, rules
     from rtrain.cluster.lint import lint as linting
-    from rtrain.cluster.lint.around import Around
+    from rtrain.cluster.lint.findings import Around
 
     if dockerfile:
-        print(images.dockerfile(gpus > 0), end="")
+        print(manifests.dockerfile(gpus > 0), end="")
         return
     _refuse_left_behind(verb or (), ())
     given = {"image": image, "storage_class": storage_class, "artifact": artifact, "verb": tuple(verb or ()) or None}
@@ -138,6 +131,7 @@ def kubernetes(
     chosen = {key: value for key, value in given.items() if value is not None}
     sizes = {"workers": workers, "cpus": cpus, "memory": memory, "gpus": gpus, "data_workers": data_workers}
     settings = manifests.Settings(name=name, **sizes, **chosen)  # type: ignore[arg-type]
+    manifests.check(settings)
     kinds = [part.manifest["kind"] for part in manifests.parts(settings)]
     if wrong := [one for one in kind or () if one not in kinds]:
         raise ConfigError(
@@ -148,7 +142,7 @@ def kubernetes(
     broken = [one for one in linting.check(text, Around(Path.cwd(), verbs=_verbs(context))) if one.level == "error"]
     # Not the Ray of this machine: they may be applied from any other, by people who submit from a third.
     of_options = [one for one in broken if one.rule != rules.VERSION]
-    if problems := {Problem(one.rule, None, one.what, one.mend) for one in of_options}:
+    if problems := {Problem(one.rule, None, one.what, one.mend, code="refused_by_rule") for one in of_options}:
         raise ConfigError(sorted(problems, key=str))
     for line in sorted({f"rtrain: {one.what}; {one.mend}" for one in broken}):
         print(line, file=sys.stderr)

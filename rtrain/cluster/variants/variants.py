@@ -13,7 +13,7 @@ import jinja2
 
 from rtrain.cluster import instances
 from rtrain.cluster.instances import BY_NAME, Instance
-from rtrain.cluster.lint.lint import FILL_IN, to_fill_in
+from rtrain.cluster.lint.lint import FILL_IN
 from rtrain.errors import ConfigError, Problem
 
 MOST = 4
@@ -80,22 +80,18 @@ def render(
     return template.render(known, fill_ins=NUMBERS[count] if count < len(NUMBERS) else str(count))
 
 
-def fill_ins(text: str) -> list[int]:
-    """The lines of a new file at which something is left to the user."""
-    return to_fill_in(text)
-
-
 def _place(cloud: str) -> Place:
     if cloud in PLACES:
         return PLACES[cloud]
     fix = f"write one of {', '.join(PLACES)}; rtrain cluster kubernetes prints manifests for KubeRay"
-    raise ConfigError([Problem("--cloud", cloud, "unknown", fix)])
+    raise ConfigError([Problem("--cloud", cloud, "unknown", fix, code="unknown_name")])
 
 
 def _worker(cloud: str, place: Place, gpu: str | None, efa: bool) -> Instance | None:
     if efa and (cloud != "aws" or gpu is None):
         reason = "the Elastic Fabric Adapter is AWS's, between GPUs: gradients of CPUs do not go over it"
-        raise ConfigError([Problem("--efa", None, reason, f"write --cloud aws --gpu {instances.gpus('aws', True)[0]}")])
+        fix = f"write --cloud aws --gpu {instances.gpus('aws', True)[0]}"
+        raise ConfigError([Problem("--efa", None, reason, fix, code="unsupported")])
     if gpu is None or place.worker is None:
         return BY_NAME.get(place.worker or "")
     found = instances.with_gpu(cloud, gpu, efa)
@@ -103,7 +99,7 @@ def _worker(cloud: str, place: Place, gpu: str | None, efa: bool) -> Instance | 
         have = ", ".join(instances.gpus(cloud, efa))
         reason = f"no machine of {cloud} with such a GPU{' and the adapter' if efa else ''} is in the table"
         fix = f"write one of {have}, and put the type of another one into the file"
-        raise ConfigError([Problem("--gpu", gpu, reason, fix)])
+        raise ConfigError([Problem("--gpu", gpu, reason, fix, code="unknown_name")])
     return found
 
 
@@ -111,12 +107,13 @@ def _instance(cloud: str, name: str, gpu: str | None, efa: bool) -> Instance:
     """The type of that name. Raises `ConfigError` where the table has none such, and beside what chooses one too."""
     if gpu is not None or efa:
         reason = "chooses the workers' type as --gpu and --efa do"
-        raise ConfigError([Problem("--instance", name, reason, "leave it out, or these")])
+        raise ConfigError([Problem("--instance", name, reason, "leave it out, or these", code="conflicting_settings")])
     found = BY_NAME.get(name)
     if found is None or found.cloud != cloud:
         have = ", ".join(one.name for one in instances.INSTANCES if one.cloud == cloud)
         fix = f"write one of {have}, and put another one into the file" if have else "leave it out"
-        raise ConfigError([Problem("--instance", name, f"no such type of {cloud} is in the table", fix)])
+        reason = f"no such type of {cloud} is in the table"
+        raise ConfigError([Problem("--instance", name, reason, fix, code="unknown_name")])
     return found
 
 
