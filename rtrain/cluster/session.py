@@ -173,7 +173,7 @@ def session(
     if named is not None:
         addresses.check(*named)
     leave_folder(folder)
-    _quiet()
+    quiet()
     if named is None:
         workers = config.recipe.train.workers
         _start_local(at_once * (workers + supply.data_cpus(config.deploy.cluster.data_cpus, workers)), needs or Needs())
@@ -297,7 +297,7 @@ def _start_local(cpus: int, needs: Needs) -> None:
             done.result()
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Silence Ray's libraries, which log each step of each data set at INFO; rtrain's own line says what users need."""
     # Raylets report dead workers on stdout, where --json has promised one object; the run's log and progress report
     # them too. Nothing else is printed this way, since the workers' output is not forwarded.

@@ -40,16 +40,16 @@ def receive(file: Path, out: Path | None, root: Path) -> Received:
     except tarfile.TarError as error:
         raise NoParcel(f"{file} is no file of rtrain export, or was cut short ({error})") from None
     except FileNotFoundError:
-        raise UserError(f"there is no file {file}") from None
+        raise UserError(f"there is no file {file}", code="not_found") from None
     except OSError as error:
-        raise UserError(f"{file} cannot be unpacked: {error}") from None
+        raise UserError(f"{file} cannot be unpacked: {error}", code="unreadable") from None
 
 
 def _unpack(file: Path, tar: tarfile.TarFile, out: Path | None, root: Path) -> Received:
     document = _manifest(file, tar)
     final = out or root / parcel.refuse_run_name(document["run"])
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise UserError(f"--out: {final} is in use; name a new folder with --out")
+        raise UserError(f"--out: {final} is in use; name a new folder with --out", code="already_exists")
     members = _checked(tar, document["files"])
     final.parent.mkdir(parents=True, exist_ok=True)
     draft = drafts.Draft(final)  # what a kill leaves of it goes with `rtrain clean`
@@ -89,7 +89,10 @@ def _manifest(file: Path, tar: tarfile.TarFile) -> dict[str, Any]:
     if not isinstance(document, dict) or not isinstance(document.get("files"), dict) or "run" not in document:
         raise NoParcel(f"{file}: its {manifest.NAME} cannot be read")
     if (version := document.get("schema_version")) != parcel.SCHEMA_VERSION:
-        raise NoParcel(f"{file} is of schema {version}, this rtrain reads {parcel.SCHEMA_VERSION}; use that version")
+        raise NoParcel(
+            f"{file} is of schema {version}, this rtrain reads {parcel.SCHEMA_VERSION}; use that version",
+            code="other_version",
+        )
     return document
 
 

@@ -76,7 +76,7 @@ def look(root: Path) -> Inventory:
     Raises `UserError` where there is no such folder. What is damaged or strange in it is listed as what it is.
     """
     if not root.is_dir():
-        raise UserError(f"there is no folder {root}; name the one that holds the runs")
+        raise UserError(f"there is no folder {root}; name the one that holds the runs", code="not_found")
     if Run(root).exists:
         return Inventory(root, (_read(Run(root), root.name),))
     found = _Found()

@@ -59,9 +59,6 @@ def up(plan: Plan, logs: Path, say: Say, lean: bool = False) -> Iterator[Up]:
     if sys.platform != "linux":
         reason = "a cluster is rehearsed on Linux alone: elsewhere a machine's processes cannot be kept together"
         raise UserError(reason, code="unsupported_platform")
-    import ray.util
-    from ray.autoscaler.tags import NODE_KIND_HEAD, TAG_RAY_NODE_KIND, TAG_RAY_USER_NODE_TYPE
-
     before = _shared_memory()
     # Ray's sockets lie under it, and the path of a socket has about 100 bytes.
     folder = Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp"))
@@ -70,6 +67,9 @@ def up(plan: Plan, logs: Path, say: Say, lean: bool = False) -> Iterator[Up]:
     token.write_text(_token())
     # Ray reads them when it is imported, and shows them in every call of this process to the cluster.
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+    import ray.util
+    from ray.autoscaler.tags import NODE_KIND_HEAD, TAG_RAY_NODE_KIND, TAG_RAY_USER_NODE_TYPE
+
     book, told = Book(folder / "book"), metadata.Machines(metadata.Told)
     autoscaler = folder / "autoscaler.yaml"
     autoscaler.write_text(yaml.safe_dump(plan.autoscaler_file(str(book.folder))))
