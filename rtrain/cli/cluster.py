@@ -80,7 +80,13 @@ def init(
         print(text, end="")
         return
     if file.exists():
-        raise ConfigError([Problem("--out", str(file), "is there already", "name another file, or - to see it")])
+        raise ConfigError(
+            [
+                Problem(
+                    "--out", str(file), "is there already", "name another file, or - to see it", code="already_exists"
+                )
+            ]
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     left = linting.to_fill_in(text)
@@ -135,7 +141,15 @@ def kubernetes(
     kinds = [part.manifest["kind"] for part in manifests.parts(settings)]
     if wrong := [one for one in kind or () if one not in kinds]:
         raise ConfigError(
-            [Problem("--kind", wrong[0], "is not among the manifests", f"write one of {', '.join(kinds)}")]
+            [
+                Problem(
+                    "--kind",
+                    wrong[0],
+                    "is not among the manifests",
+                    f"write one of {', '.join(kinds)}",
+                    code="unknown_name",
+                )
+            ]
         )
     text = manifests.text(settings)
     # They are printed to be applied: what the check finds in them comes from the options.
@@ -174,7 +188,7 @@ def rehearse(
     text = linting.read_file(file)
     place = opening.folder_for("rehearsal", out)
     if place.is_dir() and any(place.iterdir()):
-        raise ConfigError([Problem("--out", shown(place), "is not empty", "name a new folder")])
+        raise ConfigError([Problem("--out", shown(place), "is not empty", "name a new folder", code="already_exists")])
     plan, whole = rehearsing.check(words or (), text, also or ())
     files = upload.of(folder.absolute(), _bytes(most_mb))
     certificate = rehearsing.Rehearsal(plan, whole, place, say, also or ()).run(files)
@@ -187,7 +201,9 @@ def rehearse(
 
 def _bytes(megabytes: float) -> int:
     if not 0 <= megabytes < math.inf:
-        raise ConfigError([Problem("--most-mb", megabytes, "is no size", "write megabytes, as 20")])
+        raise ConfigError(
+            [Problem("--most-mb", megabytes, "is no size", "write megabytes, as 20", code="out_of_range")]
+        )
     return int(megabytes * 1e6)
 
 
@@ -207,7 +223,7 @@ def submit(
     known = getattr(context.find_root().command, "commands", {})
     if not words or words[0] not in known or words[0] == "cluster":
         reason, fix = "is no verb that a job can run", "write e.g. -- train intent --data ..."
-        raise ConfigError([Problem("verb", words[0] if words else None, reason, fix)])
+        raise ConfigError([Problem("verb", words[0] if words else None, reason, fix, code="unknown_name")])
     run = naming.run_of(words)
     files = upload.of(folder.absolute(), _bytes(most_mb))
     _refuse_left_behind(words, [path for path, _ in files.files], ", or let git track it")
@@ -239,7 +255,7 @@ def _refuse_left_behind(words: Sequence[str], files: Collection[str], also: str 
         if Path(value).exists() or not (name in ("--model", "model.name") or is_hub_name(value, None)):
             reason = "is a relative path, and not among the files that the job takes along"
             fix = f"write an address or an absolute path that all nodes read{also}"
-            problems.append(Problem(name, value, reason, fix))
+            problems.append(Problem(name, value, reason, fix, code="not_uploaded"))
     if problems:
         raise ConfigError(problems)
 
@@ -262,7 +278,7 @@ def serve(
 
     if "://" not in artifact and not artifact.startswith("/"):
         reason, fix = "must be an absolute path on the nodes, or an address", "write e.g. /shared/runs/intent"
-        raise ConfigError([Problem("artifact", artifact, reason, fix)])
+        raise ConfigError([Problem("artifact", artifact, reason, fix, code="not_absolute")])
     given = {"serve.replicas": replicas, "serve.max_replicas": max_replicas}
     settings = [*(f"{name}={value}" for name, value in given.items() if value is not None), *(assignments or ())]
     words = ["serve", artifact, *(word for setting in settings for word in ("--set", setting))]
@@ -318,15 +334,17 @@ def logs(
 ) -> None:
     """Print all lines of a run's jobs: from its folder or its storage, also when the cluster is gone; else from the
     cluster."""
-    from rtrain.cluster.jobs import client, stored
+    from rtrain.cluster.jobs import client, copied
 
-    if not follow and (kept := stored.log(run, storage)) is not None:
+    if not follow and (kept := copied.find_log(run, storage)) is not None:
         print(kept, end="")
         return
     jobs = client.Jobs(address)
     mine = jobs.of_run(run)
     if not mine:
-        raise UserError(f"the cluster knows no job of the run {run}; rtrain cluster status lists what it knows")
+        raise UserError(
+            f"the cluster knows no job of the run {run}; rtrain cluster status lists what it knows", code="not_found"
+        )
     for job in mine[:-1] if follow else mine:
         print(jobs.logs(job.id), end="")
     if follow:
@@ -340,7 +358,7 @@ def stop(run: RunArgument, address: Api = None) -> None:
     jobs = client.Jobs(address)
     going = [job for job in jobs.of_run(run) if job.status not in naming.ENDED]
     if not going:
-        raise UserError(f"no job of the run {run} is going on")
+        raise UserError(f"no job of the run {run} is going on", code="not_running")
     for job in going:
         jobs.stop(job.id)
         print(f"{job.id}: told to end")
@@ -355,16 +373,18 @@ def fetch(
     """Copy a run to this machine: from its storage, which holds its settings, log, checkpoints and artefact, else whole
     from the cluster's head by SSH (`ray rsync-down`)."""
     from rtrain.checkpoints.replica import Replica
-    from rtrain.cluster.jobs import launcher, stored
+    from rtrain.cluster.jobs import copied, launcher
     from rtrain.report.live.progress import say
 
     name = Path(run).name
     if name in ("", ".."):
-        raise ConfigError([Problem("run", run, "names no run", "write its folder, or its name with --storage")])
+        raise ConfigError(
+            [Problem("run", run, "names no run", "write its folder, or its name with --storage", code="not_a_run")]
+        )
     target = (to or Path("runs") / name).expanduser().absolute()
     if storage is not None:
         size = Replica(storage, name).fetch(target)
-        if (lines := stored.log(name, storage)) is not None:
+        if (lines := copied.find_log(name, storage)) is not None:
             (target / "job.log").write_text(lines, encoding="utf-8")
         say(f"{shown(target)}: {size / 1e6:.1f} MB")
     else:
@@ -387,12 +407,15 @@ def down(
         if head_ip and (api_head_ip := jobs.head_ip()) and api_head_ip != head_ip:
             heads = f"its head is {api_head_ip}, and that of {shown(file)} is {head_ip}"
             raise UserError(
-                f"{jobs.address} is the job API of another cluster: {heads} (forwarded by ray dashboard {shown(file)})"
+                f"{jobs.address} is the job API of another cluster: {heads} (forwarded by ray dashboard {shown(file)})",
+                code="other_cluster",
             )
     except UserError as error:
         going = []
         print(f"{error}; so nobody knows whether a job is going on", file=sys.stderr)
     if going and not yes:
-        raise UserError(f"still going on: {', '.join(going)}; end them (rtrain cluster stop), or write --yes")
+        raise UserError(
+            f"still going on: {', '.join(going)}; end them (rtrain cluster stop), or write --yes", code="still_running"
+        )
     if code := launcher.down(file, yes):
         raise typer.Exit(code)

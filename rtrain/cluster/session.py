@@ -57,7 +57,8 @@ def refuse_shadowed_names() -> None:
         if origin != package_root() / name / "__init__.py":
             raise UserError(
                 f"the module name {name!r} leads to {origin or 'nothing'} instead of rtrain's own package; "
-                "rename that file, or start rtrain from another folder"
+                "rename that file, or start rtrain from another folder",
+                code="shadowed_module",
             )
 
 
@@ -110,7 +111,8 @@ def _make_token(path: Path) -> None:
     except OSError as error:
         raise UserError(
             f"the token of Ray cannot be written to {path} ({error.strerror}); set RAY_AUTH_TOKEN_PATH to a file in a "
-            "folder that this user may write to, or HOME to such a folder"
+            "folder that this user may write to, or HOME to such a folder",
+            code="not_writable",
         ) from None
     finally:
         with suppress(OSError):
@@ -182,7 +184,9 @@ def session(
             ray.init(address=named[1], runtime_env=_worker_env(), log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:  # what could not be seen from outside
             cause = str(error.__cause__ or error).strip().splitlines()[-1]
-            raise UserError(f"{named[0]}={named[1]}: Ray could not connect to it: {cause}") from None
+            raise UserError(
+                f"{named[0]}={named[1]}: Ray could not connect to it: {cause}", code="unreachable"
+            ) from None
     # Ray Data sets its own level when it is imported, which not every command does. This process alone gets it: the
     # others have inherited their environment by now, and write what they tell into files.
     os.environ.setdefault("RAY_DATA_LOG_LEVEL", "ERROR")
@@ -316,4 +320,4 @@ def until_interrupted() -> None:
         time.sleep(0.2)
         if died is None and ray_internals.store_has_ended():
             died = time.monotonic()
-    raise UserError("the store of this command's Ray (its GCS) has died; start the command again")
+    raise UserError("the store of this command's Ray (its GCS) has died; start the command again", code="store_lost")
