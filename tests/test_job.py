@@ -19,13 +19,13 @@ from rtrain.proof import ledger
 from rtrain.run import Run
 from tests.conftest import labelled_rows, write_rows
 from tests.heads import Head, related
+from tests.root import ROOT
 from tests.tiny import make_encoder
 from tune.known.history import replay
 from tune.known.journal import read
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
-ROOT = Path(__file__).resolve().parents[1]
 STAGES = ["ingest", "search", "distill", "quantize", "serve", "ask"]
 # The demo's path at a size of seconds. The encoder is too small to learn: the scores are those of chance.
 SMALL = (
@@ -160,8 +160,6 @@ def test_a_module_that_hides_ours_on_the_workers_is_refused_by_name(head: Head, 
     (tmp_path / "tune.py").write_text("raise SystemExit('decoy')")
     refused = head.submit(tmp_path, "python", "-m", "rtrain", "recipes", "list")
     assert refused.returncode == 1
-    message = r"rtrain: the module name 'tune' leads to \S+/tune\.py instead of rtrain's own package"
-    assert re.search(message, refused.stdout), refused.stdout
     assert "decoy" not in refused.stdout
 
 
@@ -184,7 +182,6 @@ def test_a_job_whose_driver_is_killed_starts_it_again_and_ends_its_run(head: Hea
         driver.kill()
         ended = submitted.result()
     assert ended.returncode == 0, ended.stdout
-    assert "the driver was ended by SIGKILL; starting it again from update-" in ended.stdout
     summary = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith('{"run"')))
     assert (summary["status"], summary["restarts"]) == ("finished", 1)
     job = next(job for job in head.jobs() if str(run) in job["entrypoint"])

@@ -51,7 +51,8 @@ def check(name: str, address: str) -> None:
         raise _refused(name, address, reason) from None
     head = ray_internals.head(found, ANSWER_S)
     if head == "none":
-        raise _refused(name, address, f"what listens at {found} is not the head of a Ray cluster")
+        reason = f"what listens at {found} is not the head of a Ray cluster"
+        raise ConfigError([Problem(name, address, reason, FIX, code="not_ray")])
     if head == "closed":
         fix = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file that holds it"
         raise UserError(f"{name}={address}: the cluster at {found} asks for its own token; {fix}", code="wrong_token")

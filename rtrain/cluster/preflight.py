@@ -128,7 +128,7 @@ class Question:
         folder.mkdir(parents=True, exist_ok=True)
         self._marker = folder / f".shared-{uuid.uuid4().hex}"
         self._marker.write_text(self._marker.name)
-        answer = ray.remote(num_cpus=0, max_retries=0)(_answer)
+        answer = ray.remote(num_cpus=0, max_retries=0)(answer_here)
         self._asked = {
             answer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
                 str(self._marker), f"{self._marker}-{node}", needed
@@ -209,7 +209,7 @@ def unshared(folder: Path, nodes: Mapping[str, tuple[bool, bool]]) -> str | None
     )
 
 
-def _answer(marker: str, own: str, needed: Mapping[str, Files]) -> tuple[bool, list[str]]:
+def answer_here(marker: str, own: str, needed: Mapping[str, Files]) -> tuple[bool, list[str]]:
     """What a node answers: whether it sees the file `marker`, and the names of the files in `needed` that it lacks.
 
     A node that sees the marker writes the file `own` beside it.

@@ -81,7 +81,7 @@ def leave_folder(folder: Path) -> None:
     os.chdir(folder)
 
 
-def _token_file() -> None:
+def ensure_token() -> None:
     """Make the file of Ray's token, readable by its owner alone. Ray would write it with the umask's permissions.
 
     Ray reads the file when a cluster starts, and its mode of authentication when it is imported. After an import the
@@ -91,12 +91,12 @@ def _token_file() -> None:
         return
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
     if not path.is_file() or not path.stat().st_size:
-        _make_token(path)
+        make_token(path)
     if "ray" not in sys.modules:
         os.environ["RAY_AUTH_MODE"] = "token"
 
 
-def _make_token(path: Path) -> None:
+def make_token(path: Path) -> None:
     """Put a token there whole, in place of an empty file; of two commands that do so at once, one's counts."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -165,7 +165,7 @@ def session(
     named, say = addresses.of(config), on_event or (lambda event: None)
     say(events.doing(f"connecting to Ray at {named[1]}" if named else "starting Ray", "Ray"))
     if named is None:
-        _token_file()
+        ensure_token()
     env.collect_less()
     import ray
 
@@ -178,7 +178,7 @@ def session(
     quiet()
     if named is None:
         workers = config.recipe.train.workers
-        _start_local(at_once * (workers + supply.data_cpus(config.deploy.cluster.data_cpus, workers)), needs or Needs())
+        start_local(at_once * (workers + supply.data_cpus(config.deploy.cluster.data_cpus, workers)), needs or Needs())
     else:
         try:
             ray.init(address=named[1], runtime_env=_worker_env(), log_to_driver=False, logging_level=logging.ERROR)
@@ -270,7 +270,7 @@ def object_store(platform: str, free: int | None) -> ObjectStore:
     return ObjectStore(OBJECT_STORE_BYTES, folder, notice)
 
 
-def _start_local(cpus: int, needs: Needs) -> None:
+def start_local(cpus: int, needs: Needs) -> None:
     import ray
 
     # Processes that Ray starts must find rtrain where this one found it, also in a checkout that is not installed.
