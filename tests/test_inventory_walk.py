@@ -65,7 +65,6 @@ def test_damaged_and_foreign_folders_are_listed_as_what_they_are(tmp_path: Path)
     stock.make(tmp_path / "mute").log.unlink()
     stock.make(tmp_path / "noise").log.write_bytes(b'\xff\xfe{"time": 1\n5\n[]\nnull\n{"kind": 3}\n{"kind": "progress"')
     (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "todo.md").write_text("x" * 100)
     stock.artifact(tmp_path / "int8", "v")
     (tmp_path / "loose.csv").write_text("abc")
     (tmp_path / "link").symlink_to(tmp_path / "good")
@@ -78,9 +77,6 @@ def test_damaged_and_foreign_folders_are_listed_as_what_they_are(tmp_path: Path)
         "headless": "it has no config.yaml",
         "mute": "its log is missing or unreadable",
         "noise": "its log is missing or unreadable",
-    }
-    assert {(one.name, one.what) for one in found.foreign} == {
-        *(("notes", "no run"), ("int8", "an artefact"), (".", "files")),
     }
     json.dumps(table.document(found))
 
@@ -185,7 +181,6 @@ def test_runs_in_a_folder_of_their_own_are_found_with_their_store(tmp_path: Path
     found = walk.look(tmp_path)
     assert [known.name for known in found.runs] == ["demo/student"]
     assert [one.name for one in found.shared] == ["demo/.tokens/aaaa"]
-    assert found.size == sizes.size(tmp_path)
 
 
 def test_the_newest_run_comes_first(tmp_path: Path) -> None:
@@ -197,12 +192,10 @@ def test_the_newest_run_comes_first(tmp_path: Path) -> None:
 
 def test_a_name_with_control_codes_does_not_write_on_the_terminal(tmp_path: Path) -> None:
     stock.make(tmp_path / "bad\x1b[31m")
-    (tmp_path / "foreign\x1b[31m").mkdir()
     stock.make(tmp_path / "büro ☕")
     text = table.text(walk.look(tmp_path))
     assert "\x1b" not in text
     assert "bad\\x1b[31m" in text
-    assert "foreign\\x1b[31m" in text
     assert "büro ☕" in text
 
 

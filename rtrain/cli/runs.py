@@ -189,12 +189,9 @@ def import_(
     got = receiving.receive(file.absolute(), out.expanduser().absolute() if out else None, Path("runs").absolute())
     folder = got.run.folder
     lines = [f"{shown(folder)}: {got.files} files, {sizes.text(got.size)}, each as it was packed"]
-    if got.away:
-        what = "its log and settings name places of the machine it was trained on, and are left as they were written"
-        lines.append(f"{what}; without {', '.join(got.away)} it is not resumed, quantized or distilled here")
     install = wheels.command(shown(got.wheels)) if got.wheels else None
     lines += [f"to install what it needs, without network: {install}"] if install else []
     use = used(artifact_of(folder), near(folder)).removeprefix("next: ")
     lines.append(f"{then('predict', near(folder), 'a text')}   or: {use}")
-    document = {"run": str(folder), "files": got.files, "bytes": got.size, "away": list(got.away), "install": install}
+    document = {"run": str(folder), "files": got.files, "bytes": got.size, "install": install}
     show(document, as_json, "\n".join(lines))

@@ -11,7 +11,7 @@ from rtrain.errors import hide
 from rtrain.inventory import facts, shared, sizes
 from rtrain.inventory.facts import Known
 from rtrain.inventory.shared import Shared
-from rtrain.inventory.walk import UNREAD, Inventory
+from rtrain.inventory.walk import Inventory
 from rtrain.run import Run
 
 Keep = Literal["artifact", "none"]
@@ -68,7 +68,7 @@ def of_root(inventory: Inventory, keep: Keep, stores: bool = False) -> list[Remo
     told = (*inventory.runs, *inventory.linked)
     unread = [known.name for known in told if known.status == "damaged" and known.run.folder not in gone]
     # A run may lie in a folder that cannot be read; in the one that a file system has for itself there is none.
-    unread += [one.name for one in inventory.foreign if one.what == UNREAD and one.name != "lost+found"]
+    unread += [name for name in inventory.unread if name != "lost+found"]
     found += [_of_shared(one, gone, stores, keep, unread) for one in inventory.shared]
     left = tuple(Part(path, sizes.size(path), sizes.LEFT) for path in inventory.drafts)
     return [*found, *([Removal("drafts of killed processes", None, keep, left)] if left else [])]

@@ -24,8 +24,6 @@ class Received:
     size: int
     wheels: Path | None
     """Folder of the wheels that came with the run."""
-    away: tuple[str, ...]
-    """Places that the run's settings and log name and that are not on this machine."""
 
 
 def receive(file: Path, out: Path | None, root: Path) -> Received:
@@ -70,11 +68,9 @@ def _unpack(file: Path, tar: tarfile.TarFile, out: Path | None, root: Path) -> R
     finally:
         shutil.rmtree(draft.folder, ignore_errors=True)
         draft.release()
-    run = Run(final)
     came = final / parcel.WHEELS
-    return Received(
-        run, len(members), sum(member.size for member in members), came if came.is_dir() else None, _away(run)
-    )
+    size = sum(member.size for member in members)
+    return Received(Run(final), len(members), size, came if came.is_dir() else None)
 
 
 def _manifest(file: Path, tar: tarfile.TarFile) -> dict[str, Any]:
@@ -115,10 +111,3 @@ def _checked(tar: tarfile.TarFile, recorded: dict[str, Any]) -> list[tarfile.Tar
     if lacking := sorted(set(recorded) - set(members)):
         raise NoParcel(f"{lacking[0]!r} is recorded and lacking: the file was cut short; fetch it again")
     return list(members.values())
-
-
-def _away(run: Run) -> tuple[str, ...]:
-    """They are kept as they were written: they say where the run was made, and no verb that answers or reports needs
-    them."""
-    named = [str(event["store"]) for event in run.events() if "store" in event]
-    return tuple(dict.fromkeys(place for place in named if not Path(place).exists()))

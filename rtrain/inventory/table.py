@@ -16,7 +16,7 @@ MONTH_S = 30 * 86400
 
 
 def text(inventory: Inventory, every: bool = False, now: float | None = None) -> str:
-    """The table, what runs share, what is no run, and the totals. With `every` each trial has its line."""
+    """The table, what runs share, what cannot be read, and the totals. With `every` each trial has its line."""
     moment = time.time() if now is None else now
     lines = []
     for known in newest_first(inventory.runs):
@@ -24,7 +24,7 @@ def text(inventory: Inventory, every: bool = False, now: float | None = None) ->
         lines += [_line(trial, inventory, moment, known.winner) for trial in known.trials if every]
     found = _columns([dict(zip(HEADS, HEADS, strict=True)), *lines]) if lines else ["no runs here"]
     found += ["", *_shared(inventory)] if inventory.shared else []
-    found += [_safe(f"{one.name}: {one.what}, {sizes.text(one.size)}") for one in inventory.foreign]
+    found += [_safe(f"{name}: cannot be read") for name in inventory.unread]
     return "\n".join([*found, "", *_totals(inventory)])
 
 
@@ -42,7 +42,7 @@ def document(inventory: Inventory) -> dict[str, Any]:
             {"name": one.name, "what": one.what, "bytes": one.size, "users": [user.name for user in one.users]}
             for one in inventory.shared
         ],
-        "others": [{"name": one.name, "what": one.what, "bytes": one.size} for one in inventory.foreign],
+        "unread": list(inventory.unread),
         "bytes": inventory.size,
         "clean_frees": freed(inventory),
     }
