@@ -28,11 +28,6 @@ def test_the_manifests_are_those_of_the_golden_file() -> None:
     assert GOLDEN.read_text(encoding="utf-8") == TEXT
 
 
-def test_there_is_a_cluster_a_job_a_service_and_what_they_share() -> None:
-    kinds = [document["kind"] for document in yaml.safe_load_all(TEXT)]
-    assert kinds == ["PersistentVolumeClaim", "NetworkPolicy", "RayCluster", "RayJob", "RayService"]
-
-
 def test_nothing_is_found_in_ours() -> None:
     assert lint.check(TEXT, HERE) == []
     assert lint.check(manifests.text(manifests.Settings(gpus=4, workers=1, image=IMAGE)), HERE) == []
@@ -81,17 +76,6 @@ def test_jobs_know_what_may_be_started_by_its_labels_too(monkeypatch: pytest.Mon
             [workers] = [one for one in rules.groups([document]) if not rules.is_head(one)]
             assert supply.absent("cluster.labels", workers.get("labels")) == []
             assert supply.types(workers.get("labels")) == {"workers": {"CPU": 8.0}}
-
-
-def test_ray_s_objects_stay_in_memory() -> None:
-    """KubeRay mounts /dev/shm as large as the pod's memory, unless the pod has a mount there itself: a smaller one
-    sends Ray's object store, 30 % of the memory, to /tmp."""
-    groups = list(rules.groups(read(TEXT)))
-    assert len(groups) == 6
-    for group in groups:
-        [container] = group.get("template", "spec", "containers")
-        assert all(mount["mountPath"] in (manifests.SHARED, manifests.KEYS) for mount in container["volumeMounts"])
-        assert all(volume["name"] in ("shared", "keys") for volume in group.get("template", "spec", "volumes"))
 
 
 def test_gpus_are_the_workers_own() -> None:

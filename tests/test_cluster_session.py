@@ -6,10 +6,8 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -176,55 +174,6 @@ def test_nothing_is_left_of_a_private_ray_not_even_what_its_raylet_has_lost(tmp_
 
 
 # ----------------------------------------------------------------------------------------------------------- the start
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What Ray's `init` is called with, and what its raylet would be started with, in place of a start."""
-    import ray._private.services as services
-
-    calls: list[dict[str, Any]] = []
-
-    def start(command: list[str], kind: str, *given: Any, **named: Any) -> None:
-        calls[-1].update(named, command=command)
-
-    def init(**given: Any) -> None:
-        calls.append({"thread": threading.current_thread(), **given})
-        services.start_ray_process(["--num_prestart_python_workers=9"], "raylet", False)
-
-    monkeypatch.setattr(services, "start_ray_process", start)
-    monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(ray_internals, "mark", lambda: None)
-    monkeypatch.setenv("PYTHONPATH", "")
-    return calls
-
-
-def test_what_a_command_does_while_ray_starts_is_done_in_another_thread(started: list[dict[str, Any]]) -> None:
-    done: list[Any] = []
-
-    def work() -> None:
-        done.append(threading.current_thread())
-
-    session.start_local(2, session.Needs(ahead=1, environment={"A": "b"}, first="a.b", meanwhile=work))
-    [call] = started
-    assert call["thread"] is threading.current_thread()  # it sets handlers of signals
-    assert done[0] is not call["thread"]
-    assert (call["command"], call["env_updates"]) == (["--num_prestart_python_workers=1"], {"A": "b", HOOK: "a.b"})
-
-
-def test_an_error_of_it_is_the_command_s(started: list[dict[str, Any]]) -> None:
-    with pytest.raises(ZeroDivisionError):
-        session.start_local(2, session.Needs(meanwhile=lambda: 1 / 0))
-
-
-def test_without_needs_there_is_a_process_ahead_for_each_core(started: list[dict[str, Any]]) -> None:
-    session.start_local(64, session.Needs())
-    [call] = started
-    assert call["num_cpus"] == 64
-    assert (call["command"], call["env_updates"]) == (
-        [f"--num_prestart_python_workers={env.cores()}"],
-        {HOOK: "rtrain.env.collect_less"},
-    )
 
 
 def test_a_cluster_that_is_named_is_none_of_this_command_s(monkeypatch: pytest.MonkeyPatch) -> None:

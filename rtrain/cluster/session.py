@@ -178,7 +178,7 @@ def session(
     quiet()
     if named is None:
         workers = config.recipe.train.workers
-        start_local(at_once * (workers + supply.data_cpus(config.deploy.cluster.data_cpus, workers)), needs or Needs())
+        _start_local(at_once * (workers + supply.data_cpus(config.deploy.cluster.data_cpus, workers)), needs or Needs())
     else:
         try:
             ray.init(address=named[1], runtime_env=_worker_env(), log_to_driver=False, logging_level=logging.ERROR)
@@ -270,7 +270,7 @@ def object_store(platform: str, free: int | None) -> ObjectStore:
     return ObjectStore(OBJECT_STORE_BYTES, folder, notice)
 
 
-def start_local(cpus: int, needs: Needs) -> None:
+def _start_local(cpus: int, needs: Needs) -> None:
     import ray
 
     # Processes that Ray starts must find rtrain where this one found it, also in a checkout that is not installed.

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,8 @@ from rtrain.cluster.rehearsal.machines.cloud import Start
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.cluster.session import package_root
 
-STORE_BYTES, LEAN_STORE_BYTES = 128 << 20, 80_000_000
-"""Object store of a node: two streams of 64 MB; of a lean one, as much as Ray takes at least."""
+STORE_BYTES = 128 << 20
+"""Object store of a node: two streams of 64 MB."""
 RAY = [sys.executable, "-m", "ray.scripts.scripts", "start"]
 # Each of them is fixed by Ray or by the file, and the nodes of a rehearsal are all on one machine.
 PORTS = (
@@ -27,7 +26,6 @@ KEPT = (
 )
 """What a machine takes over from the environment of the rehearsal, with what the model hub's library reads: a node has
 nothing else of its user's, such as the credentials of a cloud."""
-LEAN = {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}
 FREE_PORTS = tuple(f"{name}=0" for name in PORTS)
 
 
@@ -48,9 +46,6 @@ class Nodes:
     """Address of the metadata services of all machines; each has its own under its name."""
     monitor_ports: tuple[int, int] = (0, 0)
     """For the metrics of the autoscaler and of the dashboard."""
-    lean: bool = False
-    """Worker nodes as small as they can be, for many of them on one machine: without the process that waits for Ray
-    (122 MB), the one that reads its logs (44 MB), and workers that are started ahead of work (57 MB)."""
 
     def __call__(self, machine: Machine) -> Start:
         is_head = machine.type == self.plan.head.name
@@ -75,9 +70,6 @@ class Nodes:
     def _worker(self, machine: Machine) -> Start:
         command = [*RAY, *self.plan.worker_options, *FREE_PORTS]
         command += [f"--address={self.address}", *self._common(machine)]
-        if self.lean:
-            begun = shlex.join([*command, "--include-log-monitor=False"])
-            return Start([["bash", "-c", f"{begun} && exec sleep infinity"]], self._environ(machine) | LEAN)
         commands = [[*command, "--block"]]
         if self.plan.watcher:
             spot = [sys.executable, "-m", "rtrain.cluster.spot", self.plan.watcher, f"--address={self.address}"]
@@ -89,7 +81,7 @@ class Nodes:
         # A folder of its own: with a shared one, two nodes' agents manage one uploaded folder.
         folder = self.folder / machine.name
         return [
-            f"--object-store-memory={LEAN_STORE_BYTES if self.lean else STORE_BYTES}",
+            f"--object-store-memory={STORE_BYTES}",
             f"--temp-dir={folder}",
             "--disable-usage-stats",
         ]

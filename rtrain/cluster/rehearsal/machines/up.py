@@ -53,9 +53,8 @@ class Up:
 
 
 @contextmanager
-def up(plan: Plan, logs: Path, say: Say, lean: bool = False) -> Iterator[Up]:
-    """The cluster of `plan`, for as long as the block runs. `logs` is a folder for what its machines print. `lean`: see
-    `nodes.Nodes`."""
+def up(plan: Plan, logs: Path, say: Say) -> Iterator[Up]:
+    """The cluster of `plan`, for as long as the block runs. `logs` is a folder for what its machines print."""
     if sys.platform != "linux":
         reason = "a cluster is rehearsed on Linux alone: elsewhere a machine's processes cannot be kept together"
         raise UserError(reason, code="unsupported_platform")
@@ -80,7 +79,7 @@ def up(plan: Plan, logs: Path, say: Say, lean: bool = False) -> Iterator[Up]:
     try:
         with metadata.serving(told) as services:
             monitor_ports = monitors[0], monitors[1]
-            make = Nodes(plan, folder, token, autoscaler, address, dashboard, services, monitor_ports, lean)
+            make = Nodes(plan, folder, token, autoscaler, address, dashboard, services, monitor_ports)
             with Cloud(book, make, logs) as cloud:
                 head = book.ask(plan.head.name, plan.head.resources, plan.head.labels, tags)
                 jobs = _await_head(cloud, book, head, f"http://127.0.0.1:{dashboard}", say)
