@@ -23,9 +23,8 @@ from tests.test_cli import Cli, run  # noqa: F401
 
 CLOUDS = ("aws", "gcp", "azure", "onprem")
 ALL = [
-    *((cloud, gpu, False) for cloud in CLOUDS for gpu in (None, *instances.gpus(cloud))),
-    *(("aws", gpu, True) for gpu in instances.gpus("aws", efa=True)),
-    ("onprem", "A100", False),
+    *((cloud, gpu) for cloud in CLOUDS for gpu in (None, *instances.gpus(cloud))),
+    ("onprem", "A100"),
 ]
 
 
@@ -49,9 +48,9 @@ def test_our_own_file_is_the_one_for_aws() -> None:
     assert variants.render("aws") == (ROOT / "cluster.yaml").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("cloud", "gpu", "efa"), ALL)
-def test_every_variant_passes_the_check_ray_s_schema_and_the_shell(cloud: str, gpu: str | None, efa: bool) -> None:
-    text = variants.render(cloud, gpu, efa)
+@pytest.mark.parametrize(("cloud", "gpu"), ALL)
+def test_every_variant_passes_the_check_ray_s_schema_and_the_shell(cloud: str, gpu: str | None) -> None:
+    text = variants.render(cloud, gpu)
     assert lint.check(text, Around(ROOT, verbs=("train", "tune", "serve"))) == []
     document = yaml.safe_load(text)
     jsonschema.validate(document, json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text()))
@@ -71,33 +70,15 @@ def test_every_variant_passes_the_check_ray_s_schema_and_the_shell(cloud: str, g
     assert ("download.pytorch.org/whl/cpu" in text) == (gpu is None)
 
 
-@pytest.mark.parametrize(("cloud", "gpu", "efa"), ALL)
-def test_ray_prepares_and_validates_each(cloud: str, gpu: str | None, efa: bool) -> None:
+@pytest.mark.parametrize(("cloud", "gpu"), ALL)
+def test_ray_prepares_and_validates_each(cloud: str, gpu: str | None) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
-    document = yaml.safe_load(variants.render(cloud, gpu, efa))
-    prepared = prepare_config(yaml.safe_load(variants.render(cloud, gpu, efa)))
+    document = yaml.safe_load(variants.render(cloud, gpu))
+    prepared = prepare_config(yaml.safe_load(variants.render(cloud, gpu)))
     validate_config(prepared)
     assert prepared["setup_commands"] == document["setup_commands"]  # nothing of Ray's nightly defaults
     assert prepared["head_start_ray_commands"] == document["head_start_ray_commands"]
-
-
-@pytest.mark.parametrize("gpu", instances.gpus("aws", efa=True))
-def test_the_fabric_has_all_its_cards_and_ray_takes_them(gpu: str) -> None:
-    from ray.autoscaler._private.aws.config import _configure_subnets_and_groups_from_network_interfaces as take
-
-    document = yaml.safe_load(variants.render("aws", gpu, True))
-    node = document["available_node_types"]["worker"]["node_config"]
-    worker = instances.with_gpu("aws", gpu, True)
-    assert worker is not None
-    cards = node["NetworkInterfaces"]
-    assert [card["NetworkCardIndex"] for card in cards] == list(range(worker.efa))
-    assert {card["InterfaceType"] for card in cards} == {"efa"}
-    assert take(node)["SubnetIds"] == ["subnet-FILL-IN"] * worker.efa
-    start = document["worker_start_ray_commands"][1]
-    assert "FI_PROVIDER=efa" in start
-    assert ("FI_EFA_USE_DEVICE_RDMA=1" in start) == worker.rdma
-    assert document["worker_setup_commands"] == ["/opt/amazon/efa/bin/fi_info -p efa -t FI_EP_RDM > /dev/null"]
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
@@ -126,14 +107,11 @@ def test_versions_are_those_of_constraints_txt() -> None:
     ("arguments", "code"),
     [
         *(((cloud,), "unknown_name") for cloud in ("asw", "kubernetes")),
-        (("aws", None, False, "x9.large"), "unknown_name"),
-        (("gcp", None, False, "c7i.xlarge"), "unknown_name"),
-        (("onprem", None, False, "c7i.xlarge"), "unknown_name"),
-        (("aws", "L4", False, "c7i.xlarge"), "conflicting_settings"),
+        (("aws", None, "x9.large"), "unknown_name"),
+        (("gcp", None, "c7i.xlarge"), "unknown_name"),
+        (("onprem", None, "c7i.xlarge"), "unknown_name"),
+        (("aws", "L4", "c7i.xlarge"), "conflicting_settings"),
         (("gcp", "H900"), "unknown_name"),
-        (("aws", None, True), "unsupported"),
-        (("gcp", "L4", True), "unsupported"),
-        (("aws", "H900", True), "unknown_name"),
     ],
 )
 def test_what_there_is_not_is_refused(arguments: tuple[Any, ...], code: str) -> None:

@@ -62,9 +62,6 @@ def init(
     instance: Annotated[
         str | None, typer.Option("--instance", help="Workers of this type, e.g. c7i.8xlarge, in place of --gpu.")
     ] = None,
-    efa: Annotated[
-        bool, typer.Option("--efa", help="AWS: GPUs of several nodes by the Elastic Fabric Adapter.")
-    ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", help="File to write; - prints it (default: cluster.yaml).")
     ] = None,
@@ -74,7 +71,7 @@ def init(
     from rtrain.cluster.lint import lint as linting
     from rtrain.cluster.variants import variants
 
-    text = variants.render(cloud, gpu, efa, instance, out.name if out and str(out) != "-" else None)
+    text = variants.render(cloud, gpu, instance, out.name if out and str(out) != "-" else None)
     file = out or Path(variants.PLACES[cloud].file)
     if str(file) == "-":
         print(text, end="")
