@@ -52,13 +52,6 @@ def test_a_run_s_jobs_are_found_by_its_name(name: str) -> None:
         assert naming.meant(asked, jobs) == jobs[:2]
 
 
-def test_an_endpoint_of_other_models_is_another_job() -> None:
-    asked = [("/a/m",), ("/a/m", "/b/m"), ("/a/m", "/c/m"), ("--insecure", "/d/m"), ("--alone", "/e/m")]
-    assert len({naming.identity(("serve", *words), None) for words in asked}) == len(asked)
-    again = naming.identity(("serve", "--set", "serve.replicas=2", "/a/m/"), None)
-    assert again.rpartition("-")[2] == naming.identity(("serve", "/a/m"), None).rpartition("-")[2]
-
-
 @pytest.mark.parametrize(
     ("words", "run", "name"),
     [
@@ -88,6 +81,10 @@ OTHERS = [
     ["serve", "/shared/bob/intent/artifact"],
     ["serve", "/shared/bob/intent/artifact-int8"],
     ["serve", "s3://bucket/models/intent"],
+    ["serve", "/a/m", "/b/m"],
+    ["serve", "/a/m", "/c/m"],
+    ["serve", "--insecure", "/d/m"],
+    ["serve", "--alone", "/e/m"],
 ]
 
 

@@ -1,7 +1,6 @@
 """What a private Ray is started with: processors for its data tasks, size and place of its object store."""
 
 import errno
-import gc
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import psutil
 import pytest
 import ray
 
-from rtrain import config, env, ray_internals
+from rtrain import config, ray_internals
 from rtrain.cluster import session
 from rtrain.cluster.session import (
     LEAST_STORE_BYTES,
@@ -183,14 +182,3 @@ def test_a_cluster_that_is_named_is_none_of_this_command_s(monkeypatch: pytest.M
     assert not session.starts_ray(config.load("intent", {"cluster.address": "10.0.0.1:6379"}))
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     assert not session.starts_ray(config.load("intent"))
-
-
-@pytest.mark.parametrize(("before", "after"), [(700, 10_000), (2000, 10_000), (100_000, 100_000), (0, 0)])
-def test_python_looks_for_garbage_no_more_often_than_before(before: int, after: int) -> None:
-    found = gc.get_threshold()
-    try:
-        gc.set_threshold(before, 7, 8)
-        env.collect_less()
-        assert gc.get_threshold() == (after, 7, 8)
-    finally:
-        gc.set_threshold(*found)

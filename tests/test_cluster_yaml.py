@@ -49,18 +49,6 @@ def options(name: str) -> dict[str, str]:
 # -------------------------------------------------------------------------------------------------- the whole file
 
 
-def test_no_key_is_misspelt_where_the_schema_takes_any() -> None:
-    assert set(CLUSTER["provider"]) == {
-        *("type", "region", "availability_zone", "use_internal_ips", "cache_stopped_nodes")
-    }
-    common = {
-        *("InstanceType", "ImageId", "SubnetIds", "SecurityGroupIds", "IamInstanceProfile", "MetadataOptions"),
-        "BlockDeviceMappings",
-    }
-    assert set(HEAD["node_config"]) == common
-    assert set(WORKER["node_config"]) == common | {"InstanceMarketOptions"}
-
-
 def test_nodes_have_no_public_address_and_leave_nothing_behind() -> None:
     assert CLUSTER["provider"]["use_internal_ips"] is True
     assert CLUSTER["provider"]["cache_stopped_nodes"] is False

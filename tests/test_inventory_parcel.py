@@ -28,7 +28,7 @@ from tests import stock, test_cli
 from tests.conftest import labelled_rows, write_rows
 from tests.reports import answers_of, make_run, page_of, write_predictions
 from tests.root import ROOT
-from tests.tiny import make_artifact, refused
+from tests.tiny import make_artifact
 
 run = test_cli.run  # a fixture: the command line, in an empty folder
 Cli = test_cli.Cli
@@ -156,14 +156,6 @@ def test_a_refused_artefact_is_carried_where_that_is_asked_for_alone(run: Cli, t
     assert json.loads(out)["gate"] == {"artifact": None, "artifact-int8": "refuse"}
     assert run("import", "a.tar", "--out", "there")[0] == 0
     assert json.loads((tmp_path / "there" / "artifact-int8" / "artifact.json").read_text())["gate"] == gate
-
-
-def test_what_came_refused_is_to_be_looked_at_next_and_not_served(whole: Path, tmp_path: Path, run: Cli) -> None:
-    refused(Path(shutil.copytree(whole / "run", tmp_path / "a")) / "artifact")
-    assert run("export", "a", "--out", "a.tar", "--ungated")[0] == 0
-    code, out, err = run("import", "a.tar", "--out", "b c")
-    assert code == 0, err
-    assert out.endswith("next: rtrain predict 'b c' 'a text'   or: rtrain inspect 'b c'\n")
 
 
 def test_a_search_sends_its_winner_under_its_own_name(run: Cli, tmp_path: Path) -> None:

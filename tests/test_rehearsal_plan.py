@@ -144,11 +144,6 @@ def test_data_tasks_run_on_nodes_without_the_workers_labels_and_workers_share_gp
     assert labelled.needed(3, supply.Needs("gpu", 1, {"for": "training"}, {"for": "training"})) is None
 
 
-def test_many_types_of_many_nodes_are_counted_at_once() -> None:
-    kinds = tuple(replace(PLAN.kinds[0], name=str(n), resources={"CPU": n, "GPU": n % 3}, most=100) for n in range(8))
-    assert replace(PLAN, kinds=kinds, most=100).needed(180, supply.Needs("gpu", 40)) == 90
-
-
 def test_resources_that_are_no_whole_numbers_are_refused_as_ray_s_launcher_does() -> None:
     types = yaml.safe_load(TEXT)["available_node_types"]
     types["worker"]["resources"] = {"CPU": 8, "bandwidth": 0.5}
