@@ -60,7 +60,7 @@ def test_the_dashboard_is_on_loopback_and_the_ray_client_s_port_is_closed(head: 
 
 
 @pytest.mark.slow
-def test_the_demo_is_one_job_whose_every_stage_can_be_read_back(head: Head) -> None:
+def test_every_stage_ran_there_and_the_endpoint_answered(head: Head) -> None:
     from rtrain.predict import Predictor
 
     run = head.folder / "runs" / "demo"
