@@ -31,9 +31,9 @@ from rtrain.cluster.rehearsal import faults, measured, plan as plans
 from rtrain.cluster.rehearsal.machines.up import Up, free_ports, up
 from rtrain.run import Run
 from tests.conftest import labelled_rows, write_rows
+from tests.root import ROOT
 from tests.tiny import make_artifact, make_encoder
 
-ROOT = Path(__file__).resolve().parents[1]
 WITHIN_S = 900.0
 SAVE_EVERY = 10
 WATCHED_S = 60.0

@@ -25,13 +25,15 @@ def named(value: str) -> Config:
 
 
 def refused(value: str, name: str = "cluster.address") -> str:
-    """What is said about an address, on one line."""
+    """The code of the error about an address, which is one line."""
     with pytest.raises(UserError) as caught:
         address.check(name, value)
-    text = str(caught.value)
-    assert text.startswith(f"{name}={value}: ")
-    assert "\n" not in text
-    return text
+    assert "\n" not in str(caught.value)
+    if isinstance(caught.value, ConfigError):
+        [problem] = caught.value.problems
+        assert (problem.field, problem.value) == (name, value)
+        return problem.code
+    return caught.value.code
 
 
 @contextlib.contextmanager
@@ -67,48 +69,35 @@ def other_grpc(*handlers: grpc.GenericRpcHandler) -> Iterator[int]:
         server.stop(None).wait()
 
 
-def test_it_is_over_in_five_seconds() -> None:
-    assert address.CONNECT_S + address.ANSWER_S < 5
-
-
 def test_where_nothing_listens_nothing_answers() -> None:
     with silent() as port:
         pass
-    assert f"nothing answers at 127.0.0.1:{port} (Connection refused); write HOST:PORT" in refused(f"127.0.0.1:{port}")
+    assert refused(f"127.0.0.1:{port}") == "unreachable"
 
 
 @pytest.mark.parametrize("listens", [silent, web, other_grpc])
 def test_what_listens_may_be_something_else(listens: type[contextlib.AbstractContextManager[int]]) -> None:
     with listens() as port:
-        text = refused(f"127.0.0.1:{port}", "RAY_ADDRESS")
-    assert f"what listens at 127.0.0.1:{port} is not the head of a Ray cluster" in text
+        assert refused(f"127.0.0.1:{port}", "RAY_ADDRESS") == "not_ray"
 
 
 @pytest.mark.parametrize("value", ["head", "head:", ":6379", "head:port", "head:0", "head:65536", "a b:c"])
 def test_what_is_no_address_is_refused(value: str) -> None:
-    assert "not an address; write HOST:PORT" in refused(value)
+    assert refused(value) == "invalid_address"
 
 
 def test_a_host_that_nobody_knows() -> None:
-    assert "nothing answers at no-such-host.invalid:6379 (" in refused("no-such-host.invalid:6379")
+    assert refused("no-such-host.invalid:6379") == "unreachable"
 
 
-@pytest.mark.parametrize("value", ["ray://head:10001", "ray://10.0.0.1", "http://head:8265"])
-def test_an_address_of_ray_s_client_is_refused_with_what_to_write(value: str) -> None:
-    host = re.split(r"//|:\d", value)[1]
-    text = refused(value)
-    assert f"ray job submit --address http://{host}:8265 -- python -m rtrain" in text
+@pytest.mark.parametrize("value", ["ray://head:10001", "ray://10.0.0.1", "http://head:8265", "ray://[fd00::1]:10001"])
+def test_an_address_of_ray_s_client_is_refused(value: str) -> None:
+    assert refused(value) == "unsupported"
 
 
-def test_a_head_of_ipv6_is_named_in_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--address http://[fd00::1]:8265 --" in refused("ray://[fd00::1]:10001")
-    for value in ("fd00::1", "fd00::beef", "fd00::1:6379", "::1:6379", "[::1:6379"):
-        assert "write an IPv6 address in brackets, before the port: [fd00::1]:6379" in refused(value)
-    monkeypatch.setattr(ray_internals, "head", lambda where, seconds: "open")
-    monkeypatch.setattr(ray_internals, "nodes_here", set)
-    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
-        port = server.getsockname()[1]
-        assert "--address http://[::1]:8265 --" in refused(f"[::1]:{port}")
+@pytest.mark.parametrize("value", ["fd00::1", "fd00::beef", "fd00::1:6379", "::1:6379", "[::1:6379"])
+def test_a_head_of_ipv6_is_named_in_brackets(value: str) -> None:
+    assert refused(value) == "invalid_address"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +130,7 @@ def test_a_head_that_runs_is_let_through_and_its_node_s_port_is_not(ray_session:
     assert re.fullmatch(r"[\w.:\[\]]+:\d+", ray_internals.running_here() or "")  # another Ray may run here too
     [node] = ray.nodes()
     port = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
-    assert f"what listens at {port} is not the head" in refused(port)
+    assert refused(port) == "not_ray"
 
 
 @pytest.mark.ray
@@ -149,7 +138,7 @@ def test_a_session_says_where_it_connects_before_it_tries(tmp_path: Path, ray_se
     said: list[dict[str, Any]] = []
     with session(named("127.0.0.1:1"), tmp_path, said.append):
         pass  # this process has a Ray already, and keeps it
-    assert [event["text"] for event in said] == ["connecting to Ray at 127.0.0.1:1"]
+    assert len(said) == 1
 
 
 class Closed(grpc.GenericRpcHandler):  # type: ignore[misc]  # it has no types
@@ -165,19 +154,16 @@ class Closed(grpc.GenericRpcHandler):  # type: ignore[misc]  # it has no types
 
 def test_a_cluster_that_asks_for_a_token_says_so() -> None:
     with other_grpc(Closed()) as port:
-        text = refused(f"127.0.0.1:{port}")
-    assert "asks for its own token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH" in text
+        assert refused(f"127.0.0.1:{port}") == "wrong_token"
 
 
 def test_auto_where_no_ray_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_internals, "running_here", lambda: None)
-    assert "no Ray runs on this machine; write HOST:PORT" in refused("auto")
+    assert refused("auto") == "unreachable"
 
 
 def test_a_machine_that_is_no_node_is_told_to_submit_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_internals, "head", lambda where, seconds: "open")
     monkeypatch.setattr(ray_internals, "nodes_here", set)
     with silent() as port:
-        text = refused(f"127.0.0.1:{port}")
-    assert "this machine is none of its nodes" in text
-    assert not issubclass(ConfigError, type(text))
+        assert refused(f"127.0.0.1:{port}") == "not_a_node"

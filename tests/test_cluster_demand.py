@@ -1,27 +1,21 @@
 """What an elastic run asks an autoscaler for: the places it lacks, never more than may come, and nothing once they are
 there."""
 
-import inspect
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, strategies
 
-from rtrain import config, ray_internals
 from rtrain.cluster import supply
-from rtrain.cluster.demand import EXPIRE_S, REPEAT_S, Demand, Place, places, told
+from rtrain.cluster.demand import EXPIRE_S, REPEAT_S, Demand, Place, places
 from rtrain.cluster.supply import Host, Needs, Node
-from rtrain.run import Run
-from rtrain.runs import driver
+from tests.root import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 NODES = strategies.lists(
     strategies.fixed_dictionaries({"CPU": strategies.integers(0, 8), "GPU": strategies.integers(0, 4)}).map(
         lambda node: {name: float(amount) for name, amount in node.items()}
@@ -109,40 +103,6 @@ def test_a_request_is_repeated_before_it_expires_changed_at_once_and_taken_back_
     assert book.labels == [[{"for": "training"}]] * 3 + [[{"for": "training"}, {}]]
 
 
-def test_a_run_asks_from_its_start_to_its_end_and_only_where_there_is_an_autoscaler(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    book, document = Book(), {"max_workers": 2, "available_node_types": {"big": {"resources": {"CPU": 8}}}}
-    monkeypatch.setattr(ray_internals, "Requests", lambda name: book)
-    monkeypatch.setattr(supply, "up", lambda: [EIGHT])
-    prepared: Any = SimpleNamespace(
-        device=SimpleNamespace(workers=10, device="cpu"),
-        config=config.load("intent", {"train.workers": 10, "train.min_workers": 1}),
-        run=Run(Path("runs/run")),
-    )
-    for known in (None, document):
-        monkeypatch.setattr(supply, "autoscaler", lambda known=known: known)
-        with driver._Asking(prepared) as asking:
-            for _ in range(3):
-                asking()
-    assert [bundles for bundles, _ in book.given] == [[{"CPU": 1.0}] * 13]
-    assert book.taken_back == 1
-
-
-def test_it_says_what_is_waited_for_with_which_nodes_and_for_how_long() -> None:
-    kinds = {
-        "worker": {"resources": {"CPU": 8}, "labels": {"for": "data"}},
-        "gpu": {"resources": {"CPU": 8, "GPU": 1}},
-        "store": {"resources": {"disk": 1}},
-    }
-    may = supply.startable({"max_workers": 4, "available_node_types": kinds})
-    assert told([CPU] * 3, may, 42.4) == "the autoscaler is asked for 3 CPUs on gpu or worker nodes, for 42 s now"
-    assert told([GPU], may, 0) == "the autoscaler is asked for 1 GPU on gpu nodes, for 0 s now"
-    of_data = [Place("CPU", {"for": "data"})]
-    assert told(of_data, may, 0) == "the autoscaler is asked for 1 CPU on worker nodes, for 0 s now"
-    assert told([CPU, GPU], NOTHING, 1).startswith("the autoscaler is asked for 1 CPU and 1 GPU on no nodes")
-
-
 # ------------------------------------------------------------------------------------------------ what may be started
 
 
@@ -163,17 +123,6 @@ def test_the_types_come_from_the_file_or_from_the_variable_itself(
         assert supply.most("cpu") == 32
     monkeypatch.setattr(supply, "up", lambda: [Host({"CPU": 64.0})])
     assert supply.may("cpu") == [{"CPU": 64.0}]
-
-
-def test_the_internal_calls_take_what_is_given() -> None:
-    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import DefaultAutoscalingCoordinator
-
-    found = inspect.signature(DefaultAutoscalingCoordinator.request_resources).parameters
-    assert list(found)[:3] == ["self", "resources", "expire_after_s"]
-    assert "label_selectors" in found
-    assert all(one.default is not inspect.Parameter.empty for one in list(found.values())[3:])
-    assert list(inspect.signature(DefaultAutoscalingCoordinator.__init__).parameters)[1] == "requester_id"
-    assert list(inspect.signature(DefaultAutoscalingCoordinator.cancel_request).parameters) == ["self"]
 
 
 SCRIPT = """

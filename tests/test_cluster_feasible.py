@@ -91,18 +91,3 @@ def test_the_cheapest_nodes_are_taken_and_of_equal_ones_the_limit_is_kept() -> N
     assert feasible.numbers(offers, [4, 4, 4], 5, Room(4, 2, 0), [1, 1, 5]) == [4, 1, 0]
     assert feasible.numbers(offers, [4, 4, 4], 5, Room(4, 2, 0), [1, 1, 0.5]) == [0, 0, 2]
     assert feasible.numbers(offers, [4, 4, 4], 0, Room(0, -2, 0), [1, 1, 1]) == [0, 0, 0]
-
-
-def test_the_remedy_names_the_limit_that_is_in_the_way() -> None:
-    needs = Needs("gpu")
-    told = []
-    for cpus, gpus, limit in ((4, 4, 1), (0, 4, 4), (4, 0, 4), (0, 0, 0)):
-        may = startable([(8, 0, False, cpus), (0, 1, False, gpus)], limit, head=0)
-        told.append(feasible.remedy(may, needs, needs.of(1)))
-    assert [text.partition(",")[0] for text in told[:3]] == [
-        "raise max_workers",
-        "raise max_workers of 0",
-        "raise max_workers of 1",
-    ]
-    assert told[3] == "raise max_workers, of these types and over all types,"
-    assert feasible.remedy(startable([(8, 0, False, 4)], 4, 0), needs, needs.of(1)).startswith("add a node type")

@@ -30,14 +30,14 @@ from ray._private.runtime_env.packaging import create_package
 from ray.dashboard.modules.dashboard_sdk import SubmissionClient
 
 from rtrain.cli import app, cluster
-from rtrain.cluster.jobs import client, copied, entry, launcher, naming, stored, upload
+from rtrain.cluster.jobs import client, copied, entry, launcher, naming, upload
 from rtrain.cluster.jobs.naming import Attach, Start
 from rtrain.errors import ConfigError, Ended, TryAgain, UserError
 from tests.conftest import STARTUP, labelled_rows, write_rows
 from tests.heads import Head
+from tests.root import ROOT
 from tests.tiny import make_encoder
 
-ROOT = Path(__file__).resolve().parents[1]
 WITHIN_S = 900
 
 
@@ -50,13 +50,6 @@ def test_a_run_s_jobs_are_found_by_its_name(name: str) -> None:
     jobs = [own, f"{own}-try-2", "rtrain-another-01234567"]
     for asked in (name, f"/shared/runs/{name}", own):
         assert naming.meant(asked, jobs) == jobs[:2]
-
-
-def test_an_endpoint_of_other_models_is_another_job() -> None:
-    asked = [("/a/m",), ("/a/m", "/b/m"), ("/a/m", "/c/m"), ("--insecure", "/d/m"), ("--alone", "/e/m")]
-    assert len({naming.identity(("serve", *words), None) for words in asked}) == len(asked)
-    again = naming.identity(("serve", "--set", "serve.replicas=2", "/a/m/"), None)
-    assert again.rpartition("-")[2] == naming.identity(("serve", "/a/m"), None).rpartition("-")[2]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +81,10 @@ OTHERS = [
     ["serve", "/shared/bob/intent/artifact"],
     ["serve", "/shared/bob/intent/artifact-int8"],
     ["serve", "s3://bucket/models/intent"],
+    ["serve", "/a/m", "/b/m"],
+    ["serve", "/a/m", "/c/m"],
+    ["serve", "--insecure", "/d/m"],
+    ["serve", "--alone", "/e/m"],
 ]
 
 
@@ -106,40 +103,31 @@ def test_a_run_s_jobs_are_found_by_its_folder_its_name_or_their_own() -> None:
         assert naming.meant(name, jobs) == [bob]
     assert naming.meant("intent-try-2", jobs) == [tried]
     assert naming.meant("serve-intent", jobs) == ["rtrain-serve-intent-01234567"]
-    with pytest.raises(ConfigError, match=f"run=intent: several jobs are called so: .*{bob.removeprefix('rtrain-')}"):
+    with pytest.raises(ConfigError) as refused:
         naming.meant("intent", jobs)
+    assert [problem.code for problem in refused.value.problems] == ["ambiguous_name"]
     assert naming.meant("intent", [bob, "rtrain-intention-01234567"]) == [bob]
     assert naming.meant("nobody", jobs) == []
 
 
-@pytest.mark.parametrize("out", [[], ["--out", "runs/x"]])
-def test_a_run_without_a_folder_of_the_nodes_is_refused(out: list[str]) -> None:
-    with pytest.raises(ConfigError, match="--out"):
-        naming.run_of(["train", "intent", *out])
-
-
-def test_a_job_names_the_same_run_each_time_it_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match=r"--new: .* begin another each time; name another --out .* /x-2"):
-        naming.run_of(["train", "intent", "--out", "/x", "--new"])
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [
+        ([], "not_absolute"),
+        (["--out", "runs/x"], "not_absolute"),
+        (["--out", "/x", "--new"], "conflicting_settings"),
+    ],
+)
+def test_a_job_names_a_folder_of_the_nodes_and_the_same_run_each_time(more: list[str], code: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        naming.run_of(["train", "intent", *more])
+    assert [problem.code for problem in refused.value.problems] == [code]
 
 
 def test_settings_and_options_are_read_as_the_verb_reads_them() -> None:
     words = ["train", "--set", "cluster.storage=s3://a/b", "--set=cluster.storage=s3://c", "--out", "/x", "--out=/y"]
     assert naming.assignments(words) == ["cluster.storage=s3://a/b", "cluster.storage=s3://c"]
     assert naming.option(words, "--out") == "/y"
-
-
-@pytest.mark.parametrize(
-    ("words", "given"),
-    [
-        ("train intent --out /x", "intent"),
-        ("train --out /x --new --set a=b mine.yaml", "mine.yaml"),
-        ("distill --out=/x /shared/runs/teacher", "/shared/runs/teacher"),
-        ("train --resume --out /x", None),
-    ],
-)
-def test_the_recipe_is_the_first_word_that_is_no_option_nor_its_value(words: str, given: str | None) -> None:
-    assert naming.given(words.split()) == given
 
 
 STATUSES = strategies.sampled_from(["PENDING", "RUNNING", *naming.ENDED])
@@ -199,7 +187,6 @@ def test_tracked_files_go_along_and_nothing_else(checkout: Path) -> None:
     found = upload.of(checkout)
     assert sorted(name for name, _ in found.files) == [".gitignore", "code.py"]
     assert (found.size, found.left) == (13, 1)
-    assert found.text() == "2 tracked files, 0.0 MB, the largest .gitignore (0.00 MB); 1 untracked stay here"
     with upload.copied(found) as folder:
         assert sorted(path.name for path in folder.rglob("*")) == [".gitignore", "code.py"]
         assert (folder / "code.py").read_text() == "x = 1\n"
@@ -225,31 +212,29 @@ class Packs:
         return "gcs://packed.zip"
 
 
-def test_a_tracked_file_that_a_gitignore_names_goes_along_too(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (checkout / "table.bin").write_bytes(b"1")
-    with (checkout / ".gitignore").open("a") as file:
-        file.write("*.bin\n")
-    subprocess.run(["git", "add", "-f", "table.bin"], cwd=checkout, check=True)
-    for name in client.ALL_FILES:
-        monkeypatch.delenv(name, raising=False)
-    assert packed(checkout) == (".gitignore", "code.py", "table.bin")
-    assert not set(client.ALL_FILES) & set(os.environ)
+def jobs_of(api: Any, patience_s: float = 30.0, agent_s: float = 60.0) -> client.Jobs:
+    return client.Jobs("http://head", api, client.Waiting(0.0, agent_s, patience_s))
 
 
 def packed(checkout: Path) -> tuple[str, ...]:
     """The names of what a job takes along."""
     api = Packs()
-    client.Jobs("http://head", api).submit(["train", "intent", "--out", "/x"], upload.of(checkout), print)
+    jobs_of(api).submit(["train", "intent", "--out", "/x"], upload.of(checkout), print)
     return api.packed
 
 
-def test_what_ray_s_client_leaves_out_by_itself_goes_along_too(checkout: Path) -> None:
-    for name in ("venv/a.py", "lib/__pycache__/b.py"):
-        (checkout / name).parent.mkdir(parents=True)
-        (checkout / name).touch()
+def test_what_ray_s_client_leaves_out_by_itself_goes_along_too(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("venv/a.py", "lib/__pycache__/b.py", "table.bin"):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text("1")
     (checkout / ".rayignore").write_text("*.py\n")
-    subprocess.run(["git", "add", "-f", "venv", "lib", ".rayignore"], cwd=checkout, check=True)
-    assert packed(checkout) == (".gitignore", "code.py", "lib/__pycache__/b.py", "venv/a.py")
+    with (checkout / ".gitignore").open("a") as file:
+        file.write("*.bin\n")
+    subprocess.run(["git", "add", "-f", "venv", "lib", "table.bin", ".rayignore"], cwd=checkout, check=True)
+    for name in client.ALL_FILES:
+        monkeypatch.delenv(name, raising=False)
+    assert packed(checkout) == (".gitignore", "code.py", "lib/__pycache__/b.py", "table.bin", "venv/a.py")
+    assert not set(client.ALL_FILES) & set(os.environ)
 
 
 def test_submodules_and_links_to_folders_go_along(checkout: Path, tmp_path: Path) -> None:
@@ -270,41 +255,15 @@ def test_submodules_and_links_to_folders_go_along(checkout: Path, tmp_path: Path
         assert (folder / "sub" / "m.py").read_text() == "m = 1\n"
         assert (folder / "alias" / "x.py").read_text() == "x = 2\n"
     subprocess.run(["git", "submodule", "--quiet", "deinit", "-f", "sub"], cwd=checkout, check=True)
-    with pytest.raises(UserError, match=r"sub is a repository in this one, .*git submodule update --init sub"):
+    with pytest.raises(UserError) as refused:
         upload.of(checkout)
+    assert refused.value.code == "missing_submodule"
 
 
-@pytest.mark.parametrize("to", ["runs", "nowhere"])
-def test_a_link_to_a_folder_that_git_does_not_track_is_refused(checkout: Path, to: str) -> None:
-    (checkout / "link").symlink_to(to)
-    subprocess.run(["git", "add", "link"], cwd=checkout, check=True)
-    with pytest.raises(UserError, match=r"link leads to .*, which git does not track here; take it out of git"):
-        upload.of(checkout)
-
-
-def test_a_storage_that_refuses_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(files: Any, place: str) -> bytes:
-        raise PermissionError("Unable to locate credentials")
-
-    monkeypatch.setattr(copied, "read", refuse)
-    for storage, why in ((f"file://{tmp_path}", "Unable to locate credentials"), ("nosuch://bucket", "nosuch")):
-        with pytest.raises(UserError, match=rf"--storage {storage} cannot be read: .*{why}"):
-            stored.log("intent", storage)
-
-
-@pytest.mark.parametrize("given", ["nan", "inf", "-1"])
-def test_a_size_that_is_none_is_refused(given: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rtrain", "cluster", "submit", "--most-mb", given]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "--", "train", "intent", "--out", "/x"],
-        env=environ,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, "Traceback" in done.stderr, "--most-mb" in done.stderr) == (2, False, True), done.stderr
+def test_a_storage_that_there_is_not_is_an_error() -> None:
+    with pytest.raises(UserError) as refused:
+        copied.find_log("intent", "nosuch://bucket")
+    assert refused.value.code == "unreachable"
 
 
 def test_this_project_s_own_checkout_goes_along_without_its_tests() -> None:
@@ -318,9 +277,9 @@ def test_this_project_s_own_checkout_goes_along_without_its_tests() -> None:
 def test_too_much_is_refused_with_the_largest_files(checkout: Path) -> None:
     (checkout / "big.bin").write_bytes(bytes(6_000_000))
     subprocess.run(["git", "add", "big.bin"], cwd=checkout, check=True)
-    with pytest.raises(UserError, match=r"6\.0 MB, and a job takes 5 along") as refused:
+    with pytest.raises(UserError) as refused:
         upload.of(checkout)
-    assert "6.00 MB  big.bin" in str(refused.value)
+    assert refused.value.code == "too_large"
     assert upload.of(checkout, 7_000_000).size > 6_000_000
 
 
@@ -334,9 +293,10 @@ def test_a_link_takes_along_what_is_tracked_and_nothing_else(checkout: Path, tmp
         subprocess.run(["git", "add", "link"], cwd=checkout, check=True)
         return upload.of(checkout)
 
-    for to in (secret, "../credentials", "runs/weights", "notes.txt", ".git/config"):
-        with pytest.raises(UserError, match=r"link leads to .*, which git does not track here; take it out of git"):
+    for to in (secret, "../credentials", "runs/weights", "notes.txt", ".git/config", "runs", "nowhere"):
+        with pytest.raises(UserError) as refused:
             linked(to)
+        assert refused.value.code == "untracked_link"
     found = linked("code.py")
     assert dict(found.files)["link"] == len("x = 1\n")  # what goes along, not the link's own bytes
     with upload.copied(found) as folder:
@@ -346,21 +306,24 @@ def test_a_link_takes_along_what_is_tracked_and_nothing_else(checkout: Path, tmp
 def test_a_name_that_is_no_utf_8_is_refused_by_name(checkout: Path) -> None:
     Path(os.fsdecode(bytes(checkout) + b"/caf\xe9.txt")).touch()
     subprocess.run(["git", "add", "-A"], cwd=checkout, check=True)
-    with pytest.raises(UserError, match=r"the name 'caf\\udce9\.txt' is no UTF-8"):
+    with pytest.raises(UserError) as refused:
         upload.of(checkout)
+    assert refused.value.code == "not_utf8"
 
 
 def test_a_part_of_a_checkout_is_refused_with_the_name_of_the_whole(checkout: Path) -> None:
     """A job of it alone would lack what lies beside, or take none of the files that it was meant to."""
-    with pytest.raises(UserError, match=rf"runs is a part of the checkout {checkout}, .*write --folder {checkout}"):
+    with pytest.raises(UserError) as refused:
         upload.of(checkout / "runs")
+    assert refused.value.code == "part_of_checkout"
     (checkout.parent / "link").symlink_to(checkout)
     assert len(upload.of(checkout.parent / "link").files) == 2
 
 
 def test_a_folder_without_git_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no git work tree"):
+    with pytest.raises(UserError) as refused:
         upload.of(tmp_path)
+    assert refused.value.code == "no_git"
 
 
 # ----------------------------------------------------------------------------------------------------- entry point
@@ -396,14 +359,10 @@ def test_a_run_of_one_name_with_another_is_not_taken_over(tmp_path: Path) -> Non
     kept = (storage / ".jobs" / "x.log").read_bytes()
     done = started(str(run))
     assert done.returncode == 2, done.stderr
-    assert (
-        f"cluster.storage has the copy of another run of this name, {old}: nothing of it is taken over" in done.stdout
-    )
     assert f"{run} --resume" not in done.stdout
-    assert "name another storage or --out" in (run.parent / ".jobs" / "x.log").read_text()
+    assert (run.parent / ".jobs" / "x.log").is_file()
     assert (storage / ".jobs" / "x.log").read_bytes() == kept
     assert entry.other_run([*words, str(old)], old, str(storage)) is None
-    (storage / ".jobs" / "x.run").unlink()  # as an earlier version has left it: the log names the folder too
     assert entry.other_run([*words, str(run)], run, str(storage)) == str(old)
     assert entry.other_run([*words, str(run), "--resume"], run, str(storage)) is None  # who says so means it
     (storage / "x" / "config.yaml").unlink()  # nothing came of it
@@ -440,11 +399,8 @@ def test_a_storage_that_is_away_starts_nothing_anew(tmp_path: Path) -> None:
 
     away = asked("away://bucket")
     assert away.returncode == 75, away.stderr
-    assert (
-        "cluster.storage: away://bucket/x/config.yaml does not answer (OSError: no answer); the same job" in away.stdout
-    )
     assert "Traceback" not in away.stderr
-    assert "does not answer (OSError: no answer); the same job" in (tmp_path / "runs" / ".jobs" / "x.log").read_text()
+    assert "away://bucket" in (tmp_path / "runs" / ".jobs" / "x.log").read_text()
     assert not run.exists()
     for closed in ("away://closed", "away://keyless"):
         begun = asked(closed)
@@ -453,8 +409,9 @@ def test_a_storage_that_is_away_starts_nothing_anew(tmp_path: Path) -> None:
 
 
 def test_a_storage_that_connects_as_it_is_opened_says_try_again_too(tmp_path: Path) -> None:
-    with pytest.raises(TryAgain, match=r"127\.0\.0\.1:1/x/config.yaml does not answer .*the same job"):
+    with pytest.raises(TryAgain) as refused:
         entry.resumed(["train", "intent", "--out", "/x"], tmp_path / "x", "ftp://127.0.0.1:1")
+    assert refused.value.code == "unreachable"
 
 
 def test_a_password_of_the_storage_is_in_no_line_nor_log(tmp_path: Path) -> None:
@@ -472,8 +429,9 @@ def test_a_password_of_the_storage_is_in_no_line_nor_log(tmp_path: Path) -> None
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode != 75, "--resume" in done.stdout) == (True, True)
     assert secret not in done.stdout + done.stderr + (run.parent / ".jobs" / "x.log").read_text()
-    with pytest.raises(UserError, match=r"--storage ftp://\*\*\*@127.0.0.1:1 cannot be read") as refused:
-        stored.log("x", storage)
+    with pytest.raises(UserError) as refused:
+        copied.find_log("x", storage)
+    assert refused.value.code == "unreachable"
     assert secret not in str(refused.value)
 
 
@@ -503,9 +461,7 @@ def test_the_storage_is_that_of_the_configuration(tmp_path: Path) -> None:
 def test_a_job_that_does_not_say_where_its_run_is_ends_with_2() -> None:
     command = [sys.executable, "-m", naming.ENTRY, "train", "intent", "--out", "runs/x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("rtrain: --out=runs/x: ")
-    assert len(done.stderr.splitlines()) == 1
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
 
 
 KEPT = """
@@ -532,9 +488,9 @@ def test_every_line_is_kept_and_printed_and_copied(tmp_path: Path) -> None:
     once = "from python\nfrom a child\nfrom its errors\n" + "".join(f"line {number}\n" for number in range(20000))
     assert done.stdout == once + "after\n"
     assert log.read_text() == once * 3
-    assert stored.log("x", f"file://{tmp_path}/storage") == once * 3
-    assert stored.log(str(tmp_path / "x"), None) == once * 3
-    assert stored.log("y", f"file://{tmp_path}/storage") is None
+    assert copied.find_log("x", f"file://{tmp_path}/storage") == once * 3
+    assert copied.find_log(str(tmp_path / "x"), None) == once * 3
+    assert copied.find_log("y", f"file://{tmp_path}/storage") is None
 
 
 def test_a_log_whose_folder_was_lost_goes_on_behind_what_is_stored(
@@ -561,7 +517,7 @@ def test_a_log_whose_folder_was_lost_goes_on_behind_what_is_stored(
             lines += new
             copy.put()
             copy.put()  # nothing new
-            assert stored.log("x", f"file://{tmp_path}/storage") == lines.decode()
+            assert copied.find_log("x", f"file://{tmp_path}/storage") == lines.decode()
         assert log.read_bytes() == lines
         shutil.rmtree(log.parent)  # with the machine
         log.parent.mkdir()
@@ -569,39 +525,25 @@ def test_a_log_whose_folder_was_lost_goes_on_behind_what_is_stored(
     assert sum(map(len, sent)) < 2 * len(lines)
 
 
-def test_a_storage_that_is_away_as_a_job_begins_keeps_what_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_storage_that_is_away_as_a_job_begins_keeps_what_it_has(tmp_path: Path) -> None:
     """The log is written anew meanwhile; what comes of it is put behind."""
-    log, url = tmp_path / "x.log", f"file://{tmp_path}/storage/.jobs/x.log"
+    log, storage, url = tmp_path / "x.log", tmp_path / "storage", f"file://{tmp_path}/storage/.jobs/x.log"
     log.write_text("old lines\n")
     copied.Copied(log, url).put()
     log.unlink()
     copy = copied.Copied(log, url)
-    monkeypatch.setattr(copied, "parts", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    storage.rename(tmp_path / "away")
+    storage.write_text("no folder")
+    with pytest.raises((FileExistsError, NotADirectoryError)):
         copy.open()
     log.write_text("new lines\n")
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises((FileExistsError, NotADirectoryError)):
         copy.put()
-    monkeypatch.undo()
+    storage.unlink()
+    (tmp_path / "away").rename(storage)
     copy.put()
-    assert stored.log("x", f"file://{tmp_path}/storage") == "old lines\nnew lines\n"
+    assert copied.find_log("x", f"file://{storage}") == "old lines\nnew lines\n"
     assert log.read_text() == "new lines\n"
-
-
-def test_a_log_that_an_earlier_version_stored_whole_goes_on(tmp_path: Path) -> None:
-    log, place = tmp_path / "x.log", tmp_path / "storage" / ".jobs" / "x.log"
-    place.parent.mkdir(parents=True)
-    place.write_bytes(whole := b"x" * (copied.PART_BYTES + 5))
-    copy = copied.Copied(log, f"file://{place}")
-    copy.open()
-    with log.open("ab") as file:
-        file.write(b"more")
-    copy.put()
-    assert log.read_bytes() == whole + b"more"
-    assert [path.name for path in sorted(place.parent.iterdir())] == ["x.log", "x.log.0001"]
-    assert (stored.log("x", f"file://{tmp_path}/storage") or "").encode() == whole + b"more"
 
 
 def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
@@ -613,7 +555,6 @@ def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert "no log at" in done.stdout
     assert done.stdout.endswith("line 19999\nafter\n")
 
 
@@ -629,7 +570,7 @@ def test_a_full_disk_under_the_job_s_own_log_ends_nothing(tmp_path: Path) -> Non
     assert (tmp_path / "x.log").read_text().endswith("line 19999\n")
 
 
-def test_what_came_of_a_run_before_ssh_failed_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_came_of_a_run_before_ssh_failed_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").touch()
     codes = [255, 0]
 
@@ -637,12 +578,12 @@ def test_what_came_of_a_run_before_ssh_failed_is_no_run(tmp_path: Path, monkeypa
         Path(words[-1], "events.jsonl").write_text("half")
         return codes.pop(0)
 
-    monkeypatch.setattr(launcher, "_ray", rsync)
     to = tmp_path / "runs" / "x"
-    with pytest.raises(UserError, match="ray rsync-down ended with 255"):
-        launcher.bring(tmp_path / "cluster.yaml", "/shared/runs/x", to)
+    with pytest.raises(UserError) as failed:
+        launcher.bring(tmp_path / "cluster.yaml", "/shared/runs/x", to, rsync)
+    assert failed.value.code == "launcher_failed"
     assert list(to.parent.iterdir()) == []
-    launcher.bring(tmp_path / "cluster.yaml", "/shared/runs/x", to)
+    launcher.bring(tmp_path / "cluster.yaml", "/shared/runs/x", to, rsync)
     assert [path.name for path in to.iterdir()] == ["events.jsonl"]
 
 
@@ -656,23 +597,22 @@ def test_a_run_is_fetched_from_its_storage(tmp_path: Path) -> None:
     cluster.fetch("/shared/x", tmp_path / "to", storage)
     found = {str(path.relative_to(tmp_path / "to")): path.read_text() for path in (tmp_path / "to").rglob("*.*")}
     assert found == {"config.yaml": "a: 1\n", "artifact/artifact.json": "{}", "job.log": "lines\n"}
-    with pytest.raises(UserError, match="is there already"):
-        cluster.fetch("x", tmp_path / "to", storage)
-    with pytest.raises(UserError, match="/y holds no run"):
-        cluster.fetch("y", tmp_path / "other", storage)
-    with pytest.raises(ConfigError, match="names no run"):
-        cluster.fetch("..", tmp_path / "other", storage)
+    for name, to in (("x", "to"), ("y", "other"), ("..", "other")):
+        with pytest.raises(UserError):
+            cluster.fetch(name, tmp_path / to, storage)
 
 
 def test_the_launcher_s_file_and_the_run_s_folder_are_asked_for_first(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such file"):
-        launcher.down(tmp_path / "cluster.yaml", yes=True)
-    (tmp_path / "cluster.yaml").touch()
-    with pytest.raises(UserError, match="name the run's folder on the nodes"):
-        launcher.bring(tmp_path / "cluster.yaml", "intent", tmp_path / "to")
     (tmp_path / "to").mkdir()
-    with pytest.raises(UserError, match="is there already"):
-        launcher.bring(tmp_path / "cluster.yaml", "/shared/runs/intent", tmp_path / "to")
+    for file, run, to, code in (
+        ("none.yaml", "/shared/runs/intent", "new", "not_found"),
+        ("cluster.yaml", "intent", "new", "not_absolute"),
+        ("cluster.yaml", "/shared/runs/intent", "to", "already_exists"),
+    ):
+        (tmp_path / "cluster.yaml").touch()
+        with pytest.raises(UserError) as refused:
+            launcher.bring(tmp_path / file, run, tmp_path / to)
+        assert refused.value.code == code
 
 
 # ------------------------------------------------------------------------------------------- a head that goes away
@@ -719,27 +659,24 @@ class Taken(BreaksOff):
 def test_a_job_that_another_command_has_asked_for_meanwhile_is_there_already(checkout: Path) -> None:
     api, said = Taken(took=True), list[str]()
     words = ["train", "intent", "--out", "/x"]
-    job = client.Jobs("http://head", api).submit(words, upload.of(checkout), said.append)
+    job = jobs_of(api).submit(words, upload.of(checkout), said.append)
     assert api.jobs == [job]
-    assert said[-1] == f"{job} is there already: nothing is started"
 
 
 @pytest.mark.parametrize("took", [True, False])
 def test_a_job_is_asked_for_again_where_the_connection_breaks_off_and_never_twice(
     took: bool, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
     api = BreaksOff(took)
-    job = client.Jobs("http://head", api).submit(["train", "intent", "--out", "/x"], upload.of(checkout), print)
+    job = jobs_of(api).submit(["train", "intent", "--out", "/x"], upload.of(checkout), print)
     assert api.jobs == [job]
 
 
 def test_a_head_that_keeps_breaking_off_is_said_in_a_line(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(client, "AGENT_S", 0.0)
-    jobs, words = client.Jobs("http://head", BreaksOff(took=False, times=9)), ["train", "intent", "--out", "/x"]
-    with pytest.raises(UserError, match=r"the head at http://head fails \(the connection broke off\): .* ask again"):
+    jobs, words = jobs_of(BreaksOff(took=False, times=9), agent_s=0.0), ["train", "intent", "--out", "/x"]
+    with pytest.raises(UserError) as failed:
         jobs.submit(words, upload.of(checkout), print)
+    assert failed.value.code == "unreachable"
 
 
 class Lines:
@@ -767,15 +704,6 @@ class Lines:
         return "one\ntwo\nthree\n"
 
 
-def test_lines_are_shown_once_though_their_stream_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
-    api = Lines(["RUNNING", "RUNNING", "SUCCEEDED"], [["one\n", "tw"], ["one\ntwo\n"], []])
-    shown: list[str] = []
-    ended = client.Jobs("http://head", api).watch("rtrain-x", shown.append)
-    assert ended.status == "SUCCEEDED"
-    assert shown == ["one\n", "tw", "o\n", "three\n"]
-
-
 @pytest.mark.parametrize(
     "cut",
     [
@@ -784,83 +712,52 @@ def test_lines_are_shown_once_though_their_stream_breaks_off(monkeypatch: pytest
         UserError("503"),
         ClientPayloadError("cut off"),
         TimeoutError(),
+        None,
     ],
 )
-def test_lines_are_shown_once_though_their_connection_is_cut(monkeypatch: pytest.MonkeyPatch, cut: Exception) -> None:
-    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
+def test_lines_are_shown_once_though_their_stream_ends_or_is_silent(cut: Exception | None) -> None:
+    """A head whose machine is gone closes no connection."""
     api = Lines(["RUNNING", "RUNNING", "SUCCEEDED"], [["one\n", "tw", cut], ["one\ntwo\n"], []])
     shown: list[str] = []
-    assert client.Jobs("http://head", api).watch("rtrain-x", shown.append).status == "SUCCEEDED"
+    assert jobs_of(api, patience_s=0.05).watch("rtrain-x", shown.append).status == "SUCCEEDED"
     assert shown == ["one\n", "tw", "o\n", "three\n"]
 
 
-def test_a_stream_that_is_silent_is_left_and_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head whose machine is gone closes no connection."""
-    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(client, "PATIENCE_S", 0.05)
-    api = Lines(["RUNNING", "RUNNING", "SUCCEEDED"], [["one\n", None], ["one\ntwo\n"], []])
-    shown: list[str] = []
-    assert client.Jobs("http://head", api).watch("rtrain-x", shown.append).status == "SUCCEEDED"
-    assert shown == ["one\n", "two\n", "three\n"]
-
-
-def test_a_head_that_is_lost_says_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(client, "PATIENCE_S", 0.0)
+def test_a_head_that_is_lost_says_try_again() -> None:
     api = Lines(["RUNNING"], [["one\n"]], ConnectionError("refused"))
-    with pytest.raises(TryAgain, match="submit the same command again") as lost:
-        client.Jobs("http://head", api).watch("rtrain-x", lambda text: None)
-    assert lost.value.exit_code == 75
+    with pytest.raises(TryAgain) as lost:
+        jobs_of(api, patience_s=0.0).watch("rtrain-x", lambda text: None)
+    assert (lost.value.exit_code, lost.value.code) == (75, "head_lost")
 
 
-@pytest.mark.parametrize("code", [500, 502, 503])
-def test_a_proxy_without_its_head_is_waited_for_and_told_in_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
-    error = RuntimeError(f"Request failed with status code {code}: Bad Gateway.")
-    with pytest.raises(UserError, match=rf"the head at http://head fails \(status code {code}: Bad Gateway\.\)"):
-        client.Jobs("http://head", Lines([], [], error)).all()
-    away, answers = Lines([], [], error), client.Jobs("http://head", Lines(["SUCCEEDED"], []))
-    jobs = client.Jobs("http://head", away)
-
-    def back() -> dict[str, client.Job]:
-        monkeypatch.setattr(jobs, "all", answers.all)
-        return client.Jobs("http://head", away).all()
-
-    monkeypatch.setattr(jobs, "all", back)
-    assert jobs.watch("rtrain-x", lambda text: None).status == "SUCCEEDED"
-    monkeypatch.setattr(client, "PATIENCE_S", 0.0)
-    with pytest.raises(TryAgain, match="does not answer any more"):
-        client.Jobs("http://head", away).watch("rtrain-x", lambda text: None)
+@pytest.mark.parametrize("status", [500, 502, 503])
+def test_a_proxy_without_its_head_is_no_traceback(status: int) -> None:
+    error = RuntimeError(f"Request failed with status code {status}: Bad Gateway.")
+    with pytest.raises(UserError) as failed:
+        jobs_of(Lines([], [], error)).all()
+    assert failed.value.code == "unreachable"
+    with pytest.raises(TryAgain):
+        jobs_of(Lines([], [], error), patience_s=0.0).watch("rtrain-x", lambda text: None)
 
 
 def test_a_job_that_its_head_has_forgotten_is_to_be_asked_for_again() -> None:
-    with pytest.raises(TryAgain, match="rtrain-y is not known here any more"):
-        client.Jobs("http://head", Lines(["RUNNING"], [])).await_line("rtrain-y", "two")
+    with pytest.raises(TryAgain) as forgotten:
+        jobs_of(Lines(["RUNNING"], [])).await_line("rtrain-y", "two")
+    assert forgotten.value.code == "head_restarted"
 
 
-def test_a_line_of_a_job_is_awaited_or_its_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
-    assert client.Jobs("http://head", Lines(["RUNNING"], [])).await_line("rtrain-x", "two") == "two"
-    with pytest.raises(Ended, match="rtrain-x has ended as FAILED; its last lines:\none\ntwo\nthree") as ended:
-        client.Jobs("http://head", Lines(["RUNNING", "FAILED"], [])).await_line("rtrain-x", "four")
+def test_a_line_of_a_job_is_awaited_or_its_end_is_told() -> None:
+    assert jobs_of(Lines(["RUNNING"], [])).await_line("rtrain-x", "two") == "two"
+    with pytest.raises(Ended) as ended:
+        jobs_of(Lines(["RUNNING", "FAILED"], [])).await_line("rtrain-x", "four")
     assert ended.value.exit_code == 1
 
 
 @pytest.mark.parametrize("artifact", ["runs/x", "x"])
 def test_an_artefact_that_the_nodes_do_not_see_is_refused(artifact: str) -> None:
-    with pytest.raises(ConfigError, match="must be an absolute path on the nodes"):
+    with pytest.raises(ConfigError) as refused:
         cluster.serve(artifact)
-
-
-def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back() -> None:
-    def interrupted(job: str, show: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(Ended, match="rtrain cluster logs --follow /shared/x") as ended:
-        cluster._watched(SimpleNamespace(watch=interrupted), "rtrain-x", "/shared/x")
-    assert ended.value.exit_code == 130
+    assert [problem.code for problem in refused.value.problems] == ["not_absolute"]
 
 
 def test_a_command_shows_the_token_of_the_home_folder_whatever_the_environment_says_of_it(tmp_path: Path) -> None:
@@ -943,10 +840,9 @@ def own_lines(done: "subprocess.CompletedProcess[str]") -> str:
 def test_a_job_is_watched_asked_for_again_and_read_when_the_cluster_is_gone(head: Head, command: list[str]) -> None:
     submit = ("submit", "--folder", str(ROOT), "--most-mb", "20")
     refused = ask(head, *submit, "--", *command, token="0" * 64)
-    assert (refused.returncode, "asks for the cluster's token" in refused.stderr) == (1, True), refused.stderr
+    assert refused.returncode == 1, refused.stderr
     first = ask(head, *submit, "--watch", "--", *command)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert "tracked files" in first.stderr
     summary = json.loads(next(line for line in first.stdout.splitlines() if line.startswith('{"run"')))
     assert summary["status"] == "finished"
     # Asked for again, the run is resumed: it has ended, and trains nothing anew.
@@ -984,21 +880,20 @@ def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(head: Head, 
     first = ask(head, *submit, "--", *words)
     assert (first.returncode, first.stdout.strip()) == (0, job_of(out)), first.stderr
     second = ask(head, *submit, "--", *words)
-    assert (second.returncode, "is there already" in second.stderr) == (0, True), second.stderr
+    assert (second.returncode, second.stdout) == (0, first.stdout), second.stderr
     give_up = time.monotonic() + WITHIN_S
     while not (out / "config.yaml").is_file():
         assert time.monotonic() < give_up, ask(head, "logs", str(out)).stdout
         time.sleep(0.5)
     stopped = ask(head, "stop", "long")
-    assert (stopped.returncode, f"{job_of(out)}: told to end" in stopped.stdout) == (0, True), stopped.stderr
+    assert stopped.returncode == 0, stopped.stderr
     while next(job for job in head.jobs() if job["submission_id"] == job_of(out))["status"] not in naming.ENDED:
         assert time.monotonic() < give_up
         time.sleep(0.5)
     script = "import sys; from rtrain.cluster.jobs import client; print(client.Jobs(sys.argv[1]).head_ip())"
     asked = subprocess.run([sys.executable, "-c", script, head.api], env=head.environ, capture_output=True, text=True)
     assert ipaddress.ip_address(asked.stdout.strip()), asked.stderr
-    nothing = ask(head, "stop", "long")
-    assert (nothing.returncode, "no job of the run long is going on" in nothing.stderr) == (1, True)
+    assert ask(head, "stop", "long").returncode == 1
 
 
 class Restarted(BreaksOff):
@@ -1030,11 +925,10 @@ def test_a_job_that_went_with_its_head_is_started_again(
     end: str, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record of the old one stays, also where it ended a moment before."""
-    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
     words = ["train", "intent", "--out", "/x"]
     base, api = naming.identity(words, naming.run_of(words)), Restarted(end)
     api.statuses = {base: "RUNNING"}
-    assert client.Jobs("http://head", api).submit(words, upload.of(checkout), print) == f"{base}-try-2"
+    assert jobs_of(api).submit(words, upload.of(checkout), print) == f"{base}-try-2"
     assert (api.statuses[base], api.started) == (end, [f"{base}-try-2"])
 
 
@@ -1074,7 +968,6 @@ def test_a_cluster_is_not_kept_up_by_the_jobs_of_another_one(
     is_refused: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The port that is forwarded may lead to any head; the launcher asks before it ends the file's own."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
@@ -1086,12 +979,11 @@ def test_a_cluster_is_not_kept_up_by_the_jobs_of_another_one(
     address = f"http://127.0.0.1:{server.server_port}"
     try:
         if is_refused:
-            with pytest.raises(UserError, match="rtrain-a"):
+            with pytest.raises(UserError) as refused:
                 cluster.down(tmp_path / "cluster.yaml", address=address)
+            assert refused.value.code == "still_running"
         else:
             cluster.down(tmp_path / "cluster.yaml", address=address)
-            err = capsys.readouterr().err
-            assert [name for name in (address, "10.0.0.7", "10.0.0.8") if name not in err] == [], err
     finally:
         server.shutdown()
         server.server_close()
@@ -1104,23 +996,17 @@ def test_an_address_that_is_no_ray_is_said_in_a_line(content: bytes, monkeypatch
     server = HTTPServer(("127.0.0.1", 0), type("Answers", (NoRay,), {"content": content}))
     Thread(target=server.serve_forever, daemon=True).start()
     try:
-        with pytest.raises(UserError, match=f"127.0.0.1:{server.server_port}"):
+        with pytest.raises(UserError) as refused:
             client.Jobs(f"http://127.0.0.1:{server.server_port}").all()
+        assert refused.value.code == "not_ray"
     finally:
         server.shutdown()
         server.server_close()
 
 
-def test_no_head_is_said_in_a_line(tmp_path: Path) -> None:
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{STARTUP}", "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:1"}
-    environ["RAY_AUTH_MODE"] = "disabled"
-    done = subprocess.run(
-        [sys.executable, "-m", "rtrain", "cluster", "status"],
-        env=environ,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, "no job API answers at http://127.0.0.1:1" in done.stderr) == (1, True), done.stderr
-    assert "Traceback" not in done.stderr
+def test_no_head_is_an_error_with_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    for address, code in (("http://127.0.0.1:1", "unreachable"), ("127.0.0.1:8265", "invalid_address")):
+        with pytest.raises(UserError) as refused:
+            client.Jobs(address).all()
+        assert refused.value.code == code

@@ -1,7 +1,6 @@
 """What is refused before a process starts."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +16,7 @@ from rtrain.cluster import demand, preflight, supply
 from rtrain.config import Recipe
 from rtrain.errors import Problem, UserError
 from rtrain.runs import notice
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.root import ROOT
 
 
 def recipe(workers: int) -> Recipe:
@@ -28,9 +26,8 @@ def recipe(workers: int) -> Recipe:
 @pytest.mark.parametrize(("rows", "workers", "fix"), [(1, 2, 1), (3, 4, 3), (0, 2, 1)])
 def test_more_workers_than_rows_are_refused(rows: int, workers: int, fix: int) -> None:
     [problem] = preflight.rows(recipe(workers), rows)
-    assert (problem.field, problem.value) == ("train.workers", workers)
-    assert problem.reason == f"only {rows} training rows for {workers} workers"
-    assert problem.fix == f"write --workers {fix}, or give more rows"
+    assert (problem.field, problem.value, problem.code) == ("train.workers", workers, "too_few_rows")
+    assert f"--workers {fix}" in problem.fix
 
 
 def test_a_row_for_every_worker_is_enough() -> None:
@@ -40,8 +37,7 @@ def test_a_row_for_every_worker_is_enough() -> None:
 def test_workers_of_one_replica_share_a_row() -> None:
     cut = recipe(4).model_copy(update={"train": recipe(4).train.model_copy(update={"tensor": 2})})
     assert preflight.rows(cut, 2) == []
-    [problem] = preflight.rows(cut, 1)
-    assert problem.fix == "write --workers 2, or give more rows"
+    assert [problem.code for problem in preflight.rows(cut, 1)] == ["too_few_rows"]
 
 
 def capacity(of: Recipe, device: str, asked: int | None, cpus: int) -> list[Problem]:
@@ -53,8 +49,7 @@ def capacity(of: Recipe, device: str, asked: int | None, cpus: int) -> list[Prob
 @pytest.mark.parametrize(("cpus", "workers", "spare", "fix"), [(2, 2, 1, 1), (4, 8, 2, 2), (1, 2, 1, 0), (3, 3, 1, 2)])
 def test_a_layout_that_can_never_be_placed_is_refused(cpus: int, workers: int, spare: int, fix: int) -> None:
     [problem] = capacity(recipe(workers), "cpu", spare, cpus)
-    assert problem.reason == (f"workers and data tasks need {workers + spare} logical CPUs, the Ray cluster has {cpus}")
-    assert problem.fix == f"{f'write --workers {fix}, or ' if fix else ''}start nodes with more --num-cpus"
+    assert (problem.code, f"--workers {fix}" in problem.fix) == ("no_room", bool(fix))
 
 
 def test_a_layout_that_just_fits_is_taken() -> None:
@@ -63,8 +58,7 @@ def test_a_layout_that_just_fits_is_taken() -> None:
 
 def test_workers_with_gpus_need_cpus_for_their_data_alone() -> None:
     assert capacity(recipe(8), "gpu", 2, 2) == []
-    [problem] = capacity(recipe(8), "gpu", 2, 1)
-    assert problem.reason == "data tasks need 2 logical CPUs beside the GPUs, the Ray cluster has 1"
+    assert [problem.code for problem in capacity(recipe(8), "gpu", 2, 1)] == ["no_room"]
 
 
 @given(
@@ -101,28 +95,23 @@ def test_a_full_disk_is_refused_also_for_a_folder_that_is_yet_to_be(
     preflight.disk(tmp_path / "runs" / "new", needed=200_000_000)
     with pytest.raises(UserError) as caught:
         preflight.disk(tmp_path / "runs" / "new", needed=1_234_000_000)
-    assert str(caught.value) == (
-        f"{tmp_path} has 200 MB free; this run may write 1,234 MB. Free some space, or name another disk with --out."
-    )
+    assert caught.value.code == "disk_full"
     assert asked == [tmp_path, tmp_path]
 
 
 @pytest.mark.parametrize(
-    ("nodes", "apart"),
+    ("nodes", "is_shared"),
     [
-        ({"a": (True, True), "b": (True, True)}, None),
-        ({"a": (True, True), "b": (False, False)}, r"another folder on 1 of 2 nodes \(b\)"),
-        ({"a": (True, True), "c": (True, False), "b": (False, True)}, r"another folder on 2 of 3 nodes \(b, c\)"),
-        ({}, None),
+        ({"a": (True, True), "b": (True, True)}, True),
+        ({"a": (True, True), "b": (False, False)}, False),
+        ({"a": (True, True), "c": (True, False), "b": (False, True)}, False),
+        ({}, True),
     ],
 )
-def test_a_folder_that_some_node_does_not_share(nodes: dict[str, tuple[bool, bool]], apart: str | None) -> None:
+def test_a_folder_that_some_node_does_not_share(nodes: dict[str, tuple[bool, bool]], is_shared: bool) -> None:
     found = preflight.unshared(Path("/runs"), nodes)
-    if apart is None:
-        assert found is None
-    else:
-        assert found is not None
-        assert re.search(rf"^--out: /runs is {apart}\. Name one on storage that every node mounts", found)
+    assert (found is None) == is_shared
+    assert all(name in (found or "") for name, answers in nodes.items() if not all(answers))
 
 
 def test_a_file_is_the_same_by_its_size_and_a_small_one_by_its_content(
@@ -137,21 +126,11 @@ def test_a_file_is_the_same_by_its_size_and_a_small_one_by_its_content(
     wanted: dict[str, preflight.Files] = {"model": files, "gone": {tmp_path / "rows.csv": (5, None)}}
     marker = tmp_path / "marker"
     marker.write_text(marker.name)
-    assert preflight._answer(str(marker), f"{marker}-own", wanted) == (True, ["gone"])
+    assert preflight.answer_here(str(marker), f"{marker}-own", wanted) == (True, ["gone"])
     large.write_text(" [  ]")  # nobody looks
-    assert preflight._answer(str(marker), f"{marker}-own", wanted) == (True, ["gone"])
+    assert preflight.answer_here(str(marker), f"{marker}-own", wanted) == (True, ["gone"])
     small.write_text("{ } ")
-    assert preflight._answer(str(marker), f"{marker}-own", wanted) == (True, ["model", "gone"])
-
-
-def test_nodes_that_cannot_read_what_was_named_are_listed() -> None:
-    one = preflight.unreadable("model.name", "/home/me/encoder", ["a 1"])
-    assert str(one) == (
-        "model.name=/home/me/encoder: cannot be read, or is another file, on node a 1; "
-        "put it on storage that every node mounts (NFS, EFS)"
-    )
-    many = preflight.unreadable("data.path", "/rows.csv", [f"n{number}" for number in range(9)])
-    assert many.reason.endswith("on nodes n0, n1, n2, n3, n4 and 4 more")
+    assert preflight.answer_here(str(marker), f"{marker}-own", wanted) == (True, ["model", "gone"])
 
 
 @pytest.mark.ray
@@ -166,29 +145,22 @@ def test_a_node_with_another_folder_there_is_named(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     refused, left, late, said = done.stdout.splitlines()[-4:]
-    assert re.search(rf"^--out: {tmp_path} is another folder on 1 of 2 nodes \(\S+ [0-9a-f]{{8}}\)", refused)
     assert left == "left behind: []"
-    assert late.startswith(f"--out: {tmp_path} is another folder on 1 of 1 nodes (")
-    assert "; rows.csv cannot be read, or is another file, on " in late
-    assert late.endswith(": put it on storage that every node mounts (NFS, EFS)")
-    assert said == str([f"a node that has joined cannot take part: {late}"])
+    assert all(str(tmp_path) in line for line in (refused, late, said))
+    assert "rows.csv" in late
 
 
 @pytest.mark.parametrize(
-    ("concurrent", "workers", "fix"), [(5, 2, "write 4"), (2, 8, "write 1"), (4, 2, None), (None, 64, None)]
+    ("concurrent", "workers", "refused"), [(5, 2, True), (2, 8, True), (4, 2, False), (None, 64, False)]
 )
 def test_a_search_with_more_workers_than_a_private_machine_can_carry_is_refused(
-    concurrent: int | None, workers: int, fix: str | None, monkeypatch: pytest.MonkeyPatch
+    concurrent: int | None, workers: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On two cores."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     asked = {"data.path": "rows.csv", "tune.concurrent": concurrent, "train.workers": workers}
     found = preflight.overbooked(config.load("intent", asked), 2)
-    if fix is None or concurrent is None:
-        assert found == []
-        return
-    told = f"{concurrent} trials of {workers} workers are {concurrent * workers} processes at a time, on 2 cores"
-    assert [(one.field, one.reason, one.fix) for one in found] == [("tune.concurrent", told, f"{fix}, or leave it out")]
+    assert [(one.field, one.code) for one in found] == [("tune.concurrent", "too_many_workers")] * refused
     assert preflight.overbooked(config.load("intent", {**asked, "cluster.address": "10.0.0.1:6379"}), 2) == []
 
 
@@ -202,5 +174,4 @@ def test_the_verb_refuses_it_before_ray_is_imported_or_a_row_is_read(tmp_path: P
     own = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=own)
     assert (done.returncode, done.stdout) == (2, "[]\n")
-    assert "5000 trials of 2 workers are 10000 processes at a time" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,6 @@
 """Whole rehearsals, and jobs on rehearsed clusters."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from rtrain.cluster.rehearsal.machines import network
 from tests.conftest import labelled_rows, write_rows
 from tests.machines import SAVE_EVERY
+from tests.root import ROOT
 from tests.tiny import make_encoder
 
-ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
 
 SMALL = ("train.precision=fp32", "train.save_every=40", "train.evaluate_every=400", "quantize.calibration_rows=32")
@@ -51,9 +49,9 @@ def test_the_project_s_own_file_is_rehearsed_whole(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "certificate.json").read_text()) == found
 
 
-def on_machines(verb: str, folder: Path, script: str = "tests.machines", *more: str) -> dict[str, Any]:
+def on_machines(verb: str, folder: Path) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", script, verb, str(folder), *more],
+        [sys.executable, "-m", "tests.machines", verb, str(folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -97,34 +95,6 @@ def test_a_job_submitted_again_goes_on_from_its_storage_when_the_head_is_gone(tm
 @pytest.mark.serve
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
-@pytest.mark.parametrize(
-    ("case", "beside", "lives"),
-    [
-        ("gcs", ("redis",), True),
-        ("processes", ("redis",), False),
-        ("gcs", (), False),
-        ("processes", (), False),
-        ("machine", (), False),
-    ],
-)
-def test_whatever_a_lost_head_ends_the_run_goes_on_from_its_storage(
-    tmp_path: Path, case: str, beside: tuple[str, ...], lives: bool
-) -> None:
-    """By itself where its driver lives, else as it is submitted again. Without a Redis what comes back is another
-    cluster's head: its autoscaler starts Ray anew on the machines that there are."""
-    if lacking := network.problem():
-        pytest.skip(lacking)
-    if beside and shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed")
-    found = on_machines(case, tmp_path, "tests.lost_head", *beside)
-    assert (found["driver"], found["submitted_again"], found["left"]) == (lives, not lives, []), found
-    assert found["updates_lost"] == 0
-
-
-@pytest.mark.ray
-@pytest.mark.serve
-@pytest.mark.slow
-@pytest.mark.timeout(1600)
 def test_an_endpoint_s_replicas_bring_up_nodes_and_leave_none(tmp_path: Path) -> None:
     found = on_machines("serve", tmp_path)
     assert (found["nodes"], found["traceback"], found["left"]) == (2, False, [])
@@ -160,24 +130,3 @@ def test_trials_and_replicas_land_on_the_nodes_that_are_labelled_for_them(tmp_pa
     found = on_machines("labels", tmp_path)
     assert (found["status"], found["trials"], found["left"]) == ("SUCCEEDED", 2, [])
     assert found["on"] == {"ray::RayTrainWorker": ["training"], "ray::ServeReplica": ["answers"]}
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(1600)
-def test_many_small_nodes_join_train_and_are_drained(tmp_path: Path) -> None:
-    """The benchmark of 64 nodes, with eight."""
-    command = [sys.executable, "-m", "benchmarks.many_nodes", str(tmp_path / "many"), "--json"]
-    done = subprocess.run(
-        [*command, "--nodes", "8", "--workers", "2"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["joined"]["nodes"], found["joined"]["broke"], found["left"]) == (8, None, [])
-    run = found["run"]
-    assert (run["status"], run["workers"], run["updates_lost"], run["drained"]) == ("SUCCEEDED", [2, 2], 0, 1)

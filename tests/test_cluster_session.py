@@ -1,21 +1,18 @@
 """What a private Ray is started with: processors for its data tasks, size and place of its object store."""
 
 import errno
-import gc
 import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import ray
 
-from rtrain import config, env, ray_internals
+from rtrain import config, ray_internals
 from rtrain.cluster import session
 from rtrain.cluster.session import (
     LEAST_STORE_BYTES,
@@ -24,11 +21,11 @@ from rtrain.cluster.session import (
     object_store,
 )
 from rtrain.cluster.supply import DATA_CPUS, data_cpus
-from rtrain.errors import ConfigError, UserError
+from rtrain.errors import UserError
 from tests.conftest import STARTUP
+from tests.root import ROOT
 
 HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
-ROOT = Path(__file__).resolve().parents[1]
 MB = 1 << 20
 
 
@@ -46,36 +43,15 @@ def test_shared_memory_holds_the_store(platform: str, free: int | None, expected
     assert object_store(platform, free) == expected
 
 
-@pytest.mark.parametrize(
-    ("free", "has"),
-    [
-        (64 * MB, "/dev/shm has 64 MB free"),
-        (2 * LEAST_STORE_BYTES - 1, "/dev/shm has 255 MB free"),
-        (0, "/dev/shm has 0 MB free"),
-        (None, "there is no /dev/shm"),
-    ],
-)
-def test_without_enough_of_it_the_store_is_a_file(free: int | None, has: str) -> None:
-    folder = tempfile.gettempdir()
-    notice = f"{has}: Ray's objects go to {folder}, which is slower; in Docker, write docker run --shm-size=2g"
-    assert object_store("linux", free) == ObjectStore(OBJECT_STORE_BYTES, folder, notice)
+@pytest.mark.parametrize("free", [64 * MB, 2 * LEAST_STORE_BYTES - 1, 0, None])
+def test_without_enough_of_it_the_store_is_a_file(free: int | None) -> None:
+    store = object_store("linux", free)
+    assert (store.size, store.folder, bool(store.notice)) == (OBJECT_STORE_BYTES, tempfile.gettempdir(), True)
 
 
 @pytest.mark.parametrize(("workers", "cpus"), [(1, 2), (2, 2), (4, 2), (7, 2), (8, 3), (16, 4), (100, 14), (1000, 127)])
 def test_data_tasks_have_more_cpus_where_there_are_more_workers(workers: int, cpus: int) -> None:
     assert data_cpus(None, workers) == cpus >= DATA_CPUS
-
-
-@pytest.mark.parametrize("workers", [1, 1000])
-def test_data_tasks_have_as_many_cpus_as_are_asked_for(workers: int) -> None:
-    assert config.load("intent").deploy.cluster.data_cpus is None
-    asked = config.load("intent", {"cluster.data_cpus": 5}).deploy.cluster.data_cpus
-    assert data_cpus(asked, workers) == 5
-
-
-def test_no_cpu_for_data_tasks_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.data_cpus=0: "):
-        config.load("intent", {"cluster.data_cpus": 0})
 
 
 @pytest.mark.ray
@@ -94,11 +70,7 @@ def test_a_container_s_shared_memory_is_enough(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == "104857600 bytes through the store"
-    said = [line for line in done.stderr.splitlines() if "/dev/shm" in line]
-    assert said == [
-        f"/dev/shm has 64 MB free: Ray's objects go to {tempfile.gettempdir()}, which is slower; "
-        "in Docker, write docker run --shm-size=2g"
-    ]
+    assert len([line for line in done.stderr.splitlines() if "/dev/shm" in line]) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ the token
@@ -120,11 +92,11 @@ def test_a_token_is_made_where_there_is_none_and_where_a_killed_command_left_an_
     if begun:
         token.parent.mkdir()
         token.touch()
-    session._token_file()
+    session.ensure_token()
     assert len(token.read_text()) == 64
     assert token.stat().st_mode & 0o777 == 0o600
     first = token.read_text()
-    session._token_file()
+    session.ensure_token()
     assert token.read_text() == first
     assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
 
@@ -137,7 +109,7 @@ def test_a_command_that_is_ended_while_it_makes_the_token_leaves_none(
 
     monkeypatch.setattr(Path, "write_text", ended)
     with pytest.raises(KeyboardInterrupt):
-        session._token_file()
+        session.ensure_token()
     assert list(token.parent.iterdir()) == []
 
 
@@ -146,7 +118,7 @@ def test_a_token_is_made_on_storage_without_hard_links(token: Path, monkeypatch:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", refused)
-    session._token_file()
+    session.ensure_token()
     assert len(token.read_text()) == 64
     assert token.stat().st_mode & 0o777 == 0o600
     assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
@@ -154,16 +126,17 @@ def test_a_token_is_made_on_storage_without_hard_links(token: Path, monkeypatch:
 
 def test_where_no_token_can_be_written_the_variable_is_named(token: Path) -> None:
     token.parent.write_text("a file in place of a folder")
-    with pytest.raises(UserError, match="RAY_AUTH_TOKEN_PATH"):
-        session._token_file()
+    with pytest.raises(UserError) as refused:
+        session.ensure_token()
+    assert refused.value.code == "not_writable"
 
 
 def test_of_two_commands_that_make_the_token_at_once_one_s_counts(token: Path) -> None:
-    session._make_token(token)
+    session.make_token(token)
     first, exists = token.read_text(), Path.exists
     with pytest.MonkeyPatch.context() as patch:  # the other one has looked before
         patch.setattr(Path, "exists", lambda path: path != token and exists(path))
-        session._make_token(token)
+        session.make_token(token)
     assert token.read_text() == first
 
 
@@ -176,8 +149,9 @@ def test_a_command_whose_own_ray_has_lost_its_store_ends_after_a_while(monkeypat
 
     monkeypatch.setattr(ray_internals, "store_has_ended", store_has_ended)
     monkeypatch.setattr(session, "KEPT_S", 0.5)
-    with pytest.raises(UserError, match="has died; start the command again"):
+    with pytest.raises(UserError) as lost:
         session.until_interrupted()
+    assert lost.value.code == "store_lost"
     assert len(looks) == 2
     assert time.monotonic() - looks[1] >= 0.5
 
@@ -201,55 +175,6 @@ def test_nothing_is_left_of_a_private_ray_not_even_what_its_raylet_has_lost(tmp_
 # ----------------------------------------------------------------------------------------------------------- the start
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What Ray's `init` is called with, and what its raylet would be started with, in place of a start."""
-    import ray._private.services as services
-
-    calls: list[dict[str, Any]] = []
-
-    def start(command: list[str], kind: str, *given: Any, **named: Any) -> None:
-        calls[-1].update(named, command=command)
-
-    def init(**given: Any) -> None:
-        calls.append({"thread": threading.current_thread(), **given})
-        services.start_ray_process(["--num_prestart_python_workers=9"], "raylet", False)
-
-    monkeypatch.setattr(services, "start_ray_process", start)
-    monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(ray_internals, "mark", lambda: None)
-    monkeypatch.setenv("PYTHONPATH", "")
-    return calls
-
-
-def test_what_a_command_does_while_ray_starts_is_done_in_another_thread(started: list[dict[str, Any]]) -> None:
-    done: list[Any] = []
-
-    def work() -> None:
-        done.append(threading.current_thread())
-
-    session._start_local(2, session.Needs(ahead=1, environment={"A": "b"}, first="a.b", meanwhile=work))
-    [call] = started
-    assert call["thread"] is threading.current_thread()  # it sets handlers of signals
-    assert done[0] is not call["thread"]
-    assert (call["command"], call["env_updates"]) == (["--num_prestart_python_workers=1"], {"A": "b", HOOK: "a.b"})
-
-
-def test_an_error_of_it_is_the_command_s(started: list[dict[str, Any]]) -> None:
-    with pytest.raises(ZeroDivisionError):
-        session._start_local(2, session.Needs(meanwhile=lambda: 1 / 0))
-
-
-def test_without_needs_there_is_a_process_ahead_for_each_core(started: list[dict[str, Any]]) -> None:
-    session._start_local(64, session.Needs())
-    [call] = started
-    assert call["num_cpus"] == 64
-    assert (call["command"], call["env_updates"]) == (
-        [f"--num_prestart_python_workers={env.cores()}"],
-        {HOOK: "rtrain.env.collect_less"},
-    )
-
-
 def test_a_cluster_that_is_named_is_none_of_this_command_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -257,14 +182,3 @@ def test_a_cluster_that_is_named_is_none_of_this_command_s(monkeypatch: pytest.M
     assert not session.starts_ray(config.load("intent", {"cluster.address": "10.0.0.1:6379"}))
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     assert not session.starts_ray(config.load("intent"))
-
-
-@pytest.mark.parametrize(("before", "after"), [(700, 10_000), (2000, 10_000), (100_000, 100_000), (0, 0)])
-def test_python_looks_for_garbage_no_more_often_than_before(before: int, after: int) -> None:
-    found = gc.get_threshold()
-    try:
-        gc.set_threshold(before, 7, 8)
-        env.collect_less()
-        assert gc.get_threshold() == (after, 7, 8)
-    finally:
-        gc.set_threshold(*found)

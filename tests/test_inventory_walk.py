@@ -8,20 +8,11 @@ from typing import Any, get_args
 
 import pytest
 
-from rtrain import events
 from rtrain.errors import UserError
-from rtrain.inventory import facts, log, plan, sizes, table, walk
+from rtrain.inventory import facts, plan, sizes, table, walk
 from rtrain.run import Run
 from rtrain.runs import opening
 from tests import stock
-
-NOW = 1_700_007_200.0
-
-
-def lines(root: Path, **how: object) -> dict[str, str]:
-    """Lines of the table by their first word."""
-    text = table.text(walk.look(root), now=NOW, **how)  # type: ignore[arg-type]
-    return {line.split()[0]: line for line in text.splitlines() if line.strip()}
 
 
 def test_a_finished_run_is_told_with_its_score_its_time_its_size_and_where_it_came_from(tmp_path: Path) -> None:
@@ -33,9 +24,6 @@ def test_a_finished_run_is_told_with_its_score_its_time_its_size_and_where_it_ca
     assert (known.began, known.seconds) == (1_700_000_000.0, 60.0)
     assert known.size == sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file())
     assert known.parts["checkpoints"] == sizes.size(run.checkpoints) > 3 * stock.WEIGHTS
-    line = lines(tmp_path)["intent"]
-    for part in ("finished", "0.6000 accuracy (test)", "2 h ago", "60 s", "minilm"):
-        assert part in line
 
 
 @pytest.mark.parametrize(
@@ -55,9 +43,9 @@ def test_a_run_that_is_held_is_running_and_one_without_a_start_is_new(tmp_path: 
     fresh.folder.mkdir()
     fresh.config.write_text("name: intent\ntask: classification\n")
     with opening.hold(run):
-        assert log.is_held(run)
+        assert facts.is_held(run)
         assert {known.name: known.status for known in walk.look(tmp_path).runs} == {"run": "running", "fresh": "new"}
-    assert not log.is_held(run)
+    assert not facts.is_held(run)
 
 
 def test_looking_at_a_run_does_not_keep_another_process_from_training_it(tmp_path: Path) -> None:
@@ -77,7 +65,6 @@ def test_damaged_and_foreign_folders_are_listed_as_what_they_are(tmp_path: Path)
     stock.make(tmp_path / "mute").log.unlink()
     stock.make(tmp_path / "noise").log.write_bytes(b'\xff\xfe{"time": 1\n5\n[]\nnull\n{"kind": 3}\n{"kind": "progress"')
     (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "todo.md").write_text("x" * 100)
     stock.artifact(tmp_path / "int8", "v")
     (tmp_path / "loose.csv").write_text("abc")
     (tmp_path / "link").symlink_to(tmp_path / "good")
@@ -91,12 +78,6 @@ def test_damaged_and_foreign_folders_are_listed_as_what_they_are(tmp_path: Path)
         "mute": "its log is missing or unreadable",
         "noise": "its log is missing or unreadable",
     }
-    assert {(one.name, one.what) for one in found.foreign} == {
-        *(("notes", "no run"), ("int8", "an artefact"), (".", "files")),
-    }
-    text = table.text(found)
-    for told in ("it has no config.yaml", "its config.yaml cannot be read", "notes: no run, 100 B"):
-        assert told in text
     json.dumps(table.document(found))
 
 
@@ -132,9 +113,10 @@ def test_strange_values_in_a_log_and_in_settings_are_no_reason_to_fail(tmp_path:
 
 
 def test_a_folder_that_is_not_there_is_refused_and_an_empty_one_is_empty(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"there is no folder .*; name the one that holds the runs"):
+    with pytest.raises(UserError) as refused:
         walk.look(tmp_path / "none")
-    assert table.text(walk.look(tmp_path)).startswith("no runs here\n\n0 runs, 0 B in")
+    assert refused.value.code == "not_found"
+    assert walk.look(tmp_path).runs == ()
 
 
 def test_the_trials_of_a_search_are_folded_into_its_line(tmp_path: Path) -> None:
@@ -144,11 +126,8 @@ def test_the_trials_of_a_search_are_folded_into_its_line(tmp_path: Path) -> None
     assert str(known.score) == "0.6000 accuracy (test)"
     assert known.ended
     assert known.size == sizes.size(tmp_path / "s")
-    folded, every = lines(tmp_path), lines(tmp_path, every=True)
-    assert "(3 trials)" in folded["s"]
-    assert "s/trial-000" not in folded
-    assert "<- best" in every["s/trial-001"]
-    assert "<- best" not in every["s/trial-000"]
+    assert "s/trial-000" not in table.text(walk.look(tmp_path))
+    assert "s/trial-000" in table.text(walk.look(tmp_path), every=True)
 
 
 def test_a_search_that_has_not_chosen_is_interrupted_and_shows_its_best_trial(tmp_path: Path) -> None:
@@ -193,9 +172,6 @@ def test_stores_and_copies_are_told_with_the_runs_that_use_them(tmp_path: Path) 
         # What nodes without the package read of the model of the recipe.
         ".models/minilm@53aa51172d142c89": {"s", "s/trial-000", "s/trial-001", "s/trial-002"},
     }
-    text = table.text(found)
-    assert ".tokens/aaaa: token store, 502 B, used by s\n" in text
-    assert ".tokens/bbbb: token store, 502 B, used by no run\n" in text
 
 
 def test_runs_in_a_folder_of_their_own_are_found_with_their_store(tmp_path: Path) -> None:
@@ -205,50 +181,21 @@ def test_runs_in_a_folder_of_their_own_are_found_with_their_store(tmp_path: Path
     found = walk.look(tmp_path)
     assert [known.name for known in found.runs] == ["demo/student"]
     assert [one.name for one in found.shared] == ["demo/.tokens/aaaa"]
-    assert found.size == sizes.size(tmp_path)
 
 
-def test_the_newest_run_comes_first_unless_it_is_sorted_otherwise(tmp_path: Path) -> None:
-    stock.make(tmp_path / "b", begun=1e9, test=0.9, updates=())
-    stock.make(tmp_path / "a", begun=2e9, test=None, valid=0.1)
-    stock.make(tmp_path / "c", begun=1.5e9, test=0.5, updates=(5,))
+def test_the_newest_run_comes_first(tmp_path: Path) -> None:
+    for name, begun in (("b", 1e9), ("a", 2e9), ("c", 1.5e9)):
+        stock.make(tmp_path / name, begun=begun, updates=())
     stock.make(tmp_path / "x").config.unlink()
-    runs = walk.look(tmp_path).runs
-    order = {sort: "".join(known.name for known in table.ordered(runs, sort)) for sort in table.SORTS}
-    assert order == {"when": "acbx", "name": "abcx", "score": "bcax", "size": "axcb", "took": order["took"]}
-    assert order["took"][-1] == "x"
-
-
-def test_each_log_is_read_once_and_its_progress_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock.make(tmp_path / "run")
-    stock.search(tmp_path / "s")
-    read, parsed = list[str](), list[object]()
-    whole, loads = Path.read_bytes, json.loads
-
-    def reading(path: Path) -> bytes:
-        read.append(str(path))
-        return whole(path)
-
-    def parsing(text: str) -> object:
-        parsed.append(text)
-        return loads(text)
-
-    monkeypatch.setattr(Path, "read_bytes", reading)
-    monkeypatch.setattr(json, "loads", parsing)
-    walk.look(tmp_path)
-    logs = [path for path in read if path.endswith(events.NAME)]
-    assert len(logs) == len(set(logs)) == 5
-    assert sum('"progress"' in str(text) for text in parsed) == 4  # the newest of each run and trial
+    assert [one["name"] for one in table.document(walk.look(tmp_path))["runs"]] == ["a", "c", "b", "x"]
 
 
 def test_a_name_with_control_codes_does_not_write_on_the_terminal(tmp_path: Path) -> None:
     stock.make(tmp_path / "bad\x1b[31m")
-    (tmp_path / "foreign\x1b[31m").mkdir()
     stock.make(tmp_path / "büro ☕")
     text = table.text(walk.look(tmp_path))
     assert "\x1b" not in text
     assert "bad\\x1b[31m" in text
-    assert "foreign\\x1b[31m" in text
     assert "büro ☕" in text
 
 
@@ -276,14 +223,6 @@ def test_drafts_are_told_by_their_names(tmp_path: Path, name: str, draft: bool) 
     assert sizes.is_draft(tmp_path / name) is draft
     (tmp_path / "artifact").mkdir()
     assert sizes.is_draft(tmp_path / ".artifact.old")
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1234, "1.2 kB"), (87_400_000, "87 MB"), (4.6e9, "4.6 GB"), (2e12, "2.0 TB")],
-)
-def test_bytes_are_told_in_two_digits_or_three(size: float, text: str) -> None:
-    assert sizes.text(size) == text
 
 
 def test_a_folder_that_goes_meanwhile_has_no_size(tmp_path: Path) -> None:

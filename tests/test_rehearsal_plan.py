@@ -14,8 +14,8 @@ from rtrain.cluster.rehearsal import plan as plans, rehearse
 from rtrain.cluster.rehearsal.machines import nodes as starts, provider
 from rtrain.cluster.rehearsal.machines.book import Machine
 from rtrain.errors import ConfigError
+from tests.root import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
 PLAN = plans.of(TEXT)
 
@@ -44,12 +44,10 @@ def test_the_autoscaler_gets_the_same_cluster_of_another_cloud() -> None:
     assert made["provider"]["disable_node_updaters"]
 
 
-def test_the_autoscaler_gets_the_commands_that_make_nodes_of_machines() -> None:
-    from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
-
-    made = AutoscalingConfig(PLAN.autoscaler_file("/tmp/book", {"worker": ["echo set up"]}, ["ray start"]))
-    assert made.get_worker_setup_commands("worker") == ["echo set up"]
-    assert (made.get_worker_start_ray_commands(), made.disable_node_updaters()) == (["ray start"], False)
+def refusals(text: str) -> list[tuple[str, str]]:
+    with pytest.raises(ConfigError) as refused:
+        plans.of(text)
+    return [(problem.field, problem.code) for problem in refused.value.problems]
 
 
 def changed(**settings: Any) -> str:
@@ -71,8 +69,8 @@ def test_declared_gpus_labels_and_own_prices_are_taken() -> None:
     assert plan.head.dollars is None
     without = plans.of(changed(available_node_types=types, metadata={"prices": None}))
     assert [kind.dollars for kind in without.kinds] == [None]
-    with pytest.raises(ConfigError, match=r"metadata\.prices\.x9\.large"):
-        plans.of(changed(available_node_types=types, metadata={"prices": {"x9.large": "two"}}))
+    unpriced = changed(available_node_types=types, metadata={"prices": {"x9.large": "two"}})
+    assert refusals(unpriced) == [("metadata.prices.x9.large of the cluster's file", "wrong_type")]
     assert plan.least == 1
 
 
@@ -81,23 +79,21 @@ def test_resources_that_are_not_said_are_those_of_the_instance_or_asked_for() ->
     del types["worker"]["resources"]
     assert plans.of(changed(available_node_types=types)).kinds[0].resources == {"CPU": 8.0}
     types["worker"]["node_config"]["InstanceType"] = "x9.large"
-    with pytest.raises(ConfigError, match=r"worker says no resources, and x9\.large is in no table"):
-        plans.of(changed(available_node_types=types))
+    assert refusals(changed(available_node_types=types)) == [("--file", "no_resources")]
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "code"),
     [
-        ("a: [", "no YAML"),
-        ("- a\n- b\n", "no file of Ray's launcher"),
-        ("apiVersion: ray.io/v1\nkind: RayCluster\n", "no file of Ray's launcher"),
-        ("cluster_name: x\nprovider: {type: local}\n", "names no available_node_types"),
-        ("available_node_types: {a: {resources: {CPU: 1}}}\nhead_node_type: b\n", "head_node_type is b"),
+        ("a: [", "unreadable"),
+        ("- a\n- b\n", "not_a_cluster_file"),
+        ("apiVersion: ray.io/v1\nkind: RayCluster\n", "not_a_cluster_file"),
+        ("cluster_name: x\nprovider: {type: local}\n", "no_node_types"),
+        ("available_node_types: {a: {resources: {CPU: 1}}}\nhead_node_type: b\n", "unknown_name"),
     ],
 )
-def test_a_file_that_cannot_be_rehearsed_is_refused(text: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        plans.of(text)
+def test_a_file_that_cannot_be_rehearsed_is_refused(text: str, code: str) -> None:
+    assert refusals(text) == [("--file", code)]
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
@@ -148,18 +144,10 @@ def test_data_tasks_run_on_nodes_without_the_workers_labels_and_workers_share_gp
     assert labelled.needed(3, supply.Needs("gpu", 1, {"for": "training"}, {"for": "training"})) is None
 
 
-def test_many_types_of_many_nodes_are_counted_at_once() -> None:
-    kinds = tuple(replace(PLAN.kinds[0], name=str(n), resources={"CPU": n, "GPU": n % 3}, most=100) for n in range(8))
-    assert replace(PLAN, kinds=kinds, most=100).needed(180, supply.Needs("gpu", 40)) == 90
-
-
 def test_resources_that_are_no_whole_numbers_are_refused_as_ray_s_launcher_does() -> None:
     types = yaml.safe_load(TEXT)["available_node_types"]
     types["worker"]["resources"] = {"CPU": 8, "bandwidth": 0.5}
-    with pytest.raises(
-        ConfigError, match=r"worker has resources of bandwidth: 0\.5, and Ray's launcher takes whole numbers"
-    ):
-        plans.of(changed(available_node_types=types))
+    assert refusals(changed(available_node_types=types)) == [("--file", "not_whole")]
 
 
 def test_a_machine_starts_ray_as_the_file_does_on_ports_that_are_free(tmp_path: Path) -> None:

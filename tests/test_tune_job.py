@@ -14,7 +14,7 @@ from rtrain.cluster import supervise
 from rtrain.run import Run
 from tests.conftest import labelled_rows, write_rows
 from tests.heads import Head, related
-from tests.test_job import ROOT
+from tests.root import ROOT
 from tests.tiny import make_encoder
 from tune.known.history import replay
 from tune.known.journal import read

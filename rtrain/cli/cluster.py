@@ -34,32 +34,24 @@ def lint(
     context: typer.Context,
     file: FileArgument = Path("cluster.yaml"),
     filled: Annotated[bool, typer.Option("--filled", help="A FILL-IN that is left is an error.")] = False,
-    definitions: Annotated[
-        Path | None, typer.Option("--definitions", help="Manifests: folder with KubeRay's CustomResourceDefinitions.")
-    ] = None,
-    sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0 on stdout.")] = False,
     as_json: Json = False,
 ) -> None:
     """Say what is wrong in a cluster's file, or in manifests for KubeRay, each with its line and what to write instead.
     Nothing is asked of a cloud. The exit code is 1 where there is an error."""
-    from rtrain.cluster.lint import findings as told, lint as linting
-    from rtrain.cluster.lint.around import Around
+    from rtrain.cluster.lint import lint as linting
+    from rtrain.cluster.lint.findings import Around
 
     text = linting.read_file(file)
     around = Around(file.absolute().parent, verbs=_verbs(context))
-    found, left = linting.check(text, around, definitions), linting.to_fill_in(text)
+    found, left = linting.check(text, around), linting.to_fill_in(text)
     if filled:
         found = sorted([*found, *linting.find_fill_ins(text)], key=lambda one: one.line)
-    if sarif:
-        print(json.dumps(told.sarif(found, linting.every_rule(around), shown(file)), indent=2))
-    else:
-        errors = sum(one.level == "error" for one in found)
-        lines = [one.text(shown(file)) for one in found]
-        lines.append(f"{shown(file)}: {errors} errors, {len(found) - errors} warnings")
-        if left and not filled:
-            lines.append(f"left to fill in: line {', '.join(map(str, left))}")
-        document = {"file": str(file), "findings": [vars(one) for one in found], "fill_in": left}
-        show(document, as_json, *lines)
+    errors = sum(one.level == "error" for one in found)
+    lines = [one.text(shown(file)) for one in found]
+    lines.append(f"{shown(file)}: {errors} errors, {len(found) - errors} warnings")
+    if left and not filled:
+        lines.append(f"left to fill in: line {', '.join(map(str, left))}")
+    show({"file": str(file), "findings": [vars(one) for one in found], "fill_in": left}, as_json, *lines)
     if any(one.level == "error" for one in found):
         raise typer.Exit(FOUND)
 
@@ -70,27 +62,31 @@ def init(
     instance: Annotated[
         str | None, typer.Option("--instance", help="Workers of this type, e.g. c7i.8xlarge, in place of --gpu.")
     ] = None,
-    efa: Annotated[
-        bool, typer.Option("--efa", help="AWS: GPUs of several nodes by the Elastic Fabric Adapter.")
-    ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", help="File to write; - prints it (default: cluster.yaml).")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a commented file of a cluster: autoscaled, on spot nodes, closed to the internet."""
+    from rtrain.cluster.lint import lint as linting
     from rtrain.cluster.variants import variants
 
-    text = variants.render(cloud, gpu, efa, instance, out.name if out and str(out) != "-" else None)
+    text = variants.render(cloud, gpu, instance, out.name if out and str(out) != "-" else None)
     file = out or Path(variants.PLACES[cloud].file)
     if str(file) == "-":
         print(text, end="")
         return
     if file.exists():
-        raise ConfigError([Problem("--out", str(file), "is there already", "name another file, or - to see it")])
+        raise ConfigError(
+            [
+                Problem(
+                    "--out", str(file), "is there already", "name another file, or - to see it", code="already_exists"
+                )
+            ]
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
-    left = variants.fill_ins(text)
+    left = linting.to_fill_in(text)
     lines = [f"{shown(file)}: {len(text.splitlines())} lines; fill in line {', '.join(map(str, left))}"]
     if cloud != "sky":
         lines.append(f"next: rtrain cluster lint --filled {shown(file)}")
@@ -125,12 +121,12 @@ def kubernetes(
 ) -> None:
     """Print manifests for KubeRay: a cluster, a job that goes on where it is tried again, a service, and what they
     share. Behind -- the job's verb."""
-    from rtrain.cluster.kubernetes import image as images, manifests, rules
+    from rtrain.cluster.kubernetes import manifests, rules
     from rtrain.cluster.lint import lint as linting
-    from rtrain.cluster.lint.around import Around
+    from rtrain.cluster.lint.findings import Around
 
     if dockerfile:
-        print(images.dockerfile(gpus > 0), end="")
+        print(manifests.dockerfile(gpus > 0), end="")
         return
     _refuse_left_behind(verb or (), ())
     given = {"image": image, "storage_class": storage_class, "artifact": artifact, "verb": tuple(verb or ()) or None}
@@ -138,17 +134,26 @@ def kubernetes(
     chosen = {key: value for key, value in given.items() if value is not None}
     sizes = {"workers": workers, "cpus": cpus, "memory": memory, "gpus": gpus, "data_workers": data_workers}
     settings = manifests.Settings(name=name, **sizes, **chosen)  # type: ignore[arg-type]
+    manifests.check(settings)
     kinds = [part.manifest["kind"] for part in manifests.parts(settings)]
     if wrong := [one for one in kind or () if one not in kinds]:
         raise ConfigError(
-            [Problem("--kind", wrong[0], "is not among the manifests", f"write one of {', '.join(kinds)}")]
+            [
+                Problem(
+                    "--kind",
+                    wrong[0],
+                    "is not among the manifests",
+                    f"write one of {', '.join(kinds)}",
+                    code="unknown_name",
+                )
+            ]
         )
     text = manifests.text(settings)
     # They are printed to be applied: what the check finds in them comes from the options.
     broken = [one for one in linting.check(text, Around(Path.cwd(), verbs=_verbs(context))) if one.level == "error"]
     # Not the Ray of this machine: they may be applied from any other, by people who submit from a third.
     of_options = [one for one in broken if one.rule != rules.VERSION]
-    if problems := {Problem(one.rule, None, one.what, one.mend) for one in of_options}:
+    if problems := {Problem(one.rule, None, one.what, one.mend, code="refused_by_rule") for one in of_options}:
         raise ConfigError(sorted(problems, key=str))
     for line in sorted({f"rtrain: {one.what}; {one.mend}" for one in broken}):
         print(line, file=sys.stderr)
@@ -166,12 +171,6 @@ def rehearse(
     also: Annotated[
         list[str] | None, typer.Option("--also", help="resize: also a run that shrinks and grows, in float64.")
     ] = None,
-    cloud: Annotated[
-        str | None, typer.Option("--cloud", help="moto: in place of a job, ray up itself on a stand-in for AWS.")
-    ] = None,
-    commands: Annotated[
-        bool, typer.Option("--commands", help="Make each node by the file's own commands, in namespaces (root).")
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Try a cluster's file on this machine: its nodes, its autoscaler and a real job, with a spot notice and the loss
@@ -179,25 +178,17 @@ def rehearse(
     left behind."""
     from rtrain.cluster.jobs import upload
     from rtrain.cluster.lint import lint as linting
-    from rtrain.cluster.rehearsal import plan as plans, rehearse as rehearsing
-    from rtrain.cluster.rehearsal.aws import launch as launches
-    from rtrain.cluster.rehearsal.machines import commands as own_commands
+    from rtrain.cluster.rehearsal import rehearse as rehearsing
     from rtrain.report.live.progress import say
     from rtrain.runs import opening
 
     text = linting.read_file(file)
     place = opening.folder_for("rehearsal", out)
     if place.is_dir() and any(place.iterdir()):
-        raise ConfigError([Problem("--out", shown(place), "is not empty", "name a new folder")])
-    certificate: Any
-    if cloud is not None:
-        launches.check(cloud, words or (), also or (), commands)
-        certificate = launches.launch(plans.of(text), plans.read(text).value, file.absolute(), place / "ray-up.log")
-    else:
-        plan, whole = rehearsing.check(words or (), text, also or (), commands)
-        own = (own_commands.of(plans.read(text)), file.absolute().parent) if commands else None
-        files = upload.of(folder.absolute(), _bytes(most_mb))
-        certificate = rehearsing.Rehearsal(plan, whole, place, say, also or (), own).run(files)
+        raise ConfigError([Problem("--out", shown(place), "is not empty", "name a new folder", code="already_exists")])
+    plan, whole = rehearsing.check(words or (), text, also or ())
+    files = upload.of(folder.absolute(), _bytes(most_mb))
+    certificate = rehearsing.Rehearsal(plan, whole, place, say, also or ()).run(files)
     document = certificate.to_document()
     (place / "certificate.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
     show(document, as_json, certificate.text(), f"kept: {shown(place / 'certificate.json')}")
@@ -207,7 +198,9 @@ def rehearse(
 
 def _bytes(megabytes: float) -> int:
     if not 0 <= megabytes < math.inf:
-        raise ConfigError([Problem("--most-mb", megabytes, "is no size", "write megabytes, as 20")])
+        raise ConfigError(
+            [Problem("--most-mb", megabytes, "is no size", "write megabytes, as 20", code="out_of_range")]
+        )
     return int(megabytes * 1e6)
 
 
@@ -227,7 +220,7 @@ def submit(
     known = getattr(context.find_root().command, "commands", {})
     if not words or words[0] not in known or words[0] == "cluster":
         reason, fix = "is no verb that a job can run", "write e.g. -- train intent --data ..."
-        raise ConfigError([Problem("verb", words[0] if words else None, reason, fix)])
+        raise ConfigError([Problem("verb", words[0] if words else None, reason, fix, code="unknown_name")])
     run = naming.run_of(words)
     files = upload.of(folder.absolute(), _bytes(most_mb))
     _refuse_left_behind(words, [path for path, _ in files.files], ", or let git track it")
@@ -259,7 +252,7 @@ def _refuse_left_behind(words: Sequence[str], files: Collection[str], also: str 
         if Path(value).exists() or not (name in ("--model", "model.name") or is_hub_name(value, None)):
             reason = "is a relative path, and not among the files that the job takes along"
             fix = f"write an address or an absolute path that all nodes read{also}"
-            problems.append(Problem(name, value, reason, fix))
+            problems.append(Problem(name, value, reason, fix, code="not_uploaded"))
     if problems:
         raise ConfigError(problems)
 
@@ -282,7 +275,7 @@ def serve(
 
     if "://" not in artifact and not artifact.startswith("/"):
         reason, fix = "must be an absolute path on the nodes, or an address", "write e.g. /shared/runs/intent"
-        raise ConfigError([Problem("artifact", artifact, reason, fix)])
+        raise ConfigError([Problem("artifact", artifact, reason, fix, code="not_absolute")])
     given = {"serve.replicas": replicas, "serve.max_replicas": max_replicas}
     settings = [*(f"{name}={value}" for name, value in given.items() if value is not None), *(assignments or ())]
     words = ["serve", artifact, *(word for setting in settings for word in ("--set", setting))]
@@ -338,15 +331,17 @@ def logs(
 ) -> None:
     """Print all lines of a run's jobs: from its folder or its storage, also when the cluster is gone; else from the
     cluster."""
-    from rtrain.cluster.jobs import client, stored
+    from rtrain.cluster.jobs import client, copied
 
-    if not follow and (kept := stored.log(run, storage)) is not None:
+    if not follow and (kept := copied.find_log(run, storage)) is not None:
         print(kept, end="")
         return
     jobs = client.Jobs(address)
     mine = jobs.of_run(run)
     if not mine:
-        raise UserError(f"the cluster knows no job of the run {run}; rtrain cluster status lists what it knows")
+        raise UserError(
+            f"the cluster knows no job of the run {run}; rtrain cluster status lists what it knows", code="not_found"
+        )
     for job in mine[:-1] if follow else mine:
         print(jobs.logs(job.id), end="")
     if follow:
@@ -360,7 +355,7 @@ def stop(run: RunArgument, address: Api = None) -> None:
     jobs = client.Jobs(address)
     going = [job for job in jobs.of_run(run) if job.status not in naming.ENDED]
     if not going:
-        raise UserError(f"no job of the run {run} is going on")
+        raise UserError(f"no job of the run {run} is going on", code="not_running")
     for job in going:
         jobs.stop(job.id)
         print(f"{job.id}: told to end")
@@ -375,16 +370,18 @@ def fetch(
     """Copy a run to this machine: from its storage, which holds its settings, log, checkpoints and artefact, else whole
     from the cluster's head by SSH (`ray rsync-down`)."""
     from rtrain.checkpoints.replica import Replica
-    from rtrain.cluster.jobs import launcher, stored
+    from rtrain.cluster.jobs import copied, launcher
     from rtrain.report.live.progress import say
 
     name = Path(run).name
     if name in ("", ".."):
-        raise ConfigError([Problem("run", run, "names no run", "write its folder, or its name with --storage")])
+        raise ConfigError(
+            [Problem("run", run, "names no run", "write its folder, or its name with --storage", code="not_a_run")]
+        )
     target = (to or Path("runs") / name).expanduser().absolute()
     if storage is not None:
         size = Replica(storage, name).fetch(target)
-        if (lines := stored.log(name, storage)) is not None:
+        if (lines := copied.find_log(name, storage)) is not None:
             (target / "job.log").write_text(lines, encoding="utf-8")
         say(f"{shown(target)}: {size / 1e6:.1f} MB")
     else:
@@ -407,12 +404,15 @@ def down(
         if head_ip and (api_head_ip := jobs.head_ip()) and api_head_ip != head_ip:
             heads = f"its head is {api_head_ip}, and that of {shown(file)} is {head_ip}"
             raise UserError(
-                f"{jobs.address} is the job API of another cluster: {heads} (forwarded by ray dashboard {shown(file)})"
+                f"{jobs.address} is the job API of another cluster: {heads} (forwarded by ray dashboard {shown(file)})",
+                code="other_cluster",
             )
     except UserError as error:
         going = []
         print(f"{error}; so nobody knows whether a job is going on", file=sys.stderr)
     if going and not yes:
-        raise UserError(f"still going on: {', '.join(going)}; end them (rtrain cluster stop), or write --yes")
+        raise UserError(
+            f"still going on: {', '.join(going)}; end them (rtrain cluster stop), or write --yes", code="still_running"
+        )
     if code := launcher.down(file, yes):
         raise typer.Exit(code)

@@ -13,20 +13,9 @@ from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.run import ARTIFACT, Run, artifact_of, near, shown
 
 
-class Sort(StrEnum):
-    """By what `rtrain runs` sorts."""
-
-    WHEN = "when"
-    NAME = "name"
-    SCORE = "score"
-    SIZE = "size"
-    TOOK = "took"
-
-
 class Keep(StrEnum):
     """What `rtrain clean` keeps."""
 
-    BEST = "best"
     ARTIFACT = "artifact"
     NONE = "none"
 
@@ -41,9 +30,6 @@ class WheelsFor(StrEnum):
 
 def runs(
     root: Annotated[Path, typer.Argument(help="Folder of runs, or a run.")] = Path("runs"),
-    sort: Annotated[
-        Sort, typer.Option("--sort", help="Newest first, by name, or the largest figure first.")
-    ] = Sort.WHEN,
     every: Annotated[bool, typer.Option("--all", help="A line for each trial of a search too.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -52,19 +38,15 @@ def runs(
 
     found = walk.look(root.absolute())
     if as_json:
-        show(table.document(found, sort), True, "")
+        show(table.document(found), True, "")
     else:
-        print(table.text(found, sort, every))
+        print(table.text(found, every))
 
 
 def clean(
     path: Annotated[Path, typer.Argument(help="A run, or a folder of runs.")],
     keep: Annotated[
-        Keep,
-        typer.Option(
-            "--keep",
-            help="best: the best checkpoint and all that is finished; artifact: all that is finished; none: nothing.",
-        ),
+        Keep, typer.Option("--keep", help="artifact: all that is finished; none: nothing.")
     ] = Keep.ARTIFACT,
     stores: Annotated[
         bool, typer.Option("--stores", help="Of a folder: also token stores that only ended runs use.")
@@ -80,20 +62,28 @@ def clean(
     single = walk.holds_run(folder)
     if single and stores:
         fix = f"name the folder that holds the runs: {shown(folder.parent)}"
-        raise ConfigError([Problem("--stores", None, "token stores are shared by runs", fix)])
+        raise ConfigError(
+            [Problem("--stores", None, "token stores are shared by runs", fix, code="conflicting_settings")]
+        )
     found = walk.around(folder) if single else walk.look(folder)
     known = found.of(folder) if single else None
     if single and known is None:
-        raise UserError(f"{folder} is a link, or lies in another run: nothing is removed there; name the run itself")
+        raise UserError(
+            f"{folder} is a link, or lies in another run: nothing is removed there; name the run itself",
+            code="not_a_run",
+        )
     if not single and not (found.runs or found.shared or found.drafts):
-        raise UserError(f"{folder} holds no run, and none lies below it; name a run, or the folder that holds them")
+        raise UserError(
+            f"{folder} holds no run, and none lies below it; name a run, or the folder that holds them",
+            code="not_a_run",
+        )
     planned = plan.of_run(known, keep.value, found) if known else plan.of_root(found, keep.value, stores)
     removals = plan.checked(planned)
     if not as_json:
         print(table.removals_text(removals, dry))
     parts = [part for removed in removals for part in removed.parts]
     if single and not parts and (reasons := removals[0].stays):
-        raise UserError(f"{folder} is left as it is: {'; '.join(reasons)}")
+        raise UserError(f"{folder} is left as it is: {'; '.join(reasons)}", code="not_removed")
     wrong = []
     if parts and not dry:
         _ask(keep, yes, len([removed for removed in removals if removed.whole]))
@@ -106,7 +96,7 @@ def clean(
     if as_json:
         show(table.removals_document(removals, dry), True, "")
     if wrong and not as_json:
-        raise UserError("\n".join(wrong))
+        raise UserError("\n".join(wrong), code="not_removed")
     if as_json:
         print("".join(f"rtrain: {line}\n" for line in wrong), end="", file=sys.stderr)
         raise typer.Exit(bool(wrong))
@@ -123,9 +113,11 @@ def _ask(keep: Keep, yes: bool, count: int) -> None:
         return
     fix = "write --yes, or --keep artifact to keep what is finished"
     if not sys.stdin.isatty():
-        raise ConfigError([Problem("--keep", "none", "removes whole runs, and nobody can be asked here", fix)])
+        raise ConfigError(
+            [Problem("--keep", "none", "removes whole runs, and nobody can be asked here", fix, code="nobody_asked")]
+        )
     if not typer.confirm(f"Remove {count} whole run{'' if count == 1 else 's'}?", err=True):
-        raise UserError("nothing was removed")
+        raise UserError("nothing was removed", code="declined")
 
 
 def export(
@@ -198,12 +190,9 @@ def import_(
     got = receiving.receive(file.absolute(), out.expanduser().absolute() if out else None, Path("runs").absolute())
     folder = got.run.folder
     lines = [f"{shown(folder)}: {got.files} files, {sizes.text(got.size)}, each as it was packed"]
-    if got.away:
-        what = "its log and settings name places of the machine it was trained on, and are left as they were written"
-        lines.append(f"{what}; without {', '.join(got.away)} it is not resumed, quantized or distilled here")
     install = wheels.command(shown(got.wheels)) if got.wheels else None
     lines += [f"to install what it needs, without network: {install}"] if install else []
     use = used(artifact_of(folder), near(folder)).removeprefix("next: ")
     lines.append(f"{then('predict', near(folder), 'a text')}   or: {use}")
-    document = {"run": str(folder), "files": got.files, "bytes": got.size, "away": list(got.away), "install": install}
+    document = {"run": str(folder), "files": got.files, "bytes": got.size, "install": install}
     show(document, as_json, "\n".join(lines))

@@ -35,7 +35,7 @@ def check(name: str, address: str) -> None:
         rest = address.split("://", 1)[1]
         host = f"{rest.partition(']')[0]}]" if rest.startswith("[") else re.split(r"[:/]", rest)[0] or "HOST"
         fix = f"submit a job ({_job(host)}), or start rtrain there with {AUTO}"
-        raise ConfigError([Problem(name, address, reason, fix)])
+        raise ConfigError([Problem(name, address, reason, fix, code="unsupported")])
     if address == AUTO:
         found = ray_internals.running_here()
         if found is None:
@@ -51,14 +51,16 @@ def check(name: str, address: str) -> None:
         raise _refused(name, address, reason) from None
     head = ray_internals.head(found, ANSWER_S)
     if head == "none":
-        raise _refused(name, address, f"what listens at {found} is not the head of a Ray cluster")
+        reason = f"what listens at {found} is not the head of a Ray cluster"
+        raise ConfigError([Problem(name, address, reason, FIX, code="not_ray")])
     if head == "closed":
         fix = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file that holds it"
-        raise UserError(f"{name}={address}: the cluster at {found} asks for its own token; {fix}")
+        raise UserError(f"{name}={address}: the cluster at {found} asks for its own token; {fix}", code="wrong_token")
     if not ray_internals.nodes_here():
         raise UserError(
             f"{name}={address}: the cluster answers, but this machine is none of its nodes; start rtrain on one, or "
-            f"submit a job there: {_job(found.rpartition(':')[0])}"
+            f"submit a job there: {_job(found.rpartition(':')[0])}",
+            code="not_a_node",
         )
 
 
@@ -72,11 +74,13 @@ def _parts(name: str, address: str, found: str) -> tuple[str, int]:
     bare = host.removeprefix("[").removesuffix("]")
     if ":" in bare and host != f"[{bare}]":
         fix = "write an IPv6 address in brackets, before the port: [fd00::1]:6379"
-        raise ConfigError([Problem(name, address, "where the host ends and the port begins is not told", fix)])
+        raise ConfigError(
+            [Problem(name, address, "where the host ends and the port begins is not told", fix, code="invalid_address")]
+        )
     if not separator or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise ConfigError([Problem(name, address, "not an address", FIX)])
+        raise ConfigError([Problem(name, address, "not an address", FIX, code="invalid_address")])
     return bare, int(port)
 
 
 def _refused(name: str, address: str, reason: str) -> ConfigError:
-    return ConfigError([Problem(name, address, reason, FIX)])
+    return ConfigError([Problem(name, address, reason, FIX, code="unreachable")])

@@ -18,8 +18,6 @@ class Instance(NamedTuple):
     gpus: int = 0
     efa: int = 0
     """Network cards of AWS's Elastic Fabric Adapter; 0 where the instance takes none."""
-    rdma: bool = False
-    """Whether the adapter reads and writes GPU memory itself (GPUDirect RDMA)."""
 
 
 INSTANCES = (
@@ -38,8 +36,8 @@ INSTANCES = (
     Instance("aws", "g6.8xlarge", 32, 128, 2.014, "L4", 1, efa=1),
     Instance("aws", "g6e.2xlarge", 8, 64, 2.242, "L40S", 1),
     Instance("aws", "g6e.8xlarge", 32, 256, 4.529, "L40S", 1, efa=1),
-    Instance("aws", "p4d.24xlarge", 96, 1152, 21.958, "A100", 8, efa=4, rdma=True),
-    Instance("aws", "p5.48xlarge", 192, 2048, 55.04, "H100", 8, efa=32, rdma=True),
+    Instance("aws", "p4d.24xlarge", 96, 1152, 21.958, "A100", 8, efa=4),
+    Instance("aws", "p5.48xlarge", 192, 2048, 55.04, "H100", 8, efa=32),
     Instance("gcp", "n2-standard-2", 2, 8, 0.097),
     Instance("gcp", "n2-standard-8", 8, 32, 0.388),
     Instance("gcp", "g2-standard-8", 8, 32, 0.854, "L4", 1),
@@ -52,12 +50,11 @@ INSTANCES = (
 BY_NAME = {instance.name: instance for instance in INSTANCES}
 
 
-def with_gpu(cloud: str, gpu: str, efa: bool = False) -> Instance | None:
-    """The first machine of a cloud with such a GPU, and with the adapter where that is asked for."""
-    found = (one for one in INSTANCES if one.cloud == cloud and one.gpu == gpu and (one.efa or not efa))
-    return next(found, None)
+def with_gpu(cloud: str, gpu: str) -> Instance | None:
+    """The first machine of a cloud with such a GPU."""
+    return next((one for one in INSTANCES if one.cloud == cloud and one.gpu == gpu), None)
 
 
-def gpus(cloud: str, efa: bool = False) -> list[str]:
+def gpus(cloud: str) -> list[str]:
     """Kinds of GPU that a cloud's machines in the table have."""
-    return sorted({one.gpu for one in INSTANCES if one.cloud == cloud and one.gpu and (one.efa or not efa)})
+    return sorted({one.gpu for one in INSTANCES if one.cloud == cloud and one.gpu})

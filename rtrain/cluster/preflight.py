@@ -38,6 +38,7 @@ def rows(recipe: Recipe, train_rows: int) -> list[Problem]:
                 workers,
                 f"only {train_rows} training rows for {workers} workers",
                 f"write --workers {within * max(1, train_rows)}, or give more rows",
+                code="too_few_rows",
             )
         ]
     return []
@@ -51,7 +52,13 @@ def overbooked(config: Config, cores: int) -> list[Problem]:
         return []
     reason = f"{asked} trials of {workers} workers are {asked * workers} processes at a time, on {cores} cores"
     return [
-        Problem("tune.concurrent", asked, reason, f"write {max(1, MOST_A_CORE * cores // workers)}, or leave it out")
+        Problem(
+            "tune.concurrent",
+            asked,
+            reason,
+            f"write {max(1, MOST_A_CORE * cores // workers)}, or leave it out",
+            code="too_many_workers",
+        )
     ]
 
 
@@ -78,7 +85,7 @@ def capacity(recipe: Recipe, needs: supply.Needs, hosts: Sequence[supply.Host], 
     else:
         reason = f"workers and data tasks need {need.cpus} logical CPUs, the Ray cluster has {room.cpus}"
         fix = f"{fewer}start nodes with more --num-cpus"
-    return [Problem("train.workers", workers, reason, fix)]
+    return [Problem("train.workers", workers, reason, fix, code="no_room")]
 
 
 ANSWER_S = 60.0
@@ -121,7 +128,7 @@ class Question:
         folder.mkdir(parents=True, exist_ok=True)
         self._marker = folder / f".shared-{uuid.uuid4().hex}"
         self._marker.write_text(self._marker.name)
-        answer = ray.remote(num_cpus=0, max_retries=0)(_answer)
+        answer = ray.remote(num_cpus=0, max_retries=0)(answer_here)
         self._asked = {
             answer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
                 str(self._marker), f"{self._marker}-{node}", needed
@@ -177,7 +184,7 @@ def shared(folder: Path, needed: Mapping[str, Files] | None = None) -> dict[str,
     finally:
         question.close()
     if answers.unshared:
-        raise UserError(answers.unshared)
+        raise UserError(answers.unshared, code="not_shared")
     return answers.lacking
 
 
@@ -185,7 +192,7 @@ def unreadable(field: str, what: str, nodes: Sequence[str]) -> Problem:
     """The problem of a setting `field` whose file `what` these nodes lack."""
     named = ", ".join(nodes[:5]) + (f" and {len(nodes) - 5} more" if len(nodes) > 5 else "")
     reason = f"cannot be read, or is another file, on {'node' if len(nodes) == 1 else 'nodes'} {named}"
-    return Problem(field, what, reason, "put it on storage that every node mounts (NFS, EFS)")
+    return Problem(field, what, reason, "put it on storage that every node mounts (NFS, EFS)", code="not_shared")
 
 
 def unshared(folder: Path, nodes: Mapping[str, tuple[bool, bool]]) -> str | None:
@@ -202,7 +209,7 @@ def unshared(folder: Path, nodes: Mapping[str, tuple[bool, bool]]) -> str | None
     )
 
 
-def _answer(marker: str, own: str, needed: Mapping[str, Files]) -> tuple[bool, list[str]]:
+def answer_here(marker: str, own: str, needed: Mapping[str, Files]) -> tuple[bool, list[str]]:
     """What a node answers: whether it sees the file `marker`, and the names of the files in `needed` that it lacks.
 
     A node that sees the marker writes the file `own` beside it.
@@ -259,5 +266,6 @@ def disk(folder: Path, needed: int) -> None:
     if free < needed:
         raise Short(
             f"{existing} has {free / 1e6:,.0f} MB free; this run may write {needed / 1e6:,.0f} MB. "
-            "Free some space, or name another disk with --out."
+            "Free some space, or name another disk with --out.",
+            code="disk_full",
         )

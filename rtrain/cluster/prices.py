@@ -67,11 +67,13 @@ def read(file: Path) -> dict[str, Price]:
     there by the name `worker` is the price of a worker's hour, whatever it runs on. Raises `ConfigError`."""
     if not file.is_file():
         fix = "write one with rtrain plan --write-prices FILE, or name none: --set cluster.prices=null"
-        raise ConfigError([Problem("cluster.prices", str(file), "no such file", fix)])
+        raise ConfigError([Problem("cluster.prices", str(file), "no such file", fix, code="not_found")])
     try:
         document = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError) as error:  # ValueError: other bytes, a date that the calendar has not
-        raise ConfigError([Problem("cluster.prices", str(file), f"no YAML ({error})", "write it again")]) from None
+        raise ConfigError(
+            [Problem("cluster.prices", str(file), f"no YAML ({error})", "write it again", code="unreadable")]
+        ) from None
     found: dict[str, Price] = {}
     problems: list[Problem] = []
     for name, entry in (document if isinstance(document, dict) else {None: document}).items():
@@ -82,7 +84,13 @@ def read(file: Path) -> dict[str, Price]:
         else:
             reason = f"{name} has no numbers from 0 on by the names {', '.join(NAMES)}, the first of which it needs"
             problems.append(
-                Problem("cluster.prices", str(file), reason, f"write {name}: {{on_demand: 1.00, spot: 0.40}}")
+                Problem(
+                    "cluster.prices",
+                    str(file),
+                    reason,
+                    f"write {name}: {{on_demand: 1.00, spot: 0.40}}",
+                    code="wrong_type",
+                )
             )
     if problems:
         raise ConfigError(problems)

@@ -57,7 +57,8 @@ def refuse_shadowed_names() -> None:
         if origin != package_root() / name / "__init__.py":
             raise UserError(
                 f"the module name {name!r} leads to {origin or 'nothing'} instead of rtrain's own package; "
-                "rename that file, or start rtrain from another folder"
+                "rename that file, or start rtrain from another folder",
+                code="shadowed_module",
             )
 
 
@@ -80,7 +81,7 @@ def leave_folder(folder: Path) -> None:
     os.chdir(folder)
 
 
-def _token_file() -> None:
+def ensure_token() -> None:
     """Make the file of Ray's token, readable by its owner alone. Ray would write it with the umask's permissions.
 
     Ray reads the file when a cluster starts, and its mode of authentication when it is imported. After an import the
@@ -90,12 +91,12 @@ def _token_file() -> None:
         return
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
     if not path.is_file() or not path.stat().st_size:
-        _make_token(path)
+        make_token(path)
     if "ray" not in sys.modules:
         os.environ["RAY_AUTH_MODE"] = "token"
 
 
-def _make_token(path: Path) -> None:
+def make_token(path: Path) -> None:
     """Put a token there whole, in place of an empty file; of two commands that do so at once, one's counts."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -110,7 +111,8 @@ def _make_token(path: Path) -> None:
     except OSError as error:
         raise UserError(
             f"the token of Ray cannot be written to {path} ({error.strerror}); set RAY_AUTH_TOKEN_PATH to a file in a "
-            "folder that this user may write to, or HOME to such a folder"
+            "folder that this user may write to, or HOME to such a folder",
+            code="not_writable",
         ) from None
     finally:
         with suppress(OSError):
@@ -163,7 +165,7 @@ def session(
     named, say = addresses.of(config), on_event or (lambda event: None)
     say(events.doing(f"connecting to Ray at {named[1]}" if named else "starting Ray", "Ray"))
     if named is None:
-        _token_file()
+        ensure_token()
     env.collect_less()
     import ray
 
@@ -173,7 +175,7 @@ def session(
     if named is not None:
         addresses.check(*named)
     leave_folder(folder)
-    _quiet()
+    quiet()
     if named is None:
         workers = config.recipe.train.workers
         _start_local(at_once * (workers + supply.data_cpus(config.deploy.cluster.data_cpus, workers)), needs or Needs())
@@ -182,7 +184,9 @@ def session(
             ray.init(address=named[1], runtime_env=_worker_env(), log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:  # what could not be seen from outside
             cause = str(error.__cause__ or error).strip().splitlines()[-1]
-            raise UserError(f"{named[0]}={named[1]}: Ray could not connect to it: {cause}") from None
+            raise UserError(
+                f"{named[0]}={named[1]}: Ray could not connect to it: {cause}", code="unreachable"
+            ) from None
     # Ray Data sets its own level when it is imported, which not every command does. This process alone gets it: the
     # others have inherited their environment by now, and write what they tell into files.
     os.environ.setdefault("RAY_DATA_LOG_LEVEL", "ERROR")
@@ -297,7 +301,7 @@ def _start_local(cpus: int, needs: Needs) -> None:
             done.result()
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Silence Ray's libraries, which log each step of each data set at INFO; rtrain's own line says what users need."""
     # Raylets report dead workers on stdout, where --json has promised one object; the run's log and progress report
     # them too. Nothing else is printed this way, since the workers' output is not forwarded.
@@ -316,4 +320,4 @@ def until_interrupted() -> None:
         time.sleep(0.2)
         if died is None and ray_internals.store_has_ended():
             died = time.monotonic()
-    raise UserError("the store of this command's Ray (its GCS) has died; start the command again")
+    raise UserError("the store of this command's Ray (its GCS) has died; start the command again", code="store_lost")

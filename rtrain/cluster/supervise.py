@@ -58,7 +58,7 @@ def _until_it_ends(arguments: Sequence[str], run: Path) -> int:
         code = child(arguments)
         if code >= 0 or -code in FORWARDED:
             return again(code if code >= 0 else 128 - code, head_answers)
-        reached = _reached(run)
+        reached = newest_checkpoints(run)
         deaths = 1 if reached > newest else deaths + 1
         newest = max(newest, reached)
         name = signal.Signals(-code).name
@@ -97,7 +97,7 @@ def head_answers() -> bool:
     return True
 
 
-def _reached(run: Path) -> tuple[str, ...]:
+def newest_checkpoints(run: Path) -> tuple[str, ...]:
     """The newest checkpoint of a run, and of each trial of a search. Tuples compare: a run that came further is
     greater."""
     found = {}

@@ -247,7 +247,15 @@ def absent(setting: str, labels: Labels) -> list[Problem]:
     if not labels or here(labels) or types(labels):
         return []
     reason = "no node of the cluster has these labels, and its autoscaler may start none that has"
-    return [Problem(setting, dict(labels), reason, "write those of a node type in the cluster's file, or none")]
+    return [
+        Problem(
+            setting,
+            dict(labels),
+            reason,
+            "write those of a node type in the cluster's file, or none",
+            code="unknown_labels",
+        )
+    ]
 
 
 def types(labels: Labels = ANY) -> dict[str, Node]:
@@ -270,7 +278,7 @@ def autoscaler() -> Mapping[str, Any] | None:
             found = yaml.safe_load(file.read_text(encoding="utf-8"))
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise UserError(
-                f"{AUTOSCALER_FILE}={given}: the file is no YAML ({error}); see rtrain cluster lint"
+                f"{AUTOSCALER_FILE}={given}: the file is no YAML ({error}); see rtrain cluster lint", code="unreadable"
             ) from None
         return found if isinstance(found, dict) else None
     groups = ray_internals.cluster_config()

@@ -1,7 +1,8 @@
 """What is known of one run: read from its settings, its log and its folder, whatever state they are in."""
 
+import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,12 +11,19 @@ from typing import Any
 import yaml
 
 from rtrain.config.recipe import TASKS
-from rtrain.inventory import log as logs, sizes
+from rtrain.inventory import sizes
 from rtrain.metrics.by_output import as_read, metric_for
+from rtrain.report import summary
 from rtrain.report.summary import AFTERWARDS
 from rtrain.run import ARTIFACT, Run
 from rtrain.tasks import base
 
+Event = dict[str, Any]
+PROGRESS = b'"kind": "progress"'
+KIND_WITHIN = 64
+"""Bytes of a line in which its kind stands: it follows the time."""
+LATEST = 1e11
+"""Seconds since 1970, in the year 5138: a time past it is damage, and no calendar shows it."""
 OF_ROWS = (
     *("tokens_reused", "strategy", "vocabulary", "bad_rows"),
     *("unlabelled", "label_column", "head", "labels", "overlap", "texts", "conflicts"),
@@ -46,7 +54,7 @@ class Known:
     kind: str
     """`run`, `search`, `trial` or `student`."""
     status: str
-    """As `rtrain.inventory.log.status`; `damaged` where config.yaml cannot be read."""
+    """As `status`; `damaged` where config.yaml cannot be read."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """config.yaml as it stands."""
     score: Score | None = None
@@ -60,13 +68,12 @@ class Known:
     """Its model, where that was cut to the pieces of its rows."""
     parts: Mapping[str, int] = field(default_factory=dict)
     """Bytes by part (`rtrain.inventory.sizes`). A search has its trials' in its own."""
-    best_update: int | None = None
     winner: str | None = None
     """Name of the trial that a search has chosen."""
     trials: tuple["Known", ...] = ()
     flaw: str | None = None
     cleaned: str | None = None
-    """What `rtrain clean` has kept of it: `best`, `artifact`, `none` (it was interrupted), or None."""
+    """What `rtrain clean` has kept of it: `artifact`, `none` (it was interrupted), or None."""
 
     @property
     def size(self) -> int:
@@ -137,7 +144,7 @@ def read(run: Run, name: str, kind: str = "run") -> Known:
         settings = None
     if not isinstance(settings, dict):
         return Known(run, name, kind, "damaged", parts=parts, flaw="its config.yaml cannot be read")
-    events = logs.skim(run.log)
+    events = skim(run.log)
     # A finished run that is asked for again logs what is known of its rows, and trains no more.
     training = [event for event in events if event["kind"] not in (*AFTERWARDS, *OF_ROWS)]
     stores = [event["store"] for event in events if isinstance(event.get("store"), str)]
@@ -149,7 +156,7 @@ def read(run: Run, name: str, kind: str = "run") -> Known:
         run,
         name,
         "student" if kind == "run" and _text(_section(settings, "distill").get("teacher")) else kind,
-        logs.status(run, training),
+        status(run, training),
         settings,
         score=_score(str(settings.get("task")), training),
         began=began,
@@ -157,7 +164,6 @@ def read(run: Run, name: str, kind: str = "run") -> Known:
         store=Path(stores[-1]) if stores else None,
         trimmed=Path(folders[-1]) if folders else None,
         parts=parts,
-        best_update=next((event.get("best_update") for event in reversed(events) if event["kind"] == "trained"), None),
         winner=run.trial(chosen).name if isinstance(chosen, int) and chosen >= 0 else None,
         flaw=None if events or kind == "search" or not run.finished else "its log is missing or unreadable",
         cleaned=_text(next((event.get("keep") for event in reversed(events) if event["kind"] == "cleaned"), None)),
@@ -176,13 +182,13 @@ def read_search(run: Run, name: str) -> Known:
     scored = [trial for trial in trials if trial.score]
     shown = best or max(scored, key=lambda trial: trial.score.value if trial.score else 0.0, default=None)
     begun = [(trial.began, trial.began + (trial.seconds or 0.0)) for trial in trials if trial.began is not None]
-    status = own.status
-    if status != "damaged":
-        open_status = "running" if logs.is_held(run) else "interrupted"
-        status = best.status if best else open_status
+    shown_status = own.status
+    if shown_status != "damaged":
+        open_status = "running" if is_held(run) else "interrupted"
+        shown_status = best.status if best else open_status
     return replace(
         own,
-        status=status,
+        status=shown_status,
         score=shown.score if shown else None,
         began=min((first for first, _ in begun), default=None),
         seconds=max(last for _, last in begun) - min(first for first, _ in begun) if begun else None,
@@ -191,7 +197,7 @@ def read_search(run: Run, name: str) -> Known:
     )
 
 
-def _score(task: str, log: list[logs.Event]) -> Score | None:
+def _score(task: str, log: list[Event]) -> Score | None:
     """The headline on the test rows, else the best of those on the validation rows."""
     if task not in TASKS:  # of another rtrain
         return None
@@ -225,3 +231,62 @@ def _document(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+# ------------------------------------------------------------------------------------------------------------ the log
+
+
+def skim(log: Path) -> list[Event]:
+    """The events of a log, the oldest first; of its progress the newest alone. Lines that are no events are left out.
+
+    A log of a million updates takes a second; parsing all of its lines would take ten.
+    """
+    try:
+        lines = log.read_bytes().split(b"\n")
+    except OSError:  # it may go while it is looked at
+        return []
+    newest = max((place for place, line in enumerate(lines) if _is_progress(line)), default=None)
+    return list(_parsed(line for place, line in enumerate(lines) if place == newest or not _is_progress(line)))
+
+
+def _is_progress(line: bytes) -> bool:
+    return line.find(PROGRESS, 0, KIND_WITHIN) >= 0
+
+
+def _parsed(lines: Iterator[bytes]) -> Iterator[Event]:
+    for line in lines:
+        try:
+            event = json.loads(line.decode("utf-8", "replace"))
+        except (ValueError, RecursionError):
+            continue
+        if not (isinstance(event, dict) and isinstance(event.get("kind"), str)):
+            continue
+        at = event.get("time")
+        if isinstance(at, int | float) and 0 <= at < LATEST:
+            yield event
+
+
+def status(run: Run, log: list[Event]) -> str:
+    """One of `rtrain.report.summary.STATUSES`, or `running`, or `new` where no start was logged.
+
+    A run whose log is open and whose lock nobody holds was killed: it is `interrupted`.
+    """
+    told = summary.status(log)
+    if told != "running":
+        return told
+    if is_held(run):
+        return "running"
+    return "interrupted" if any(event["kind"] == "started" for event in log) else "new"
+
+
+def is_held(run: Run) -> bool:
+    """Whether a process trains the run (`rtrain.runs.opening.hold`). Storage without locks cannot tell, and counts as
+    free."""
+    try:
+        with run.lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

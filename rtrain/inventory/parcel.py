@@ -30,6 +30,8 @@ MOST_FILES = 10_000
 class NoParcel(UserError):
     """A file that no `rtrain export` has made, or that was changed or cut short since."""
 
+    code = "damaged_parcel"
+
 
 def carried(run: Run, int8: bool = False, texts: bool = True) -> tuple[list[str], list[str]]:
     """(files of a run that go, those that stay behind), by their paths in its folder, sorted.

@@ -7,15 +7,15 @@ from typing import Literal
 
 from rtrain import manifest
 from rtrain.checkpoints import checkpoint
-from rtrain.errors import UserError, hide
-from rtrain.inventory import log, shared, sizes
+from rtrain.errors import hide
+from rtrain.inventory import facts, shared, sizes
 from rtrain.inventory.facts import Known
 from rtrain.inventory.shared import Shared
-from rtrain.inventory.walk import UNREAD, Inventory
+from rtrain.inventory.walk import Inventory
 from rtrain.run import Run
 
-Keep = Literal["best", "artifact", "none"]
-"""What is kept of a run: its best checkpoint with all that is finished, all that is finished, or nothing."""
+Keep = Literal["artifact", "none"]
+"""What is kept of a run: all that is finished, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def of_root(inventory: Inventory, keep: Keep, stores: bool = False) -> list[Remo
     told = (*inventory.runs, *inventory.linked)
     unread = [known.name for known in told if known.status == "damaged" and known.run.folder not in gone]
     # A run may lie in a folder that cannot be read; in the one that a file system has for itself there is none.
-    unread += [one.name for one in inventory.foreign if one.what == UNREAD and one.name != "lost+found"]
+    unread += [name for name in inventory.unread if name != "lost+found"]
     found += [_of_shared(one, gone, stores, keep, unread) for one in inventory.shared]
     left = tuple(Part(path, sizes.size(path), sizes.LEFT) for path in inventory.drafts)
     return [*found, *([Removal("drafts of killed processes", None, keep, left)] if left else [])]
@@ -111,45 +111,40 @@ def _of(known: Known, keep: Keep, inventory: Inventory, going: set[Path]) -> lis
 
 
 def checked(removals: Iterable[Removal]) -> list[Removal]:
-    """The removals without those of checkpoints that may be the only good weights: every byte of what stays in their
-    place, the artefact or the other checkpoints, is read and must be as it was written."""
+    """The removals without those of checkpoints that may be the only good weights: every byte of the artefact that
+    stays in their place is read and must be as it was written."""
     return [_checked(removal) for removal in removals]
 
 
 def _checked(removal: Removal) -> Removal:
-    known, going = removal.run, {part.path for part in removal.parts if part.what == sizes.CHECKPOINTS}
-    if known is None or removal.keep == "none" or not going:
+    known = removal.run
+    if known is None or removal.keep == "none" or not known.ended:
         return removal
-    run, places = known.run, []
-    if known.ended:
-        places.append(run.artifact if run.finished else run.int8)
-    if removal.keep == "best":
-        held = [checkpoint.path_of(run.checkpoints, update) for update in checkpoint.updates(run.checkpoints)]
-        places += [path for path in held if path not in going]
-    for place in places:
-        try:
-            wrong, unread = manifest.damage(place), None
-        except manifest.Unreadable as error:
-            wrong, unread = str(error), error
-        if wrong:
-            parts = tuple(part for part in removal.parts if part.what != sizes.CHECKPOINTS)
-            flaw = f"is damaged ({wrong})" if unread is None else f"is not known to be whole ({wrong})"
-            reason = f"checkpoints: {place.name} {flaw}, and they may be all that is left of it"
-            stays = (*removal.stays, reason)
-            return replace(removal, parts=parts, lost=(), stays=stays, unread=unread is not None)
-    return removal
+    if not any(part.what == sizes.CHECKPOINTS for part in removal.parts):
+        return removal
+    place = known.run.artifact if known.run.finished else known.run.int8
+    unread = False
+    try:
+        wrong = manifest.damage(place)
+    except manifest.Unreadable as error:
+        wrong, unread = str(error), True
+    if not wrong:
+        return removal
+    parts = tuple(part for part in removal.parts if part.what != sizes.CHECKPOINTS)
+    reason = f"checkpoints: {place.name} is not known to be whole ({wrong}), and they may be all that is left of it"
+    return replace(removal, parts=parts, lost=(), stays=(*removal.stays, reason), unread=unread)
 
 
 def _busy(known: Known) -> str | None:
     """Name of the run that a process trains: itself, a trial of it, or the search that it is a trial of, which may come
     back to it at any moment."""
-    if held := next((one.name for one in (known, *known.trials) if log.is_held(one.run)), None):
+    if held := next((one.name for one in (known, *known.trials) if facts.is_held(one.run)), None):
         return held
     search = Run(known.run.folder.parent)
     if not (search.exists and search.is_search):
         return None
     others = (search, *map(Run, search.folder.glob("trial-*")))
-    return f"its search {search.name}" if any(map(log.is_held, others)) else None
+    return f"its search {search.name}" if any(map(facts.is_held, others)) else None
 
 
 def needed_by(known: Known, inventory: Inventory, going: Iterable[Path] = ()) -> list[str]:
@@ -182,40 +177,16 @@ def _parts(known: Known, keep: Keep, *, ended: bool) -> Removal:
     held = sizes.size(run.checkpoints) if run.checkpoints.exists() else 0
     if run.checkpoints.is_symlink():
         stays.append(f"checkpoints: {run.checkpoints.name} is a link; remove what it leads to by hand")
-    elif keep == "artifact" and held and ended:
+    elif held and ended:
         inside = [part for part in parts if part.path.parent == run.checkpoints]
         parts = [part for part in parts if part not in inside]
         parts.append(Part(run.checkpoints, held, sizes.CHECKPOINTS))
         lost.append(_lost_checkpoints(known, updates))
-    elif keep == "artifact" and held:
+    elif held:
         stays.append(f"checkpoints, {sizes.text(held)}: it has no artefact yet, and goes on from them")
-    elif keep == "best" and updates and (kept := _best(known, updates, ended=ended)):
-        going = [checkpoint.path_of(run.checkpoints, update) for update in updates if update not in kept]
-        going += [run.checkpoints / checkpoint.DAMAGED] if (run.checkpoints / checkpoint.DAMAGED).is_dir() else []
-        parts += [Part(path, sizes.size(path), sizes.CHECKPOINTS) for path in going]
-        if len(kept) < len(updates):
-            left = " and ".join(str(update) for update in sorted(kept))
-            stay = f"update {left} stays" if len(kept) == 1 else f"updates {left} stay"
-            lost.append(f"{len(updates) - len(kept)} of its {len(updates)} checkpoints; {stay}")
-    elif keep == "best" and updates:
-        stays.append("checkpoints: the newest one does not tell which of them is the best")
     if known.storage and parts:
         stays.append(f"its copy at {hide(known.storage)}")
     return Removal(known.name, known, keep, tuple(parts), tuple(lost), tuple(stays))
-
-
-def _best(known: Known, updates: Sequence[int], *, ended: bool) -> set[int]:
-    """The best checkpoint; of a run that goes on from the newest one, that and the best that it names, which its end
-    would load. Empty where it cannot be read: then any may be the best."""
-    newest = updates[-1]
-    if ended:
-        told = known.best_update
-        return {newest if told is None or told not in updates else told}
-    try:
-        best = checkpoint.read_state(checkpoint.path_of(known.run.checkpoints, newest)).best_update
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, UserError):
-        return set()
-    return {newest} if best is None or best not in updates else {newest, best}
 
 
 def _lost_checkpoints(known: Known, updates: Sequence[int]) -> str:

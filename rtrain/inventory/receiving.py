@@ -24,8 +24,6 @@ class Received:
     size: int
     wheels: Path | None
     """Folder of the wheels that came with the run."""
-    away: tuple[str, ...]
-    """Places that the run's settings and log name and that are not on this machine."""
 
 
 def receive(file: Path, out: Path | None, root: Path) -> Received:
@@ -40,16 +38,16 @@ def receive(file: Path, out: Path | None, root: Path) -> Received:
     except tarfile.TarError as error:
         raise NoParcel(f"{file} is no file of rtrain export, or was cut short ({error})") from None
     except FileNotFoundError:
-        raise UserError(f"there is no file {file}") from None
+        raise UserError(f"there is no file {file}", code="not_found") from None
     except OSError as error:
-        raise UserError(f"{file} cannot be unpacked: {error}") from None
+        raise UserError(f"{file} cannot be unpacked: {error}", code="unreadable") from None
 
 
 def _unpack(file: Path, tar: tarfile.TarFile, out: Path | None, root: Path) -> Received:
     document = _manifest(file, tar)
     final = out or root / parcel.refuse_run_name(document["run"])
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise UserError(f"--out: {final} is in use; name a new folder with --out")
+        raise UserError(f"--out: {final} is in use; name a new folder with --out", code="already_exists")
     members = _checked(tar, document["files"])
     final.parent.mkdir(parents=True, exist_ok=True)
     draft = drafts.Draft(final)  # what a kill leaves of it goes with `rtrain clean`
@@ -70,11 +68,9 @@ def _unpack(file: Path, tar: tarfile.TarFile, out: Path | None, root: Path) -> R
     finally:
         shutil.rmtree(draft.folder, ignore_errors=True)
         draft.release()
-    run = Run(final)
     came = final / parcel.WHEELS
-    return Received(
-        run, len(members), sum(member.size for member in members), came if came.is_dir() else None, _away(run)
-    )
+    size = sum(member.size for member in members)
+    return Received(Run(final), len(members), size, came if came.is_dir() else None)
 
 
 def _manifest(file: Path, tar: tarfile.TarFile) -> dict[str, Any]:
@@ -89,7 +85,10 @@ def _manifest(file: Path, tar: tarfile.TarFile) -> dict[str, Any]:
     if not isinstance(document, dict) or not isinstance(document.get("files"), dict) or "run" not in document:
         raise NoParcel(f"{file}: its {manifest.NAME} cannot be read")
     if (version := document.get("schema_version")) != parcel.SCHEMA_VERSION:
-        raise NoParcel(f"{file} is of schema {version}, this rtrain reads {parcel.SCHEMA_VERSION}; use that version")
+        raise NoParcel(
+            f"{file} is of schema {version}, this rtrain reads {parcel.SCHEMA_VERSION}; use that version",
+            code="other_version",
+        )
     return document
 
 
@@ -112,10 +111,3 @@ def _checked(tar: tarfile.TarFile, recorded: dict[str, Any]) -> list[tarfile.Tar
     if lacking := sorted(set(recorded) - set(members)):
         raise NoParcel(f"{lacking[0]!r} is recorded and lacking: the file was cut short; fetch it again")
     return list(members.values())
-
-
-def _away(run: Run) -> tuple[str, ...]:
-    """They are kept as they were written: they say where the run was made, and no verb that answers or reports needs
-    them."""
-    named = [str(event["store"]) for event in run.events() if "store" in event]
-    return tuple(dict.fromkeys(place for place in named if not Path(place).exists()))

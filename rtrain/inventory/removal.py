@@ -30,7 +30,7 @@ def carry_out(removals: Iterable[Removal]) -> int:
         except UserError as error:
             refused.append(str(error))
     if refused:
-        raise UserError("\n".join(refused))
+        raise UserError("\n".join(refused), code="not_removed")
     return freed
 
 
@@ -85,4 +85,7 @@ def discard(path: Path) -> None:
 
 
 def _refused(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path} could not be removed: {error.strerror or error}; what is listed still is left as it was")
+    return UserError(
+        f"{path} could not be removed: {error.strerror or error}; what is listed still is left as it was",
+        code="not_removed",
+    )

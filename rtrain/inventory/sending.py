@@ -31,13 +31,15 @@ class Sent:
 def check(run: Run, out: Path, int8: bool = False) -> None:
     """Raise `UserError` for a run without artefact, and for a file that exists or cannot be made."""
     if int8 and not (run.int8 / ARTIFACT).is_file():
-        raise UserError(f"--int8: {run} has no int8 artefact; make it with: rtrain quantize {shown(run.folder)}")
+        raise UserError(
+            f"--int8: {run} has no int8 artefact; make it with: rtrain quantize {shown(run.folder)}", code="no_artefact"
+        )
     if not (run.finished or (run.int8 / ARTIFACT).is_file()):
-        raise UserError(f"{run} has no artefact to carry; finish its training first")
+        raise UserError(f"{run} has no artefact to carry; finish its training first", code="no_artefact")
     if out.exists():
-        raise UserError(f"--out: {out} exists already; name another file, or remove it")
+        raise UserError(f"--out: {out} exists already; name another file, or remove it", code="already_exists")
     if not out.parent.is_dir():
-        raise UserError(f"--out: there is no folder {out.parent}; make it, or name another")
+        raise UserError(f"--out: there is no folder {out.parent}; make it, or name another", code="not_found")
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,10 @@ def admit(found: Iterable[Verdict]) -> None:
     """Refuse to carry what the gate has refused, as `rtrain serve` refuses to serve it."""
     for one in found:
         if one.refusal is not None:
-            raise UserError(
+            reason = (
                 f"artefact {one.folder} was refused by the gate: {one.refusal}. To carry it all the same: --ungated"
             )
+            raise UserError(reason, code="refused_by_gate")
 
 
 def send(
@@ -105,7 +108,7 @@ def send(
         with drafts.replacement(out) as draft:
             _write(draft, name, found, install)
     except OSError as error:
-        raise UserError(f"--out: {out} cannot be written: {error.strerror or error}") from None
+        raise UserError(f"--out: {out} cannot be written: {error.strerror or error}", code="not_written") from None
     return Sent(out, name, out.stat().st_size, len(found), tuple(stayed), tuple(filter(sizes.TEXTS.fullmatch, go)))
 
 

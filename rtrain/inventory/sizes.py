@@ -16,7 +16,7 @@ its settings, log, scores, predictions and report; `trials` has what a search as
 an imported run; `other files` are not rtrain's."""
 RECORDS = re.compile(
     r"config\.yaml|events\.jsonl|decisions\.json|summary\.json|report\.html|baselines\.json|trials\.jsonl|demo\.json"
-    r"|best\.yaml|search\.html|optuna\.journal|study\.(json|html)|mlflow\.json|lock|notice|placement_group|\.ending"
+    r"|best\.yaml|search\.html|study\.(json|html)|mlflow\.json|lock|notice|placement_group|\.ending"
     r"|quantizers\.safetensors|profile-\d+\.json"
     r"|(scores|attributions)-\w+\.json|predictions-[\w.-]+\.parquet|stalled-\d+\.txt|[\w.-]+-\d{8}-\d{6}\.txt"
 )

@@ -12,50 +12,37 @@ from rtrain.run import shown
 
 HEADS = ("run", "status", "score", "begun", "took", "size", "recipe", "from")
 RIGHT = ("begun", "took", "size")
-SORTS = ("when", "name", "score", "size", "took")
-"""By what the table may be sorted: the newest, best, largest or longest first; names from a to z."""
-
 MONTH_S = 30 * 86400
 
 
-def text(inventory: Inventory, sort: str = "when", every: bool = False, now: float | None = None) -> str:
-    """The table, what runs share, what is no run, and the totals. With `every` each trial has its line."""
+def text(inventory: Inventory, every: bool = False, now: float | None = None) -> str:
+    """The table, what runs share, what cannot be read, and the totals. With `every` each trial has its line."""
     moment = time.time() if now is None else now
     lines = []
-    for known in ordered(inventory.runs, sort):
+    for known in newest_first(inventory.runs):
         lines.append(_line(known, inventory, moment))
         lines += [_line(trial, inventory, moment, known.winner) for trial in known.trials if every]
     found = _columns([dict(zip(HEADS, HEADS, strict=True)), *lines]) if lines else ["no runs here"]
     found += ["", *_shared(inventory)] if inventory.shared else []
-    found += [_safe(f"{one.name}: {one.what}, {sizes.text(one.size)}") for one in inventory.foreign]
+    found += [_safe(f"{name}: cannot be read") for name in inventory.unread]
     return "\n".join([*found, "", *_totals(inventory)])
 
 
-def ordered(runs: Sequence[Known], sort: str) -> list[Known]:
-    """Runs of which the figure is not known come last."""
-    if sort == "name":
-        return sorted(runs, key=lambda known: known.name)
-    keys = {
-        "when": lambda known: known.began,
-        "score": lambda known: known.score and known.score.value,
-        "size": lambda known: known.size,
-        "took": lambda known: known.seconds,
-    }
-    figures = {known.name: keys[sort](known) for known in runs}
-    least = float("-inf")
-    return sorted(runs, key=lambda known: least if (own := figures[known.name]) is None else own, reverse=True)
+def newest_first(runs: Sequence[Known]) -> list[Known]:
+    """Runs of which nobody knows when they began come last."""
+    return sorted(runs, key=lambda known: known.began or 0.0, reverse=True)
 
 
-def document(inventory: Inventory, sort: str = "when") -> dict[str, Any]:
+def document(inventory: Inventory) -> dict[str, Any]:
     """All of it for programs; sizes in bytes, times in seconds since 1970."""
     return {
         "root": str(inventory.root),
-        "runs": [_document(known, inventory) for known in ordered(inventory.runs, sort)],
+        "runs": [_document(known, inventory) for known in newest_first(inventory.runs)],
         "shared": [
             {"name": one.name, "what": one.what, "bytes": one.size, "users": [user.name for user in one.users]}
             for one in inventory.shared
         ],
-        "others": [{"name": one.name, "what": one.what, "bytes": one.size} for one in inventory.foreign],
+        "unread": list(inventory.unread),
         "bytes": inventory.size,
         "clean_frees": freed(inventory),
     }
@@ -84,7 +71,7 @@ def origin(known: Known, inventory: Inventory) -> str:
 def _line(known: Known, inventory: Inventory, now: float, winner: str | None = None) -> dict[str, str]:
     chosen = "  <- best" if known.kind == "trial" and known.run.name == winner else ""
     what = f" ({len(known.trials)} trial{'' if len(known.trials) == 1 else 's'})" if known.kind == "search" else ""
-    cleaned = f", cleaned ({known.cleaned} kept)" if known.cleaned in ("best", "artifact") else ""
+    cleaned = f", cleaned ({known.cleaned} kept)" if known.cleaned == "artifact" else ""
     cut_short = ", half removed: clean it again" if known.cleaned == "none" else ""
     return {
         "run": f"{'  ' if known.kind == 'trial' else ''}{known.name}{what}{chosen}",
@@ -172,7 +159,7 @@ def _totals(inventory: Inventory) -> list[str]:
     if may_go := freed(inventory):
         lines.append(f"rtrain clean would free {sizes.text(may_go)}")
         lines.append(f"next: rtrain clean {shown(inventory.root)} --dry-run")
-    elif usable := next((known for known in ordered(inventory.runs, "when") if known.ended), None):
+    elif usable := next((known for known in newest_first(inventory.runs) if known.ended), None):
         lines.append(f"next: rtrain predict {shown(usable.run.folder)} 'a text'")
     return lines
 

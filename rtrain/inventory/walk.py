@@ -10,25 +10,10 @@ from rtrain.errors import UserError
 from rtrain.inventory import facts, shared, sizes
 from rtrain.inventory.facts import Known
 from rtrain.inventory.shared import Shared
-from rtrain.run import ARTIFACT, Run
+from rtrain.run import Run
 
-UNREAD = "a folder that cannot be read"
 DEPTH = 3
 """Folders below the root in which runs are sought: a demo or a drill keeps its runs in a folder of their own."""
-
-
-@dataclass(frozen=True)
-class Foreign:
-    """A folder that holds no run, or the files that lie between the runs."""
-
-    name: str
-    what: str
-    paths: tuple[Path, ...]
-
-    @property
-    def size(self) -> int:
-        """Counted when it is asked for: a run may lie beside a whole disk of other things."""
-        return sum(sizes.size(path) for path in self.paths)
 
 
 @dataclass(frozen=True)
@@ -41,7 +26,8 @@ class Inventory:
     linked: tuple[Known, ...] = ()
     """Those behind links, and their trials: they use what lies here, and are not looked after here."""
     shared: tuple[Shared, ...] = ()
-    foreign: tuple[Foreign, ...] = ()
+    unread: tuple[str, ...] = ()
+    """Folders that cannot be read: a run may lie in them."""
     drafts: tuple[Path, ...] = ()
     """Left by killed processes, beside the runs and among what they share."""
 
@@ -56,7 +42,7 @@ class Inventory:
 
     @property
     def size(self) -> int:
-        held: list[Known | Shared | Foreign] = [*self.runs, *self.shared, *self.foreign]
+        held: list[Known | Shared] = [*self.runs, *self.shared]
         return sum(one.size for one in held) + sum(sizes.size(path) for path in self.drafts)
 
 
@@ -66,7 +52,7 @@ class _Found:
     linked: list[Known] = field(default_factory=list)
     places: list[Path] = field(default_factory=list)
     """Hidden folders that hold what runs share."""
-    foreign: list[Foreign] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
     drafts: list[Path] = field(default_factory=list)
 
 
@@ -76,7 +62,7 @@ def look(root: Path) -> Inventory:
     Raises `UserError` where there is no such folder. What is damaged or strange in it is listed as what it is.
     """
     if not root.is_dir():
-        raise UserError(f"there is no folder {root}; name the one that holds the runs")
+        raise UserError(f"there is no folder {root}; name the one that holds the runs", code="not_found")
     if Run(root).exists:
         return Inventory(root, (_read(Run(root), root.name),))
     found = _Found()
@@ -86,7 +72,7 @@ def look(root: Path) -> Inventory:
     known = [one for run in found.runs for one in (run, *run.trials)] + linked
     kept = [one for place in found.places for one in shared.inside(root, place, known)]
     found.drafts += [path for place in found.places for path in shared.dead_drafts(place)]
-    return Inventory(root, tuple(found.runs), tuple(linked), tuple(kept), tuple(found.foreign), tuple(found.drafts))
+    return Inventory(root, tuple(found.runs), tuple(linked), tuple(kept), tuple(found.unread), tuple(found.drafts))
 
 
 def around(folder: Path) -> Inventory:
@@ -96,40 +82,23 @@ def around(folder: Path) -> Inventory:
 
 
 def _walk(root: Path, folder: Path, found: _Found, depth: int) -> None:
-    loose: list[Path] = []
     for path in _children(folder):
         name = path.relative_to(root).as_posix()
-        if path.is_symlink() or not path.is_dir():
-            loose.append(path)
-            if path.is_symlink() and path.is_dir() and holds_run(path):
+        if not path.is_dir():
+            continue
+        if path.is_symlink():
+            if holds_run(path):
                 found.linked.append(_read(Run(path), name))
         elif path.name in shared.KINDS:
             found.places.append(path)
         elif path.name.startswith(".") and (path / drafts.LOCK).exists():
             found.drafts += [path] if path in shared.dead_drafts(folder) else []
         elif not os.access(path, os.R_OK | os.X_OK):
-            found.foreign.append(Foreign(name, UNREAD, (path,)))
+            found.unread.append(name)
         elif holds_run(path):
             found.runs.append(_read(Run(path), name))
-        else:
-            before = len(found.runs), len(found.places)
-            inner = _Found(found.runs, found.linked, found.places, [], found.drafts)
-            if depth > 1:
-                _walk(root, path, inner, depth - 1)
-            if (len(found.runs), len(found.places)) == before:
-                what = (
-                    "an artefact"
-                    if (path / ARTIFACT).is_file()
-                    else "a model"
-                    if (path / "config.json").is_file()
-                    else "no run"
-                )
-                found.foreign.append(Foreign(name, what, (path,)))
-            else:
-                found.foreign += inner.foreign
-    if loose:
-        place = folder.relative_to(root).as_posix()
-        found.foreign.append(Foreign(place, "files", tuple(loose)))
+        elif depth > 1:
+            _walk(root, path, found, depth - 1)
 
 
 def _read(run: Run, name: str) -> Known:

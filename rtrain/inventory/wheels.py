@@ -132,7 +132,8 @@ def _pip(arguments: Sequence[str]) -> None:
         told = "\n  ".join(done.stderr.strip().splitlines()[-SHOWN_LINES:])
         raise UserError(
             f"pip could not fetch the wheels:\n  {told}\nThis machine must reach a package index (PIP_INDEX_URL, "
-            "PIP_EXTRA_INDEX_URL); export without --with-wheels where the other machine has rtrain already."
+            "PIP_EXTRA_INDEX_URL); export without --with-wheels where the other machine has rtrain already.",
+            code="unreachable",
         )
 
 

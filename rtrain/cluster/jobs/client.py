@@ -20,15 +20,20 @@ ALL_FILES = {IGNORE_GITIGNORE: "1", DEFAULT_EXCLUDES: ""}
 """With these in its environment, Ray's client leaves nothing out of a folder."""
 
 DEFAULT = "http://127.0.0.1:8265"
-AGENT_S = 60.0
-"""Seconds in which the head's agent must be there: the API answers some seconds before it takes jobs."""
 STOP_S = 60
 """Seconds that a job which is told to end has for it. By default Ray kills what it has started after 3: an endpoint
 would cut its requests off, and a run not say that it was interrupted."""
-LOOK_EVERY_S = 1.0
 LAST_LINES = 12
-PATIENCE_S = 30.0
-"""Seconds without an answer of the head, after which a watched job counts as lost with it."""
+
+
+class Waiting(NamedTuple):
+    """How long the head is waited for, in seconds."""
+
+    look_every_s: float = 1.0
+    agent_s: float = 60.0
+    """Until the head's agent is there: the API answers some seconds before it takes jobs."""
+    patience_s: float = 30.0
+    """Without an answer of the head, after which a watched job counts as lost with it."""
 
 
 class Job(NamedTuple):
@@ -43,14 +48,20 @@ class Job(NamedTuple):
     """Why it has failed, in Ray's words; None for one that has not."""
 
 
+PATIENT = Waiting()
+
+
 class Jobs:
     """The job API at `address`; None stands for RAY_API_SERVER_ADDRESS, or this machine's port 8265."""
 
-    def __init__(self, address: str | None = None, client: Any = None):
+    def __init__(self, address: str | None = None, client: Any = None, waiting: Waiting = PATIENT):
         """`client`: a JobSubmissionClient; None to make one."""
+        self._waiting = waiting
         self.address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or DEFAULT
         if not self.address.startswith(("http://", "https://")):
-            raise UserError(f"{self.address}: not the address of a job API; write one such as {DEFAULT}")
+            raise UserError(
+                f"{self.address}: not the address of a job API; write one such as {DEFAULT}", code="invalid_address"
+            )
         self._client: Any = client
         if client is None:
             os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray reads it when it is imported
@@ -97,7 +108,7 @@ class Jobs:
             say(f"{decided.job} is there already{with_words}: nothing is started")
             return decided.job
         say(f"{decided.job}: {files.text()}")
-        give_up = time.monotonic() + AGENT_S
+        give_up = time.monotonic() + self._waiting.agent_s
         with upload.copied(files) as folder, self._asked(), _all_files():
             while True:
                 try:
@@ -118,7 +129,7 @@ class Jobs:
                     broke_off = _broke_off(error)
                     if not (broke_off or "No available agent" in str(error)) or time.monotonic() > give_up:
                         raise
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(self._waiting.look_every_s)
                 if broke_off and decided.job in self.all():  # it was taken, and its answer lost
                     return decided.job
 
@@ -136,7 +147,7 @@ class Jobs:
         agent of the job's machine, which may be gone."""
         with suppress(UserError, RuntimeError), self._asked():
             self._client.submit_job(entrypoint="true", submission_id=job)
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(self._waiting.look_every_s)
 
     def nodes(self) -> str:
         """What the autoscaler says of nodes and demand; as `ray status` prints it."""
@@ -171,7 +182,7 @@ class Jobs:
                 code = naming.exit_code(found.status, found.driver_exit_code, found.error) or UserError.exit_code
                 last = "\n".join(log.strip().splitlines()[-LAST_LINES:])
                 raise Ended(f"{job} has ended as {found.status}; its last lines:\n{last}", code)
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(self._waiting.look_every_s)
 
     def watch(self, job: str, show: Callable[[str], None]) -> Job:
         """Show a job's lines as they come, until it has ended. Raises `TryAgain` where the head is lost meanwhile."""
@@ -188,10 +199,11 @@ class Jobs:
                 self._tail(job, shown, new)
                 answered = time.monotonic()
             except (UserError, OSError):
-                if time.monotonic() - answered > PATIENCE_S:
+                if time.monotonic() - answered > self._waiting.patience_s:
                     raise TryAgain(
                         f"the head at {self.address} does not answer any more; submit the same command again when it "
-                        "does: the run goes on from its storage"
+                        "does: the run goes on from its storage",
+                        code="head_lost",
                     ) from None
                 found = None
             else:
@@ -202,7 +214,7 @@ class Jobs:
                     if len(rest) > shown:
                         show(rest[shown:])
                     return found
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(self._waiting.look_every_s)
 
     def _tail(self, job: str, already: int, show: Callable[[str], None]) -> None:
         """Show what follows the first `already` characters, until the stream ends, breaks off or is silent for long: a
@@ -212,7 +224,7 @@ class Jobs:
 
         async def follow() -> None:
             seen, portions = 0, aiter(self._client.tail_job_logs(job))
-            while (portion := await asyncio.wait_for(anext(portions, None), PATIENCE_S)) is not None:
+            while (portion := await asyncio.wait_for(anext(portions, None), self._waiting.patience_s)) is not None:
                 if new := portion[max(0, already - seen) :]:
                     show(new)
                 seen += len(portion)
@@ -231,27 +243,31 @@ class Jobs:
             first = str(error).strip().splitlines()[0]
             raise UserError(
                 f"no job API answers at {self.address} ({first}); start the cluster, and forward its port: "
-                "ray dashboard cluster.yaml"
+                "ray dashboard cluster.yaml",
+                code="unreachable",
             ) from None
         except Exception as error:
             text = str(error)
             if _is_refusal(error, text):
                 raise UserError(
                     f"{self.address} asks for the cluster's token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to "
-                    "the file that ray rsync-down has brought"
+                    "the file that ray rsync-down has brought",
+                    code="wrong_token",
                 ) from None
             told = _FAILED.search(text)
             if told is not None or _broke_off(error):
                 why = told[0] if told else "the connection broke off"
                 raise UserError(
                     f"the head at {self.address} fails ({why}): it is starting, ending or has too much to do; ask "
-                    "again, and read its logs where that does not help"
+                    "again, and read its logs where that does not help",
+                    code="unreachable",
                 ) from None
             if reads and isinstance(error, LookupError | TypeError | ValueError | RuntimeError | OSError):
                 first = next(iter(text.strip().splitlines()), "")
                 raise UserError(
                     f"{self.address} does not answer as Ray's job API does ({type(error).__name__}: {first}); write "
-                    f"the address that ray dashboard forwards, {DEFAULT} by default"
+                    f"the address that ray dashboard forwards, {DEFAULT} by default",
+                    code="not_ray",
                 ) from None
             raise
 
@@ -278,7 +294,7 @@ def _all_files() -> Iterator[None]:
 
 def _forgotten(job: str) -> TryAgain:
     """Its head was started anew meanwhile."""
-    return TryAgain(f"{job} is not known here any more; submit the same command again")
+    return TryAgain(f"{job} is not known here any more; submit the same command again", code="head_restarted")
 
 
 def _broke_off(error: Exception) -> bool:

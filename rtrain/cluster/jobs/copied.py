@@ -4,8 +4,11 @@ The parts of `NAME.log` are that file itself, then `NAME.log.0001`, `NAME.log.00
 """
 
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
+
+from rtrain.cluster.jobs import naming
+from rtrain.errors import UserError, hide
 
 PART_BYTES = 1 << 20
 
@@ -75,3 +78,24 @@ class Copied:
                 self._files.pipe_file(f"{self._place}.{self._last:04d}" if self._last else self._place, part)
                 self._sent += len(new)
                 self._last, self._tail = (self._last, part) if len(part) < PART_BYTES else (self._last + 1, b"")
+
+
+def find_log(run: str, storage: str | None) -> str | None:
+    """All lines of a run's jobs, from beside its folder or from its storage; None where there are none. `run`: its
+    folder, or its name where storage is named."""
+    beside = Path(naming.log_of(PurePosixPath(Path(run).expanduser().absolute())))
+    if beside.is_file():
+        return beside.read_text(encoding="utf-8", errors="replace")
+    if storage is None:
+        return None
+    import fsspec
+
+    try:
+        files, place = fsspec.core.url_to_fs(f"{naming.stored(storage, PurePosixPath(run).name)}.log")
+        found = read(files, place)
+    except Exception as error:  # every kind of storage has errors of its own
+        shown, reason = hide(storage), hide(str(error)) or type(error).__name__
+        raise UserError(
+            f"--storage {shown} cannot be read: {reason}; see its address and your credentials", code="unreachable"
+        ) from None
+    return None if found is None else found.decode("utf-8", errors="replace")

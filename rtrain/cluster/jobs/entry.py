@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 COPY_EVERY_S = 30.0
 LEFT_S = 10.0
 """Seconds in which the last lines of what was started must come."""
-FIRST_BYTES = 1 << 16
-"""Bytes of a stored log in which its first command is."""
 Found = TypeVar("Found")
 
 
@@ -108,12 +106,10 @@ def other_run(words: Sequence[str], run: Path, storage: str | None) -> str | Non
     as `resumed` does: a run that is there goes on while its storage is away."""
     if storage is None or "--resume" in words:
         return None
-    place = naming.stored(storage, run.name)
     try:
         if not _is_there(f"{storage.rstrip('/')}/{run.name}/config.yaml"):
             return None
-        noted = _ask(f"{place}.run", _text)
-        whose = noted.strip() if noted else naming.run_in(_ask(f"{place}.log", _text) or "")
+        whose = (_ask(f"{naming.stored(storage, run.name)}.run", _text) or "").strip()
     except TryAgain:
         if (run / "config.yaml").is_file():
             return None
@@ -122,8 +118,8 @@ def other_run(words: Sequence[str], run: Path, storage: str | None) -> str | Non
 
 
 def _text(files: Any, path: str) -> str:
-    """What a file begins with; nothing where there is none."""
-    return files.cat_file(path, start=0, end=FIRST_BYTES).decode(errors="replace") if files.exists(path) else ""
+    """What a file holds; nothing where there is none."""
+    return files.cat_file(path).decode(errors="replace") if files.exists(path) else ""
 
 
 def _note(storage: str, run: Path) -> None:
@@ -155,7 +151,8 @@ def _ask(url: str, ask: Callable[[Any, str], Found]) -> Found | None:
         if _REFUSED.search(told):  # which time does not mend: the verb asks again, and says what to look at
             return None
         raise TryAgain(
-            f"cluster.storage: {hide(url)} does not answer ({hide(told)}); the same job, submitted again, goes on"
+            f"cluster.storage: {hide(url)} does not answer ({hide(told)}); the same job, submitted again, goes on",
+            code="unreachable",
         ) from error
 
 

@@ -4,6 +4,7 @@ import ipaddress
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,20 +12,30 @@ from rtrain import drafts
 from rtrain.errors import UserError, meant
 
 
-def bring(file: Path, remote: str, to: Path) -> None:
-    """Copy a folder of the head into the new folder `to`."""
+def run_ray(*words: str) -> int:
+    """The exit code of `ray WORDS`."""
+    return subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *words], check=False).returncode
+
+
+def bring(file: Path, remote: str, to: Path, ray: Callable[..., int] = run_ray) -> None:
+    """Copy a folder of the head into the new folder `to`, by `ray`."""
     _there(file)
     if to.exists():
-        raise UserError(f"{to} is there already; name another folder with --to")
+        raise UserError(f"{to} is there already; name another folder with --to", code="already_exists")
     if not remote.startswith("/"):
-        raise UserError(f"{remote}: name the run's folder on the nodes, e.g. /shared/runs/{remote}, or give --storage")
+        raise UserError(
+            f"{remote}: name the run's folder on the nodes, e.g. /shared/runs/{remote}, or give --storage",
+            code="not_absolute",
+        )
     drafts.sweep(to)
     draft = drafts.Draft(to)
     try:
         inside = draft.folder / to.name
         inside.mkdir()
-        if code := _ray("rsync-down", str(file), f"{remote.rstrip('/')}/", f"{inside}/"):
-            raise UserError(f"ray rsync-down ended with {code}; see its lines above. Nothing is kept of it")
+        if code := ray("rsync-down", str(file), f"{remote.rstrip('/')}/", f"{inside}/"):
+            raise UserError(
+                f"ray rsync-down ended with {code}; see its lines above. Nothing is kept of it", code="launcher_failed"
+            )
         inside.rename(to)
     finally:
         shutil.rmtree(draft.folder, ignore_errors=True)
@@ -34,7 +45,7 @@ def bring(file: Path, remote: str, to: Path) -> None:
 def down(file: Path, yes: bool) -> int:
     """End every node of the file; returns the launcher's exit code. Without `yes` it asks first."""
     _there(file)
-    return _ray("down", str(file), *(["--yes"] if yes else []))
+    return run_ray("down", str(file), *(["--yes"] if yes else []))
 
 
 def head_ip(file: Path) -> str | None:
@@ -53,8 +64,6 @@ def head_ip(file: Path) -> str | None:
 def _there(file: Path) -> None:
     if not file.is_file():
         fix = f"{meant(file) or 'name the file that ray up was called with'}; a cluster that ray start made has none"
-        raise UserError(f"{file}: no such file; {fix}: copy from its head yourself, or give the run's --storage")
-
-
-def _ray(*words: str) -> int:
-    return subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *words], check=False).returncode
+        raise UserError(
+            f"{file}: no such file; {fix}: copy from its head yourself, or give the run's --storage", code="not_found"
+        )

@@ -73,10 +73,20 @@ def run_of(words: Sequence[str]) -> PurePosixPath | None:
         return None
     if out is None or not out.startswith("/"):
         reason = "must be the absolute path of a folder that all nodes share"
-        raise ConfigError([Problem("--out", out, reason, f"write --out /shared/runs/{words[0]}")])
+        raise ConfigError([Problem("--out", out, reason, f"write --out /shared/runs/{words[0]}", code="not_absolute")])
     if "--new" in words:
         reason = "a job that is asked for again goes on with its run, and this would begin another each time"
-        raise ConfigError([Problem("--new", None, reason, f"name another --out in its place, such as {out}-2")])
+        raise ConfigError(
+            [
+                Problem(
+                    "--new",
+                    None,
+                    reason,
+                    f"name another --out in its place, such as {out}-2",
+                    code="conflicting_settings",
+                )
+            ]
+        )
     return PurePosixPath(out)
 
 
@@ -87,15 +97,6 @@ def log_of(run: PurePosixPath) -> PurePosixPath:
 def stored(storage: str, name: str) -> str:
     """Where the storage has what is kept beside the run of that name: its log, NAME.log, and its folder, NAME.run."""
     return f"{storage.rstrip('/')}/{LOGS}/{name}"
-
-
-def run_in(log: str) -> str | None:
-    """The run folder that the first command of a job's log names; None where it is not told."""
-    found = re.search(r"^--- \S+ rtrain (.+)$", log, re.MULTILINE)
-    try:
-        return option(shlex.split(found[1]), "--out") if found else None
-    except ValueError:  # an argument of several lines
-        return None
 
 
 def identity(words: Sequence[str], run: PurePosixPath | None) -> str:
@@ -151,7 +152,17 @@ def meant(run: str, jobs: Sequence[str]) -> list[str]:
     bases = sorted({match[1] for job in jobs if (match := pattern.fullmatch(job))})
     if len(bases) > 1:
         several = ", ".join(base.removeprefix("rtrain-") for base in bases)
-        raise ConfigError([Problem("run", run, f"several jobs are called so: {several}", "write one of these names")])
+        raise ConfigError(
+            [
+                Problem(
+                    "run",
+                    run,
+                    f"several jobs are called so: {several}",
+                    "write one of these names",
+                    code="ambiguous_name",
+                )
+            ]
+        )
     return attempts(bases[0], jobs) if bases else []
 
 

@@ -49,7 +49,8 @@ def of(folder: Path, most: int = MOST_BYTES) -> Upload:
     if root.resolve() != folder.resolve():
         raise UserError(
             f"{folder} is a part of the checkout {root}, and a job takes it along as a whole; call it there, or "
-            f"write --folder {shlex.quote(str(root))}"
+            f"write --folder {shlex.quote(str(root))}",
+            code="part_of_checkout",
         )
     tracked = _git(folder, "ls-files", "-z", "--recurse-submodules")
     own = {folder.resolve() / name for name in tracked}
@@ -66,7 +67,8 @@ def of(folder: Path, most: int = MOST_BYTES) -> Upload:
         listed = "\n".join(f"  {size / 1e6:8.2f} MB  {name}" for name, size in found.files[:LARGEST])
         raise UserError(
             f"{folder}: its tracked files are {found.size / 1e6:.1f} MB, and a job takes {most / 1e6:.0f} along; the "
-            f"largest:\n{listed}\nKeep data out of git, and on the storage of the nodes; or give --most-mb"
+            f"largest:\n{listed}\nKeep data out of git, and on the storage of the nodes; or give --most-mb",
+            code="too_large",
         )
     return found
 
@@ -84,12 +86,15 @@ def _meant(folder: Path, name: str, own: Set[Path]) -> list[str]:
     elif path.is_dir():
         raise UserError(
             f"{path} is a repository in this one, and git lists no file of it here: git submodule update --init "
-            f"{shlex.quote(name)}, or take it out of git"
+            f"{shlex.quote(name)}, or take it out of git",
+            code="missing_submodule",
         )
     else:
         found = [name]
     if not found or any((folder / one).resolve() not in own for one in found):
-        raise UserError(f"{path} leads to {leads}, which git does not track here; take it out of git")
+        raise UserError(
+            f"{path} leads to {leads}, which git does not track here; take it out of git", code="untracked_link"
+        )
     return found
 
 
@@ -108,15 +113,20 @@ def _git(folder: Path, *words: str) -> list[str]:
     try:
         done = subprocess.run(["git", *words], cwd=folder, capture_output=True, check=False)
     except FileNotFoundError:
-        raise UserError("git is not here, by which the files of a job are chosen; install it") from None
+        raise UserError(
+            "git is not here, by which the files of a job are chosen; install it", code="not_installed"
+        ) from None
     if done.returncode:
         reason = done.stderr.decode(errors="replace").strip().splitlines()
         raise UserError(
             f"{folder} is no git work tree ({reason[-1] if reason else 'git failed'}), and a job takes along what git "
-            "tracks; name one with --folder, make one (git init, git add), or use ray job submit, which takes all files"
+            "tracks; name one with --folder, make one (git init), or use ray job submit, which takes all files",
+            code="no_git",
         )
     try:
         return [name.decode() for name in done.stdout.split(b"\0") if name]
     except UnicodeDecodeError as error:
         name = ascii(os.fsdecode(error.object))
-        raise UserError(f"{folder}: the name {name} is no UTF-8, and Ray takes no such file along; rename it") from None
+        raise UserError(
+            f"{folder}: the name {name} is no UTF-8, and Ray takes no such file along; rename it", code="not_utf8"
+        ) from None

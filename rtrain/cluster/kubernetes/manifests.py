@@ -9,10 +9,13 @@ asks them to end with a checkpoint.
 import json
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
 import yaml
 
 from rtrain.cluster import supply
@@ -87,8 +90,27 @@ def bucket_of(address: str) -> str:
     if found is None:
         reason = "only a bucket of Google's, mounted, takes a run's folder: it must append to files and rename them"
         fix = "write gs://NAME; elsewhere keep the claim, and write --set cluster.storage=s3://... in the job's verb"
-        raise ConfigError([Problem("--bucket", address, reason, fix)])
+        raise ConfigError([Problem("--bucket", address, reason, fix, code="unsupported_storage")])
     return found[1]
+
+
+NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
+"""KubeRay appends to a cluster's name; a name of Kubernetes has 63 characters at most."""
+MEMORY = re.compile(r"(\d+(?:\.\d+)?)([KMGT]i?|k)?")
+
+
+def check(settings: Settings) -> None:
+    """Raise `ConfigError` for a name or an amount of memory that Kubernetes refuses."""
+    problems = []
+    if not NAME.fullmatch(settings.name):
+        fix = "write up to 47 of a-z, 0-9 and -, a letter first"
+        problems.append(Problem("--name", settings.name, "is no name of Kubernetes", fix, code="invalid_name"))
+    if not MEMORY.fullmatch(settings.memory):
+        problems.append(
+            Problem("--memory", settings.memory, "is no amount of memory", "write e.g. 16Gi", code="invalid_amount")
+        )
+    if problems:
+        raise ConfigError(problems)
 
 
 class Part(NamedTuple):
@@ -135,6 +157,14 @@ def text(settings: Settings, kinds: Sequence[str] = ()) -> str:
     """The manifests as YAML, each under its comment; those of `kinds` alone, where some are named."""
     chosen = [part for part in parts(settings) if not kinds or part.manifest["kind"] in kinds]
     return "---\n".join(_commented(part) for part in chosen)
+
+
+def dockerfile(gpu: bool = False) -> str:
+    """The image of the pods, for the Python that runs here, so that both ends of a job have the same. With `gpu` torch
+    comes with CUDA."""
+    source = (Path(__file__).parent / "Dockerfile.j2").read_text(encoding="utf-8")
+    template = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True, autoescape=False).from_string(source)
+    return template.render(ray=RAY, python=f"{sys.version_info.major}.{sys.version_info.minor}", gpu=gpu)
 
 
 def _commented(part: Part) -> str:

@@ -1,83 +1,88 @@
-"""What is wrong in manifests for KubeRay, where its schemas say nothing: they take any text for an option of Ray, an
-entry point, a policy of restarts or an amount of memory, and any cluster without a token."""
+"""What is wrong in manifests for KubeRay, where its schemas say nothing: they take any cluster without a token, any
+entry point, and pods that go without a word. (kubeconform checks by the schemas, kube-linter rights and limits.)"""
 
-import re
+import importlib.util
+import posixpath
+import shlex
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
 
-from rtrain.cluster.kubernetes import amounts, manifests, policies, walk, work
-from rtrain.cluster.lint import secrets
-from rtrain.cluster.lint.around import Around
-from rtrain.cluster.lint.document import Document
-from rtrain.cluster.lint.findings import Finding, Found, Level
-from rtrain.cluster.lint.nodes import EVERYONE
-from rtrain.cluster.lint.pins import NAME_DIGEST, find_unpinned
+import yaml
+
+from rtrain.cluster.jobs import naming
+from rtrain.cluster.kubernetes import manifests
+from rtrain.cluster.lint.clouds import get
+from rtrain.cluster.lint.document import Document, Place
+from rtrain.cluster.lint.findings import Around, Finding, Found, Level
 from rtrain.cluster.lint.shell import options
+from rtrain.errors import ConfigError
 
 Documents = list[Document]
 Check = Callable[[Documents, Around], Found]
-ENUMS: Mapping[str, tuple[str, ...]] = {
-    "restartPolicy": ("Always", "OnFailure", "Never"),
-    "imagePullPolicy": ("Always", "IfNotPresent", "Never"),
-    "protocol": ("TCP", "UDP", "SCTP"),
-    "dnsPolicy": ("ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"),
-    "serviceType": ("ClusterIP", "NodePort", "LoadBalancer"),
-    "submissionMode": ("K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"),
-    "upscalingMode": ("Default", "Aggressive", "Conservative"),
-    "medium": ("", "Memory", "HugePages"),
-    "effect": ("NoSchedule", "PreferNoSchedule", "NoExecute"),
+CLUSTERS: Mapping[str, Place] = {
+    "RayCluster": ("spec",),
+    "RayJob": ("spec", "rayClusterSpec"),
+    "RayService": ("spec", "rayClusterConfig"),
 }
-"""Values that Kubernetes and KubeRay take, of fields that their schemas leave open or may."""
-MODES = ("ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod")
-NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-LETTER_FIRST = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-"""Names of KubeRay's own kinds (RFC 1035), which become those of services."""
-OWN_LABEL, OWN = "app.kubernetes.io/name", "kuberay"
-"""A label that KubeRay gives pods where their templates do not, and by which its services select the head."""
-LONGEST_NAME = 47
-"""KubeRay appends to a cluster's name; a name of Kubernetes has 63 characters at most."""
+"""Where each kind has its cluster."""
 VERSION = "k8s-version"
 """The rule that compares the Ray of the manifests with that of this machine."""
-OTHERS = ("Service", "ServiceAccount", "Secret", "ConfigMap", "Namespace")
-KINDS = (*walk.CLUSTERS, "PersistentVolumeClaim", "NetworkPolicy", *OTHERS)
+OWN_VOLUMES = ("emptyDir", "configMap", "secret", "downwardAPI", "projected", "ephemeral")
+"""Kinds of volumes that are a pod's own, or hold no run."""
 
 
-def kinds(documents: Documents, around: Around) -> Found:
+@dataclass(frozen=True)
+class Part:
+    """A part of a document."""
+
+    document: Document
+    place: Place
+
+    @property
+    def value(self) -> Any:
+        return self.document.get(*self.place)
+
+    def get(self, *inner: str | int) -> Any:
+        return get(self.value, *inner)
+
+    def line(self, *inner: str | int) -> int:
+        return self.document.line(*self.place, *inner)
+
+    def within(self, *inner: str | int) -> "Part":
+        return Part(self.document, (*self.place, *inner))
+
+    def each(self, *inner: str | int) -> Iterator["Part"]:
+        """The elements of a list in it."""
+        found = self.get(*inner)
+        for number in range(len(found)) if isinstance(found, list) else ():
+            yield self.within(*inner, number)
+
+
+def kind(document: Document) -> str:
+    return str(document.get("kind"))
+
+
+def clusters(documents: list[Document]) -> Iterator[Part]:
     for document in documents:
-        version, kind = document.get("apiVersion"), walk.kind(document)
-        if kind not in KINDS:
-            yield document.line("kind"), f"the kind {kind} is not checked", f"write one of {', '.join(KINDS)}"
-        elif kind in walk.CLUSTERS and version != "ray.io/v1":
-            yield document.line("apiVersion"), f"KubeRay has no {kind} of {version}", "write apiVersion: ray.io/v1"
+        if (place := CLUSTERS.get(kind(document))) and isinstance(document.get(*place), dict):
+            yield Part(document, place)
 
 
-def names(documents: Documents, around: Around) -> Found:
-    for document in documents:
-        name, own = str(document.get("metadata", "name", default="")), walk.kind(document) in walk.CLUSTERS
-        if not (LETTER_FIRST if own else NAME).fullmatch(name) or len(name) > LONGEST_NAME:
-            what = f"the name {name!r} is none of Kubernetes', or too long for what KubeRay appends"
-            first = ", a letter first" if own else ""
-            yield document.line("metadata", "name"), what, f"write up to {LONGEST_NAME} of a-z, 0-9 and -{first}"
-    for group in walk.groups(documents):
-        called = group.get("template", "metadata", "labels", OWN_LABEL)
-        if called not in (None, OWN):
-            what = f"{OWN_LABEL}: {called} is in the place of KubeRay's own label: its services find no pod by theirs"
-            yield group.line("template", "metadata", "labels", OWN_LABEL), what, "leave it out, or use another label"
+def groups(documents: list[Document]) -> Iterator[Part]:
+    """Head and worker groups of all clusters."""
+    for cluster in clusters(documents):
+        yield cluster.within("headGroupSpec")
+        yield from cluster.each("workerGroupSpecs")
 
 
-def whole(documents: Documents, around: Around) -> Found:
-    """KubeRay's schemas leave out what a cluster cannot be without, where it may stand elsewhere."""
-    for document in documents:
-        place = walk.CLUSTERS.get(walk.kind(document))
-        if place and not isinstance(document.get(*place), dict):
-            what = f"a {walk.kind(document)} without {'.'.join(map(str, place))} has no cluster"
-            yield document.line(*place), what, "write it, as rtrain cluster kubernetes does"
-    for group in walk.groups(documents):
-        if not group.get("template", "spec", "containers"):
-            yield group.line("template", "spec"), "a group without a container starts no pod", "write containers"
+def is_head(group: Part) -> bool:
+    return group.place[-1] == "headGroupSpec"
 
 
 def token(documents: Documents, around: Around) -> Found:
-    for cluster in walk.clusters(documents):
+    for cluster in clusters(documents):
         if cluster.get("authOptions", "mode") != "token":
             what = "the cluster asks for no token: every pod that reaches it may run code there"
             yield cluster.line("authOptions", "mode"), what, "write authOptions: {mode: token}"
@@ -85,42 +90,21 @@ def token(documents: Documents, around: Around) -> Found:
 
 def versions(documents: Documents, around: Around) -> Found:
     here = around.version("ray")
-    for cluster in walk.clusters(documents):
+    for cluster in clusters(documents):
         if here and cluster.get("rayVersion") != here:
             what = f"rayVersion is {cluster.get('rayVersion')}, and this machine has {here}"
             yield cluster.line("rayVersion"), what, f"write rayVersion: {here}, with an image that has it"
 
 
-def images(documents: Documents, around: Around) -> Found:
-    for _, container in walk.containers(documents):
-        if (what := find_unpinned(container.get("image"))) is not None:
-            yield container.line("image"), what, NAME_DIGEST
-
-
-def start_parameters(documents: Documents, around: Around) -> Found:
-    from ray.scripts.scripts import start
-
-    known = {option for parameter in start.params for option in getattr(parameter, "opts", ())}
-    for group in walk.groups(documents):
-        for name, value in (group.get("rayStartParams") or {}).items():
-            line = group.line("rayStartParams", name)
-            if f"--{name}" not in known:
-                yield line, f"ray start has no option --{name}: the pod does not come up", "see ray start --help"
-            elif not isinstance(value, str):
-                yield line, f"{name} is no text, which KubeRay wants", f'write {name}: "{value}"'
-            elif name.endswith("-port") and not value.isdigit():
-                yield line, f"{name} is no port: {value}", "write a number in quotes"
-
-
 def head_tasks(documents: Documents, around: Around) -> Found:
-    for group in walk.groups(documents):
-        if walk.is_head(group) and group.get("rayStartParams", "num-cpus") != "0":
+    for group in groups(documents):
+        if is_head(group) and group.get("rayStartParams", "num-cpus") != "0":
             what = "tasks are placed on the head: where they use up its memory, the cluster goes with them"
             yield group.line("rayStartParams"), what, 'write rayStartParams: {num-cpus: "0"} for the head'
 
 
 def autoscaler(documents: Documents, around: Around) -> Found:
-    for cluster in walk.clusters(documents):
+    for cluster in clusters(documents):
         if cluster.get("enableInTreeAutoscaling") is not True:
             yield cluster.line("enableInTreeAutoscaling"), "workers do not come with the work", "write true"
         elif cluster.get("autoscalerOptions", "version") != "v2":
@@ -129,42 +113,29 @@ def autoscaler(documents: Documents, around: Around) -> Found:
         elif not cluster.get("autoscalerOptions", "idleTimeoutSeconds"):
             what = "no idle time is said: a pod without work is paid for as long as KubeRay's default"
             yield cluster.line("autoscalerOptions"), what, "write idleTimeoutSeconds: 300"
-    for group in walk.groups(documents):
+    for group in groups(documents):
         if group.get("template", "spec", "restartPolicy") != "Never":
             what = "a pod whose Ray has ended is started again in place, which the autoscaler takes for a new node"
             yield group.line("template", "spec", "restartPolicy"), what, "write restartPolicy: Never"
 
 
 def replicas(documents: Documents, around: Around) -> Found:
-    for group in walk.groups(documents):
-        if not walk.is_head(group):
+    for group in groups(documents):
+        if not is_head(group):
             least, now, most = (group.get(f"{name}eplicas") for name in ("minR", "r", "maxR"))
             if not 0 <= (least or 0) <= (least if now is None else now) <= (most or 0):
                 what = f"minReplicas {least}, replicas {now} and maxReplicas {most} do not rise"
                 yield group.line("replicas"), what, "write minReplicas <= replicas <= maxReplicas"
 
 
-def enums(documents: Documents, around: Around) -> Found:
-    for document in documents:
-        for place, value in document.walk():
-            allowed = ENUMS.get(str(place[-1]))
-            if allowed and isinstance(value, str) and value not in allowed:
-                yield document.line(*place), f"{place[-1]} cannot be {value}", f"write one of {', '.join(allowed)}"
-            if place[-1] == "accessModes" and isinstance(value, list):
-                for wrong in (mode for mode in value if mode not in MODES):
-                    yield document.line(*place), f"there is no access mode {wrong}", f"write one of {', '.join(MODES)}"
-            if place[-1] in ("containerPort", "targetPort") and isinstance(value, int) and not 0 < value < 1 << 16:
-                yield document.line(*place), f"{value} is no port", "write 1 to 65535"
-
-
 def leaving(documents: Documents, around: Around) -> Found:
-    for group in walk.groups(documents):
-        pod, is_head = group.within("template", "spec"), walk.is_head(group)
+    for group in groups(documents):
+        pod, of_head = group.within("template", "spec"), is_head(group)
         for container in list(pod.each("containers"))[:1]:
             command = list(map(str, container.get("lifecycle", "preStop", "exec", "command") or ()))
-            if ("rtrain.cluster.leave" if is_head else "rtrain.cluster.spot") not in command:
-                does = "tell its jobs" if is_head else "drain its node"
-                mend = "python -m rtrain.cluster.leave" if is_head else "python -m rtrain.cluster.spot now --wait"
+            if ("rtrain.cluster.leave" if of_head else "rtrain.cluster.spot") not in command:
+                does = "tell its jobs" if of_head else "drain its node"
+                mend = "python -m rtrain.cluster.leave" if of_head else "python -m rtrain.cluster.spot now --wait"
                 what = f"a pod that is to go does not {does}: the last updates are lost"
                 yield container.line("lifecycle"), what, f"let preStop run {mend}"
                 continue
@@ -177,60 +148,13 @@ def leaving(documents: Documents, around: Around) -> Found:
                 yield pod.line("terminationGracePeriodSeconds"), what, "give it more than the drain"
 
 
-def exposed(documents: Documents, around: Around) -> Found:
-    for document in documents:
-        for place, value in document.walk():
-            if place[-1] in ("serviceType", "type") and value in ("LoadBalancer", "NodePort"):
-                what = f"{value}: the cluster is reached from outside"
-                yield (
-                    document.line(*place),
-                    what,
-                    "write ClusterIP, with kubectl port-forward or a gateway that asks for a key",
-                )
-            if value in EVERYONE:
-                yield (
-                    document.line(*place),
-                    f"{value} is the whole internet",
-                    "name the pods, or the addresses that need it",
-                )
-            if place[-1] == "hostPort":
-                what = f"port {value} of the machine is the pod's: no NetworkPolicy closes it"
-                yield document.line(*place), what, "leave hostPort out"
-            if place[-1] == "enableIngress" and value is True:
-                yield document.line(*place), "the dashboard is put on the ingress", "leave enableIngress out"
-
-
-def rights(documents: Documents, around: Around) -> Found:
-    # KubeRay adds the autoscaler to the head's pod.
-    added = [
-        (cluster.within("headGroupSpec", "template"), cluster.within("autoscalerOptions"))
-        for cluster in walk.clusters(documents)
-        if cluster.get("enableInTreeAutoscaling") is True
-    ]
-    for pod, container in [*walk.containers(documents), *added]:
-        own, name = container.get("securityContext") or {}, container.get("name") or "the autoscaler's container"
-        root = pod.get("spec", "securityContext", "runAsNonRoot") is not True and own.get("runAsNonRoot") is not True
-        if own.get("privileged") or own.get("allowPrivilegeEscalation") is not False:
-            what = f"{name} may take rights of its machine"
-            yield container.line("securityContext"), what, "write securityContext: {allowPrivilegeEscalation: false}"
-        elif root:
-            yield pod.line("spec"), f"{name} may run as root", "write runAsNonRoot: true"
-    for pod in walk.pods(documents):
-        for name in ("hostNetwork", "hostPID", "hostIPC"):
-            if pod.get("spec", name):
-                yield pod.line("spec", name), f"{name}: the pod has a part of its machine", "leave it out"
-        for volume in pod.each("spec", "volumes"):
-            if volume.get("hostPath"):
-                yield volume.line("hostPath"), "the pod mounts a folder of its machine", "use a claim"
-
-
 def storage(documents: Documents, around: Around) -> Found:
-    claims = {str(one.get("metadata", "name")): one for one in documents if walk.kind(one) == "PersistentVolumeClaim"}
+    claims = {str(one.get("metadata", "name")): one for one in documents if kind(one) == "PersistentVolumeClaim"}
     for name, claim in claims.items():
         if "ReadWriteMany" not in (claim.get("spec", "accessModes") or ()):
             what = f"{name} is written by one machine alone, and checkpoints are written by all"
             yield claim.line("spec", "accessModes"), what, "write accessModes: [ReadWriteMany]"
-    for group in walk.groups(documents):
+    for group in groups(documents):
         pod = group.within("template", "spec")
         volumes = {str(volume.get("name")): volume for volume in pod.each("volumes")}
         for container in pod.each("containers"):
@@ -258,50 +182,100 @@ def storage(documents: Documents, around: Around) -> Found:
                 )
 
 
-def secret(documents: Documents, around: Around) -> Found:
-    if documents:  # all have the text of the whole file
-        yield from secrets.in_file(documents[0], around)
-    for _, container in walk.containers(documents):
-        for variable in container.each("env"):
-            if name := secrets.found(f"{variable.get('name')}={variable.get('value') or ''}"):
-                what = f"{name} is the value of {variable.get('name')}: whoever reads the file or the pod's form has it"
-                yield variable.line("value"), what, "take it from a Secret, by valueFrom: {secretKeyRef: ...}"
-
-
-def key_twice(documents: Documents, around: Around) -> Found:
-    from rtrain.cluster.lint.lint import twice
-
+def jobs(documents: list[Document], around: Around) -> Found:
     for document in documents:
-        yield from twice(document, around)
+        if kind(document) != "RayJob":
+            continue
+        entry = str(document.get("spec", "entrypoint", default=""))
+        again = naming.ENTRY in entry or "--resume" in entry
+        if not again:
+            what = "the entry point begins anew where it is tried again"
+            yield document.line("spec", "entrypoint"), what, f"start it by python -m {naming.ENTRY} VERB ..."
+        if not document.get("spec", "backoffLimit"):
+            yield (
+                document.line("spec", "backoffLimit"),
+                "a job that fails once is not tried again",
+                "write backoffLimit: 3",
+            )
+        if document.get("spec", "shutdownAfterJobFinishes") is not True:
+            what = "the job's cluster stays, and is paid for"
+            yield document.line("spec", "shutdownAfterJobFinishes"), what, "write shutdownAfterJobFinishes: true"
+        line = document.line("spec", "entrypoint")
+        try:
+            words = shlex.split(entry)
+        except ValueError as error:
+            yield line, f"the entry point is no command: {error}", "mend its quotes"
+            continue
+        verb = words[words.index(naming.ENTRY) + 1 :] if naming.ENTRY in words else []
+        if verb and around.verbs and verb[0] not in around.verbs:
+            yield line, f"rtrain has no verb {verb[0]}", f"it has {', '.join(sorted(around.verbs))}"
+        try:
+            run = naming.run_of(verb)
+        except ConfigError as error:
+            for problem in error.problems:
+                yield line, f"{problem.field}: {problem.reason}", problem.fix
+            continue
+        shared = _shared(document)
+        if run and not any(PurePosixPath(posixpath.normpath(run)).is_relative_to(folder) for folder in shared):
+            what = f"--out: {run} is in no folder that the job's pods share, and goes with its pod"
+            below = min(shared, default=manifests.SHARED)
+            yield line, what, f"write --out {below}/runs/{run.name}"
 
 
-RULES: tuple[tuple[str, Level, Check, str], ...] = (
-    ("k8s-key-twice", "error", key_twice, "YAML keeps the last of two equal keys and says nothing."),
-    ("k8s-kind", "error", kinds, "What is not known is not checked."),
-    ("k8s-name", "error", names, "Kubernetes refuses other names."),
-    ("k8s-whole", "error", whole, "KubeRay refuses half a cluster, after the schema took it."),
-    ("k8s-token", "error", token, "Without a token whoever reaches Ray may run code."),
-    (VERSION, "error", versions, "Both ends of a job must have the same Ray."),
-    ("k8s-image", "error", images, "An image that moves is another cluster tomorrow."),
-    ("k8s-start", "error", start_parameters, "Schemas take any option; Ray does not."),
-    ("k8s-head-tasks", "warning", head_tasks, "Tasks on the head can take the cluster with them."),
-    ("k8s-autoscaler", "error", autoscaler, "Workers come with the work, and go."),
-    ("k8s-replicas", "error", replicas, "Schemas do not compare numbers."),
-    ("k8s-memory", "error", amounts.memory, "A pod that takes more than it asked for is ended."),
-    ("k8s-quantity", "error", amounts.quantities, "Kubernetes refuses other amounts."),
-    ("k8s-enum", "error", enums, "Kubernetes refuses other values, after the schema took them."),
-    ("k8s-leaving", "error", leaving, "A pod that goes must let its run save."),
-    ("k8s-exposed", "error", exposed, "Whoever reaches Ray may run code."),
-    ("k8s-policy", "error", policies.check, "Without a policy all pods reach each other."),
-    ("k8s-rights", "error", rights, "A pod that is taken over should own nothing."),
-    ("k8s-storage", "error", storage, "Token stores, checkpoints and artefacts are read by every pod."),
-    ("k8s-job", "error", work.jobs, "A job that is tried again should go on."),
-    ("k8s-service", "error", work.services, "Requests go to pods that can answer them."),
-    ("k8s-secret", "error", secret, "A secret in a file is in its history."),
+def _shared(job: Document) -> set[str]:
+    """The folders that all pods of a job's cluster mount, and keep what is in them."""
+    found = []
+    for group in groups([job]):
+        pod = group.within("template", "spec")
+        kept = {str(one.get("name")) for one in pod.each("volumes") if not any(one.get(kind) for kind in OWN_VOLUMES)}
+        mounts = [one for container in pod.each("containers") for one in container.each("volumeMounts")]
+        found.append({str(one.get("mountPath")) for one in mounts if str(one.get("name")) in kept})
+    return set.intersection(*found) if found else set()
+
+
+def services(documents: list[Document], around: Around) -> Found:
+    for document in documents:
+        if kind(document) != "RayService":
+            continue
+        line = document.line("spec", "serveConfigV2")
+        try:
+            config = yaml.safe_load(str(document.get("spec", "serveConfigV2", default="")))
+        except yaml.YAMLError as error:
+            yield line, f"serveConfigV2 is no YAML: {getattr(error, 'problem', error)}", "mend it"
+            continue
+        for application in get(config, "applications") or [{}]:
+            path = str(get(application, "import_path") or "")
+            module = path.partition(":")[0]
+            if not module or (module.startswith(("serve", "rtrain")) and not _exists(module)):
+                yield line, f"nothing is imported by the path {path!r}", "write serve.service:application"
+        for group in groups([document]):
+            container = group.within("template", "spec", "containers", 0)
+            if not is_head(group) and container.get("readinessProbe", "httpGet", "path") != "/v2/health/ready":
+                what = "a pod gets requests before its model is ready"
+                yield container.line("readinessProbe"), what, "probe /v2/health/ready on the port of Serve"
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+RULES: tuple[tuple[str, Level, Check], ...] = (
+    ("k8s-token", "error", token),
+    (VERSION, "error", versions),
+    ("k8s-head-tasks", "warning", head_tasks),
+    ("k8s-autoscaler", "error", autoscaler),
+    ("k8s-replicas", "error", replicas),
+    ("k8s-leaving", "error", leaving),
+    ("k8s-storage", "error", storage),
+    ("k8s-job", "error", jobs),
+    ("k8s-service", "error", services),
 )
 
 
 def check(documents: Documents, around: Around) -> Iterator[Finding]:
-    for name, level, look, _ in RULES:
+    for name, level, look in RULES:
         for line, what, mend in look(documents, around):
             yield Finding(name, level, line, what, mend)

@@ -26,12 +26,6 @@ class Cloud:
     instance: tuple[str, ...]
     """Where the name of the instance type stands."""
     is_spot: Callable[[Settings], bool]
-    image: tuple[str | int, ...]
-    """Where the image stands."""
-    moves: Callable[[Any], bool]
-    """Whether the image of that name is another one tomorrow."""
-    network: tuple[str, ...]
-    """Where the network of the node stands, without which Ray takes or makes one; empty where a node has no say."""
     internal: Callable[[Settings, Settings], bool]
     """Whether a node of such a provider and node_config has no public address."""
 
@@ -40,10 +34,6 @@ def _gcp_spot(node: Settings) -> bool:
     scheduling = node.get("scheduling") or {}
     parts: list[Settings] = scheduling if isinstance(scheduling, list) else [scheduling]
     return any(get(part, "preemptible") or get(part, "provisioningModel") == "SPOT" for part in parts)
-
-
-def _gcp_moves(image: Any) -> bool:
-    return image is None or "/family/" in str(image)
 
 
 def _gcp_internal(provider: Settings, node: Settings) -> bool:
@@ -63,9 +53,6 @@ CLOUDS: dict[str, Cloud] = {
     "aws": Cloud(
         instance=("InstanceType",),
         is_spot=lambda node: get(node, "InstanceMarketOptions", "MarketType") == "spot",
-        image=("ImageId",),
-        moves=lambda image: image is None,
-        network=("SubnetIds", "SecurityGroupIds"),
         internal=lambda provider, node: (
             _internal(provider, node)
             and not any(get(face, "AssociatePublicIpAddress") for face in node.get("NetworkInterfaces") or ())
@@ -74,17 +61,11 @@ CLOUDS: dict[str, Cloud] = {
     "gcp": Cloud(
         instance=("machineType",),
         is_spot=_gcp_spot,
-        image=("disks", 0, "initializeParams", "sourceImage"),
-        moves=_gcp_moves,
-        network=("networkInterfaces",),
         internal=_gcp_internal,
     ),
     "azure": Cloud(
         instance=("azure_arm_parameters", "vmSize"),
         is_spot=lambda node: str(get(node, "azure_arm_parameters", "priority")).lower() == "spot",
-        image=("azure_arm_parameters", "imageVersion"),
-        moves=lambda image: image in (None, "latest"),
-        network=(),
         internal=_internal,
     ),
 }

@@ -25,8 +25,6 @@ class Document:
     value: Any
     lines: Mapping[Place, int]
     """Line, from 1, at which the key of an entry stands, or an element begins."""
-    twice: tuple[tuple[Place, int], ...] = ()
-    """Keys that a mapping has a second time, with the line of that. YAML's readers keep the last one in silence."""
 
     def get(self, *place: str | int, default: Any = None) -> Any:
         """The value at a place; `default` where there is none."""
@@ -74,18 +72,13 @@ class Unreadable(Exception):
 class _Reading:
     loader: yaml.SafeLoader
     lines: dict[Place, int] = field(default_factory=dict)
-    twice: list[tuple[Place, int]] = field(default_factory=list)
 
     def take(self, node: yaml.Node, place: Place) -> None:
         if isinstance(node, yaml.MappingNode):
-            seen = set()
             for key, value in node.value:
                 # `<<`, which takes over another map's entries, has no value of its own.
                 merged = key.tag == "tag:yaml.org,2002:merge"
                 name = key.value if merged else self.loader.construct_object(key, deep=True)
-                if name in seen:
-                    self.twice.append(((*place, name), key.start_mark.line + 1))
-                seen.add(name)
                 self.lines[(*place, name)] = key.start_mark.line + 1
                 self.take(value, (*place, name))
         elif isinstance(node, yaml.SequenceNode):
@@ -106,7 +99,7 @@ def read(text: str) -> list[Document]:
             value = loader.construct_document(node)
             if value is not None:
                 reading.lines[()] = node.start_mark.line + 1
-                found.append(Document(text, value, reading.lines, tuple(reading.twice)))
+                found.append(Document(text, value, reading.lines))
     # RecursionError: an alias inside of its own anchor. ValueError: a date that the calendar has not.
     except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -123,7 +116,7 @@ def number(value: object, name: str) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     fix = "write a number; rtrain cluster lint says what else"
-    raise ConfigError([Problem(f"{name} of the cluster's file", value, "is no number", fix)])
+    raise ConfigError([Problem(f"{name} of the cluster's file", value, "is no number", fix, code="wrong_type")])
 
 
 def mapping(value: object, name: str) -> dict[Any, Any]:
@@ -132,4 +125,4 @@ def mapping(value: object, name: str) -> dict[Any, Any]:
     if value is None or isinstance(value, dict):
         return value or {}
     fix = f"write {name.rpartition('.')[2]}: {{NAME: VALUE}}; rtrain cluster lint says what else"
-    raise ConfigError([Problem(f"{name} of the cluster's file", value, "is no map", fix)])
+    raise ConfigError([Problem(f"{name} of the cluster's file", value, "is no map", fix, code="wrong_type")])

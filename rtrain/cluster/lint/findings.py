@@ -1,13 +1,17 @@
-"""What a check of a cluster's file has found, as text and as SARIF 2.1.0."""
+"""What a check of a cluster's file has found, and what the file is read beside."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import functools
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
 
-from rtrain import __version__
-from rtrain.cluster.lint.document import Document, Place
+from rtrain.cluster.lint.document import Place
 
 Level = Literal["error", "warning"]
+Found = Iterator[tuple[int, str, str]]
+"""Line, what is wrong, and what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -24,26 +28,6 @@ class Finding:
         return f"{file}:{self.line}: {self.level}: {self.what}; {self.mend} [{self.rule}]"
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One thing that may be wrong in a file, and how to find it."""
-
-    name: str
-    level: Level
-    why: str
-    """A sentence: what goes wrong otherwise."""
-    look: "Look"
-
-    def findings(self, document: Document) -> Iterator[Finding]:
-        for line, what, mend in self.look(document):
-            yield Finding(self.name, self.level, line, what, mend)
-
-
-Found = Iterator[tuple[int, str, str]]
-"""Line, what is wrong, and what to write instead."""
-Look = Callable[[Document], Found]
-
-
 def shown(place: Place) -> str:
     """A place as people write it: `provider.region`, `setup_commands[2]`."""
     text = ""
@@ -52,45 +36,27 @@ def shown(place: Place) -> str:
     return text or "the file"
 
 
-def sarif(findings: Sequence[Finding], rules: Sequence[Rule], file: str) -> dict[str, Any]:
-    """The findings in the Static Analysis Results Interchange Format, version 2.1.0 (OASIS)."""
-    names = [rule.name for rule in rules]
-    return {
-        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
-        "version": "2.1.0",
-        "runs": [
-            {
-                "tool": {
-                    "driver": {
-                        "name": "rtrain cluster lint",
-                        "version": __version__,
-                        "rules": [
-                            {
-                                "id": rule.name,
-                                "shortDescription": {"text": rule.why},
-                                "defaultConfiguration": {"level": rule.level},
-                            }
-                            for rule in rules
-                        ],
-                    }
-                },
-                "results": [
-                    {
-                        "ruleId": finding.rule,
-                        "ruleIndex": names.index(finding.rule),
-                        "level": finding.level,
-                        "message": {"text": f"{finding.what}; {finding.mend}"},
-                        "locations": [
-                            {
-                                "physicalLocation": {
-                                    "artifactLocation": {"uri": file},
-                                    "region": {"startLine": finding.line},
-                                }
-                            }
-                        ],
-                    }
-                    for finding in findings
-                ],
-            }
-        ],
-    }
+@functools.cache
+def installed(package: str) -> str | None:
+    """The version of an installed package; None without."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a file is read beside: the folder that it lies in, and what is installed where the check runs."""
+
+    folder: Path
+    version: Callable[[str], str | None] = installed
+    verbs: Collection[str] = field(default=())
+    """The verbs of rtrain's command line; none are checked where it is empty."""
+
+    def constraints(self) -> dict[str, str]:
+        """Version by package, of the constraints.txt that lies beside the file."""
+        file = self.folder / "constraints.txt"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        pairs = (line.split(";")[0].strip().split("==") for line in lines if "==" in line)
+        return {name.strip().lower(): version.strip() for name, version in pairs}

@@ -6,16 +6,15 @@ file itself shows.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 
-from rtrain.cluster.lint import nodes, pins, running, secrets, spot
-from rtrain.cluster.lint.around import Around
+from rtrain.cluster.lint import nodes, running
 from rtrain.cluster.lint.clouds import CLOUDS
 from rtrain.cluster.lint.document import Document, Place, Unreadable, read
-from rtrain.cluster.lint.findings import Finding, Found, Level, Rule, shown
+from rtrain.cluster.lint.findings import Around, Finding, Found, Level, shown
 from rtrain.errors import UserError, meant
 
 Check = Callable[[Document, Around], Found]
@@ -37,11 +36,6 @@ def schema(document: Document, around: Around) -> Found:
         yield document.line("head_node_type"), what, f"write one of {', '.join(map(str, types))}"
 
 
-def twice(document: Document, around: Around) -> Found:
-    for place, line in document.twice:
-        yield line, f"{shown(place)} is written twice, and the first one is dropped", "write it once"
-
-
 def provider(document: Document, around: Around) -> Found:
     kind = document.get("provider", "type")
     if kind not in (None, "local", *CLOUDS):
@@ -49,82 +43,37 @@ def provider(document: Document, around: Around) -> Found:
         yield document.line("provider", "type"), what, f"write {', '.join(CLOUDS)} or local"
 
 
-RULES: tuple[tuple[str, Level, Check, str], ...] = (
-    ("schema", "error", schema, "Ray's launcher refuses the file."),
-    ("provider", "error", provider, "What is not known is not checked."),
-    ("key-twice", "error", twice, "YAML keeps the last of two equal keys and says nothing."),
-    ("open-to-all", "error", nodes.open_to_all, "Whoever reaches a port of Ray may run code."),
-    ("no-network", "error", nodes.no_network, "Ray's own networks admit SSH from anywhere."),
-    ("public-address", "error", nodes.public_address, "A node with a public address can be tried by everyone."),
-    ("metadata-service", "error", nodes.metadata_service, "It hands out the node's credentials."),
-    ("rights", "error", nodes.rights, "A node that is taken over should not rule the account."),
-    ("disk", "error", nodes.disks, "Disks are read after, and paid for after, their node."),
-    ("stopped-nodes", "error", nodes.stopped_nodes, "Stopped nodes cost, and keep old state."),
-    ("zone", "error", nodes.zone, "A zone lies in one region."),
-    ("spot-head", "error", spot.head, "With the head the cluster is lost."),
-    ("spot-watch", "warning", spot.watch, "A notice that nobody hears costs the updates since a checkpoint."),
-    ("spot-label", "warning", spot.label, "A spot node that is lost is no crash of the run."),
-    ("spot-request", "error", spot.request, "What is taken away should be gone, and not be paid for."),
-    ("head-tasks", "warning", nodes.head_without_tasks, "Tasks on the head can take the cluster with them."),
-    ("resources", "error", nodes.resources, "The autoscaler counts with what the file says."),
-    ("price", "warning", nodes.price, "What an hour may cost at most should be known before it is spent."),
-    ("limits", "error", nodes.unbounded, "The limits of a cluster are the limits of its bill."),
-    ("secret", "error", secrets.in_file, "A secret in a file is in its history, and on every node."),
-    ("credentials", "error", secrets.credentials, "The file is copied to the head."),
-    ("secret-file", "error", secrets.carried, "What is mounted is on every node."),
-    ("host-key", "error", secrets.host_key, "A tunnel to nobody knows whom is none."),
-    ("tls", "error", running.tls, "A token in plain text is everyone's on the way."),
-    ("token-mode", "error", secrets.token_mode, "Without a token whoever reaches Ray may run code."),
-    ("token-file", "error", secrets.token_file, "The token is for its owner alone."),
-    ("token-of-workers", "error", secrets.token_of_workers, "Workers join with the head's token."),
-    ("public-storage", "error", secrets.public_storage, "Public data can be read, and replaced, by anyone."),
-    ("image", "error", pins.images, "An image that moves is another cluster tomorrow."),
-    ("package", "error", pins.packages, "A package without a version is another one tomorrow."),
-    ("hashes", "warning", pins.hashes, "A version is a name; a digest is the file."),
-    ("runtime-env", "error", running.runtime_env, "What runs on nodes is installed before, and pinned."),
-    ("script", "error", pins.scripts, "What is fetched and run at once was read by nobody."),
-    ("version", "error", pins.versions, "Both ends of a job must have the same Ray and rtrain."),
-    ("mount", "error", pins.missing_mounts, "Nodes need what the setup commands install."),
-    ("dashboard", "error", running.dashboard, "The job API runs anyone's code."),
-    ("client-port", "error", running.client_port, "An open port that nobody uses serves others."),
-    ("option", "error", running.options_known, "Ray does not start with an option that it does not know."),
-    ("port", "error", running.ports, "Two services cannot have one port."),
-    ("autoscaler", "error", running.autoscaler_file, "Without its file there is no autoscaler."),
-    ("address", "error", running.joined, "Workers that find no head are paid for, and do nothing."),
-    ("storage", "error", running.storage, "Token stores, checkpoints and artefacts are read by every node."),
-    ("hook", "error", running.hook, "Ray calls it by name when a node starts."),
-    ("name", "error", running.names, "A verb or recipe that is not there is found out on a paid node."),
-    ("room", "error", running.room, "A run that fits no cluster of the file is refused."),
+RULES: tuple[tuple[str, Level, Check], ...] = (
+    ("schema", "error", schema),
+    ("provider", "error", provider),
+    ("public-address", "error", nodes.public_address),
+    ("zone", "error", nodes.zone),
+    ("head-tasks", "warning", nodes.head_without_tasks),
+    ("resources", "error", nodes.resources),
+    ("limits", "error", nodes.unbounded),
+    ("spot-head", "error", nodes.spot_head),
+    ("spot-watch", "warning", nodes.spot_watcher),
+    ("spot-label", "warning", nodes.spot_label),
+    ("token-mode", "error", running.token_mode),
+    ("token-file", "error", running.token_file),
+    ("token-of-workers", "error", running.token_of_workers),
+    ("version", "error", running.versions),
+    ("mount", "error", running.missing_mounts),
+    ("dashboard", "error", running.dashboard),
+    ("autoscaler", "error", running.autoscaler_file),
+    ("address", "error", running.joined),
+    ("storage", "error", running.storage),
+    ("hook", "error", running.hook),
+    ("name", "error", running.names),
+    ("room", "error", running.room),
 )
 FILL_IN = "FILL-IN"
 UNEXPECTED = (TypeError, AttributeError, ValueError, KeyError, OverflowError)
 """What a rule raises where a value has another type than it reads, or is no finite number."""
-BESIDE = (
-    ("yaml", "What cannot be read cannot be checked."),
-    ("fill-in", "What is left to be filled in is known to the user alone."),
-)
-"""Rules that are no check of a document."""
 
 
-def rules(around: Around) -> list[Rule]:
-    def bound(check: Check) -> Callable[[Document], Found]:
-        return lambda document: check(document, around)
-
-    return [Rule(name, level, why, bound(check)) for name, level, check, why in RULES]
-
-
-def every_rule(around: Around) -> list[Rule]:
-    """Those of a launcher's file, of manifests, and those that are no check of a document."""
-    from rtrain.cluster.kubernetes import crd, rules as manifests
-
-    named = [(name, level, why) for name, level, _, why in manifests.RULES]
-    named += [(name, "error", why) for name, why in (*crd.RULES, *BESIDE)]
-    return rules(around) + [Rule(name, level, why, lambda document: iter(())) for name, level, why in named]
-
-
-def check(text: str, around: Around, definitions: Path | None = None) -> list[Finding]:
-    """What is wrong in a launcher's file or in manifests, in the order of their lines. `definitions`: a folder with
-    KubeRay's definitions, by which manifests are checked too."""
+def check(text: str, around: Around) -> list[Finding]:
+    """What is wrong in a launcher's file or in manifests, in the order of their lines."""
     try:
         documents = read(text)
     except Unreadable as error:
@@ -132,45 +81,37 @@ def check(text: str, around: Around, definitions: Path | None = None) -> list[Fi
     if not documents or not all(isinstance(document.value, dict) for document in documents):
         return [Finding("yaml", "error", 1, "the file is no map of settings", "write one, as rtrain cluster init does")]
     if "apiVersion" in documents[0].value:
-        found = list(_of_manifests(documents, around, definitions))
+        found = list(_of_manifests(documents, around))
     elif len(documents) > 1:
         what = f"the file holds {len(documents)} documents, and the launcher reads one"
         found = [Finding("yaml", "error", documents[1].line(), what, "write one map, as rtrain cluster init does")]
     else:
-        found = list(_found(documents[0], rules(around)))
+        found = list(_of_launcher(documents[0], around))
     return sorted(found, key=lambda finding: (finding.line, finding.rule))
 
 
-def _of_manifests(documents: list[Document], around: Around, definitions: Path | None) -> Iterator[Finding]:
-    from rtrain.cluster.kubernetes import crd, rules as manifests
+def _of_manifests(documents: list[Document], around: Around) -> Iterator[Finding]:
+    from rtrain.cluster.kubernetes import rules
 
-    broken = False
-    if definitions is not None:
-        for finding in crd.check(documents, crd.read(definitions)):
-            broken = True
-            yield finding
     try:
-        yield from manifests.check(documents, around)
+        yield from rules.check(documents, around)
     except UNEXPECTED as error:
-        if not broken:
-            what = f"a manifest is of another shape than KubeRay's ({error})"
-            yield Finding("yaml", "error", documents[0].line(), what, "check it with --definitions")
+        what = f"a manifest is of another shape than KubeRay's ({error})"
+        yield Finding("yaml", "error", documents[0].line(), what, "check it with kubeconform and KubeRay's definitions")
 
 
-def _found(document: Document, chosen: Sequence[Rule]) -> Iterator[Finding]:
+def _of_launcher(document: Document, around: Around) -> Iterator[Finding]:
     """The findings of all rules; where the schema is broken, those of the rules that can be asked still."""
     broken = False
-    for rule in chosen:
+    for name, level, look in RULES:
         try:
-            for finding in rule.findings(document):
-                broken = broken or rule.name == "schema"
-                yield finding
+            for line, what, mend in look(document, around):
+                broken = broken or name == "schema"
+                yield Finding(name, level, line, what, mend)
         except UNEXPECTED as error:
             if not broken:  # Ray's schema leaves open what a cloud is told of its machines
                 what = f"a value is of another shape than the cloud's: {error}"
-                yield Finding(
-                    rule.name, "error", document.line("available_node_types"), what, "see the cloud's own form"
-                )
+                yield Finding(name, "error", document.line("available_node_types"), what, "see the cloud's own form")
 
 
 def to_fill_in(text: str) -> list[int]:
@@ -206,6 +147,8 @@ def read_file(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{file}: no such file; {meant(file) or 'rtrain cluster init writes one'}") from None
+        raise UserError(
+            f"{file}: no such file; {meant(file) or 'rtrain cluster init writes one'}", code="not_found"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from None
+        raise UserError(f"{file} cannot be read: {error}", code="unreadable") from None

@@ -1,13 +1,14 @@
-"""Rules about nodes: who reaches them, what they may do, what they are made of, what they cost."""
+"""Rules about nodes: who reaches them, where they are, what they are made of, which of them may be taken away."""
 
 import re
+from collections.abc import Iterator
 
+from rtrain.cluster import supply
 from rtrain.cluster.instances import BY_NAME
-from rtrain.cluster.lint.around import Around
-from rtrain.cluster.lint.clouds import get, nodes
+from rtrain.cluster.lint.clouds import Node, get, nodes
 from rtrain.cluster.lint.document import Document
-from rtrain.cluster.lint.findings import Found, shown
-from rtrain.cluster.supply import MAX_WORKERS
+from rtrain.cluster.lint.findings import Around, Found, shown
+from rtrain.cluster.lint.shell import WORKER_START, Command, commands, parts
 
 ZONES = {"aws": r"(?:[a-z]|-[a-z0-9-]+-\d+[a-z]?)", "gcp": r"-[a-z]+\d*[a-z]?"}
 """What follows the region in the name of a zone; those of AWS are also Local Zones and Wavelength Zones, as
@@ -18,28 +19,8 @@ REGIONS = re.compile(
 )
 """Where a file names its region or zone beside its provider: the host of a file system, a subnetwork, the tunnel to a
 node. In another region or zone they are not found."""
-EVERYONE = ("0.0.0.0/0", "::/0")
 LONGEST_IDLE_MINUTES = 60
-
-
-def open_to_all(document: Document, around: Around) -> Found:
-    for place, value in document.walk():
-        if isinstance(value, str) and value.strip() in EVERYONE:
-            what = f"{shown(place)} lets in the whole internet ({value})"
-            yield document.line(*place), what, "write the addresses that need it, or reach nodes by a proxy"
-
-
-def no_network(document: Document, around: Around) -> Found:
-    group = document.get("provider", "security_group", "IpPermissions")
-    for node in nodes(document):
-        own = [key for key in node.cloud.network if node.config.get(key)]
-        faces = node.config.get("NetworkInterfaces")
-        lacking = [] if faces else [key for key in node.cloud.network if key not in own]
-        if group and "SecurityGroupIds" in lacking:
-            lacking.remove("SecurityGroupIds")
-        for key in lacking:
-            what = f"{node.name} has no {key}: Ray takes one that exists, or makes one that admits SSH from anywhere"
-            yield document.line(*node.place()), what, f"name a private one under {shown(node.place(key))}"
+WATCHER = "rtrain.cluster.spot"
 
 
 def public_address(document: Document, around: Around) -> Found:
@@ -51,67 +32,6 @@ def public_address(document: Document, around: Around) -> Found:
             mend = "write use_internal_ips: true under provider, and no address of its own under node_config"
             yield document.line(*place), what, mend
             return
-
-
-def metadata_service(document: Document, around: Around) -> Found:
-    if document.get("provider", "type") != "aws":
-        return
-    for node in nodes(document):
-        options = node.config.get("MetadataOptions") or {}
-        if options.get("HttpTokens") != "required":
-            what = (
-                f"{node.name} answers version 1 of the metadata service, which hands credentials to forwarded requests"
-            )
-            yield (
-                document.line(*node.place("MetadataOptions", "HttpTokens")),
-                what,
-                "write MetadataOptions: {HttpTokens: required}",
-            )
-        elif options.get("HttpPutResponseHopLimit", 1) != 1:
-            what = (
-                f"the metadata service of {node.name} answers across a hop: a container on the node has its credentials"
-            )
-            yield (
-                document.line(*node.place("MetadataOptions", "HttpPutResponseHopLimit")),
-                what,
-                "write HttpPutResponseHopLimit: 1",
-            )
-
-
-def rights(document: Document, around: Around) -> Found:
-    if document.get("provider", "type") != "aws":
-        return
-    head = next((node.config.get("IamInstanceProfile") for node in nodes(document) if node.is_head), None)
-    for node in nodes(document):
-        profile = node.config.get("IamInstanceProfile")
-        if not profile:
-            what = f"{node.name} has no IamInstanceProfile: Ray gives the head one that may do all in EC2 and S3"
-            yield document.line(*node.place()), what, "name a profile with the rights that it needs, and no more"
-        elif not node.is_head and profile == head:
-            what = f"{node.name} has the head's rights: each worker may start and end instances"
-            yield (
-                document.line(*node.place("IamInstanceProfile")),
-                what,
-                "name a profile that may read the data, and no more",
-            )
-
-
-def disks(document: Document, around: Around) -> Found:
-    for node in nodes(document):
-        for number, device in enumerate(node.config.get("BlockDeviceMappings") or ()):
-            place, disk = node.place("BlockDeviceMappings", number, "Ebs"), get(device, "Ebs") or {}
-            if disk.get("Encrypted") is not True:
-                yield document.line(*place), f"a disk of {node.name} is not encrypted", "write Encrypted: true"
-            if disk.get("DeleteOnTermination") is not True:
-                what = f"a disk of {node.name} stays, and is paid for, when its node has ended"
-                yield document.line(*place), what, "write DeleteOnTermination: true"
-
-
-def stopped_nodes(document: Document, around: Around) -> Found:
-    provider = document.get("provider", default={})
-    if provider.get("type") in ("aws", "azure") and provider.get("cache_stopped_nodes") is not False:
-        what = "nodes are stopped and not ended: their disks are paid for, and they come back with old state"
-        yield document.line("provider", "cache_stopped_nodes"), what, "write cache_stopped_nodes: false under provider"
 
 
 def zone(document: Document, around: Around) -> Found:
@@ -136,7 +56,7 @@ def zone(document: Document, around: Around) -> Found:
 def head_without_tasks(document: Document, around: Around) -> Found:
     for node in nodes(document):
         cpus = get(node.kind, "resources", "CPU")
-        if node.is_head and cpus != 0 and document.get("max_workers", default=MAX_WORKERS):
+        if node.is_head and cpus != 0 and document.get("max_workers", default=supply.MAX_WORKERS):
             place = ("available_node_types", node.name, "resources")
             what = "tasks are placed on the head: where they use up its memory, the cluster goes with them"
             yield document.line(*place, "CPU"), what, "write resources: {CPU: 0} for the head"
@@ -155,28 +75,60 @@ def resources(document: Document, around: Around) -> Found:
                 yield document.line(*place), what, f"write GPU: {has}"
 
 
-def price(document: Document, around: Around) -> Found:
-    own = document.get("metadata", "prices", default={})
-    for node in nodes(document):
-        if node.instance and node.instance not in BY_NAME and node.instance not in own:
-            what = f"the price of {node.instance} is not known: no one can say what an hour costs at most"
-            mend = f"write it, in dollars an hour: metadata: {{prices: {{{node.instance}: 1.00}}}}"
-            yield document.line(*node.place(*node.cloud.instance)), what, mend
-
-
 def unbounded(document: Document, around: Around) -> Found:
     if document.get("max_workers") is None and document.get("available_node_types"):
-        what = f"there is no max_workers: Ray takes {MAX_WORKERS}, whatever the node types say"
+        what = f"there is no max_workers: Ray takes {supply.MAX_WORKERS}, whatever the node types say"
         yield 1, what, "write max_workers, the upper limit of what an hour can cost"
     idle = document.get("idle_timeout_minutes", default=5)
     if isinstance(idle, int | float) and idle > LONGEST_IDLE_MINUTES:
         what = f"a worker without work is paid for {idle:g} minutes"
         yield document.line("idle_timeout_minutes"), what, f"write {LONGEST_IDLE_MINUTES} or less; 5 is usual"
     kinds = document.get("available_node_types", default={})
-    most = document.get("max_workers", default=MAX_WORKERS)
+    most = document.get("max_workers", default=supply.MAX_WORKERS)
     for name, kind in kinds.items() if isinstance(kinds, dict) else ():
         least, limit = get(kind, "min_workers") or 0, get(kind, "max_workers")
         may = most if limit is None else min(limit, most)
         if least > may and name != document.get("head_node_type"):
             what = f"{name} asks for {least} nodes at least, and may have {may}"
             yield document.line("available_node_types", name, "min_workers"), what, "lower min_workers"
+
+
+def spot_head(document: Document, around: Around) -> Found:
+    for node in nodes(document):
+        if node.is_head and node.is_spot:
+            what = "the head is a spot node: with it the whole cluster goes, and its jobs"
+            yield document.line(*node.place()), what, "let the head be on demand"
+
+
+def _spot_workers(document: Document) -> list[Node]:
+    return [node for node in nodes(document) if node.is_spot and not node.is_head]
+
+
+def _watchers(document: Document) -> Iterator[tuple[Command, str | None]]:
+    """The commands that start the watcher, and the cloud that each is told."""
+    for command in commands(document):
+        for listed in parts(command.text):
+            if WATCHER in listed and not command.on_head_alone:
+                told = [word for word in listed[listed.index(WATCHER) + 1 :] if not word.startswith(("-", ">", "<"))]
+                yield command, told[0] if told else None
+
+
+def spot_watcher(document: Document, around: Around) -> Found:
+    spot, cloud = _spot_workers(document), document.get("provider", "type")
+    mend = f"start it in the background: python -m {WATCHER} {cloud} --address=$RAY_HEAD_IP:6379 &"
+    if spot and not any(_watchers(document)):
+        what = f"nobody listens for the spot notice of {spot[0].name}: its last updates are lost"
+        yield document.line(WORKER_START), what, mend
+    for command, told in _watchers(document) if spot else ():
+        if told != cloud:
+            does = f"asks the metadata service of {told}" if told else "is told no cloud, and ends at once"
+            what = f"the watcher {does}: nobody hears the spot notice of {spot[0].name}"
+            yield document.within(command.place, WATCHER), what, mend
+
+
+def spot_label(document: Document, around: Around) -> Found:
+    [(name, value)] = supply.SPOT.items()
+    for node in _spot_workers(document):
+        if not supply.has(node.kind.get("labels"), supply.SPOT):
+            what = f"{node.name} does not say that it is a spot node: each loss without a notice counts as a crash"
+            yield document.line("available_node_types", node.name, "labels"), what, f"write labels: {{{name}: {value}}}"

@@ -1,4 +1,4 @@
-"""Rules about how Ray is started, where runs are kept, and what the file calls by name."""
+"""Rules about how Ray is started, with which token and versions, where runs lie, and what the file calls by name."""
 
 import functools
 import importlib
@@ -6,11 +6,9 @@ import re
 
 from rtrain import config
 from rtrain.cluster import feasible, supply
-from rtrain.cluster.lint.around import Around
-from rtrain.cluster.lint.clouds import nodes
 from rtrain.cluster.lint.document import Document
-from rtrain.cluster.lint.findings import Found
-from rtrain.cluster.lint.shell import HEAD_START, commands, starts
+from rtrain.cluster.lint.findings import Around, Found, shown
+from rtrain.cluster.lint.shell import HEAD_START, WORKER_START, commands, starts
 
 OF_S3 = r"(?:^|[;&|({]|\bsudo\b)\s*(?:mount-s3|s3fs|goofys)\s+\S"
 BOOTSTRAP, DEFAULT_PORT = "ray_bootstrap_config.yaml", "6379"
@@ -19,6 +17,9 @@ MOUNTS = (
     r"\bmount\b[^;&|]*?-t\s+(?:nfs4?|efs|lustre|cifs|fuse\.\w+)\b(?P<tail>[^;&|)]*)"
     r"|\b(?:gcsfuse|blobfuse2)\b"
 )
+TOKEN = "/.ray/auth_token"
+OURS = ("ray", "rtrain")
+"""Packages of which nodes and this machine must have the same version."""
 
 
 def dashboard(document: Document, around: Around) -> Found:
@@ -28,67 +29,6 @@ def dashboard(document: Document, around: Around) -> Found:
             what = f"the dashboard and the job API listen on {host}"
             mend = "write --dashboard-host=127.0.0.1, and reach them by SSH: ray dashboard FILE"
             yield document.within(start.command.place, "--dashboard-host"), what, mend
-
-
-TLS = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
-ON = ("1", "true", "True")
-
-
-def tls(document: Document, around: Around) -> Found:
-    """Where nodes are reached over the internet, the token must not cross it in plain text; and TLS is for all or for
-    none."""
-    every = list(starts(document))
-    with_tls = [start for start in every if start.environment.get("RAY_USE_TLS") in ON]
-    public = any(not node.cloud.internal(document.get("provider", default={}), node.config) for node in nodes(document))
-    for start in every:
-        line = document.within(start.command.place, "ray start")
-        if start not in with_tls and (public or with_tls):
-            why = "other nodes have it, and do not talk to it" if with_tls else "the token crosses the internet"
-            mend = "export RAY_USE_TLS=1 with each node's certificate, or TLS nowhere, in a private network"
-            yield line, f"{start.command.place[0]} starts Ray without TLS: {why}", mend
-        lacking = [name for name in TLS if not start.environment.get(name)] if start in with_tls else []
-        if lacking:
-            what = f"{start.command.place[0]} starts Ray with TLS and without {', '.join(lacking)}: it does not start"
-            yield document.within(start.command.place, "RAY_USE_TLS"), what, "export the paths of the node's own files"
-
-
-def runtime_env(document: Document, around: Around) -> Found:
-    """What a job brings along is installed on the nodes while they are paid for, by whoever may submit it."""
-    for number, line in enumerate(document.text.splitlines(), 1):
-        given = re.search(r"--runtime-env-json[= ]|--runtime-env[= ](?!-)", line)
-        if given and (brought := re.search(r"\b(pip|conda|uv|py_modules|image_uri|container)\b", line[given.end() :])):
-            what = f"a job brings {brought[1]} along: each node fetches it anew, in whatever version there is then"
-            yield number, what, "install it in setup_commands, pinned; a job brings environment variables alone"
-
-
-def client_port(document: Document, around: Around) -> Found:
-    for start in starts(document):
-        if "--head" in start.options and not start.environment.get("RAY_START_HOOK"):
-            what = "the head opens the Ray Client's port, 10001, which rtrain does not use"
-            mend = "export RAY_START_HOOK=rtrain.cluster.session.on_node_start before ray start"
-            yield document.within(start.command.place, "ray start"), what, mend
-
-
-def options_known(document: Document, around: Around) -> Found:
-    from ray.scripts import scripts
-
-    known = {option for parameter in scripts.start.params for option in getattr(parameter, "opts", ())}
-    for start in starts(document):
-        for name in start.options:
-            if name not in known:
-                what = f"ray start has no option {name}"
-                yield document.within(start.command.place, name), what, "see ray start --help"
-
-
-def ports(document: Document, around: Around) -> Found:
-    for start in starts(document):
-        seen: dict[str, str] = {}
-        for name, value in start.options.items():
-            if name.endswith("-port") and value.isdigit() and value != "0":
-                if value in seen:
-                    what = f"{name} and {seen[value]} are both {value}: Ray does not start"
-                    yield document.within(start.command.place, f"{name}={value}"), what, "give each a port of its own"
-                seen[value] = name
 
 
 def autoscaler_file(document: Document, around: Around) -> Found:
@@ -139,22 +79,21 @@ def storage(document: Document, around: Around) -> Found:
         where = f"on the {next(iter(here))} alone" if here else "nowhere"
         what = f"a folder that all nodes share is mounted {where}: checkpoints of one node are not there for the others"
         yield document.line("setup_commands"), what, "mount one (NFS, EFS, Filestore) in setup_commands"
-    region = document.get("provider", "region")
     for command, match in found:
         tail = match.group("tail") or ""
         if re.search(r"(?:^|[\s,])soft(?:[\s,]|$)", tail):
             what = "a soft mount: where the storage is away for a moment, a write fails and a checkpoint breaks"
             yield document.within(command.place, "soft"), what, "mount it hard"
-        other = re.search(r"\.efs\.([a-z0-9-]+)\.amazonaws\.com", tail)
-        if other and region and other[1] != region:
-            what = f"the file system is in {other[1]}, the nodes are in {region}: they cannot reach it"
-            yield document.within(command.place, ".efs."), what, f"name one in {region}"
 
 
 def hook(document: Document, around: Around) -> Found:
     for start in starts(document):
         name = start.environment.get("RAY_START_HOOK")
         module, _, attribute = (name or "").rpartition(".")
+        if "--head" in start.options and not name:
+            what = "the head opens the Ray Client's port, 10001, which rtrain does not use"
+            mend = "export RAY_START_HOOK=rtrain.cluster.session.on_node_start before ray start"
+            yield document.within(start.command.place, "ray start"), what, mend
         if name and not (module.startswith("rtrain.") and _has(module, attribute)):
             what, mend = f"there is no {name}: Ray does not start", "write rtrain.cluster.session.on_node_start"
             yield document.within(start.command.place, "RAY_START_HOOK"), what, mend
@@ -197,3 +136,72 @@ def room(document: Document, around: Around) -> Found:
     of = f"{wanted} {supply.NEEDS[needs.device]}s for workers and {needs.of(wanted).data} CPUs for their data tasks"
     what = f"no nodes that may be up together have {of}; there may be {feasible.told(may, needs)}"
     yield document.line("max_workers"), what, f"{feasible.remedy(may, needs, needs.of(wanted))} or take larger nodes"
+
+
+def token_mode(document: Document, around: Around) -> Found:
+    every = list(starts(document))
+    for name in (HEAD_START, WORKER_START):
+        if document.get(name) and not any(start.command.place[0] == name for start in every):
+            what = f"no command of {name} is seen to start Ray: nothing is known of its token and its ports"
+            yield document.line(name), what, "write ray start as a command of its own"
+    for start in every:
+        place = start.command.place
+        if start.environment.get("RAY_AUTH_MODE") != "token":
+            what = f"{shown(place)} starts Ray without token mode: whoever reaches a port of it may run code"
+            yield document.within(place, "ray start"), what, "export RAY_AUTH_MODE=token before ray start"
+        elif not start.environment.get("RAY_AUTH_TOKEN_PATH"):
+            what = f"{shown(place)} does not say where the token lies"
+            mend = "export RAY_AUTH_TOKEN_PATH=$HOME/.ray/auth_token before ray start"
+            yield document.within(place, "ray start"), what, mend
+
+
+def token_file(document: Document, around: Around) -> Found:
+    writes = [one for one in commands(document) if re.search(r">\s*\S*auth_token", one.text)]
+    for command in writes:
+        if not re.search(r"umask 0?[0-7]?77\b|chmod (?:0?600|u=rw)", command.text):
+            what = "the token's file is readable by every user of the node"
+            yield document.within(command.place, "auth_token"), what, "write it under umask 077"
+    mounted = [str(name) for name in document.get("file_mounts", default={}) or {}]
+    if not writes and not any(name.endswith(TOKEN) for name in mounted) and any(starts(document)):
+        what = "no command makes the token, and none is copied: Ray does not start in token mode"
+        yield document.line(HEAD_START), what, f"make it first in {HEAD_START}, under umask 077"
+
+
+def token_of_workers(document: Document, around: Around) -> Found:
+    synced = [*(document.get("cluster_synced_files") or ()), *(document.get("file_mounts") or {})]
+    if document.get(WORKER_START) and document.get(HEAD_START) and not any(str(one).endswith(TOKEN) for one in synced):
+        what = "the workers do not get the head's token, and cannot join"
+        yield document.line("cluster_synced_files"), what, "name the token's file in cluster_synced_files"
+
+
+def versions(document: Document, around: Around) -> Found:
+    pinned_fsspec = around.constraints().get("fsspec")
+    for number, line in enumerate(document.text.splitlines(), 1):
+        if (pin := re.search(r"\bs3fs==([\w.]+)", line)) and pinned_fsspec not in (None, pin[1]):
+            what = f"s3fs {pin[1]} wants fsspec {pin[1]}, and constraints.txt pins {pinned_fsspec}"
+            yield number, what, f"write s3fs=={pinned_fsspec}"
+        for package in OURS:
+            told = re.findall(rf"(?<![\w.-]){package}(?:\[[\w,\s]*\])?==([\d.]+\w*)", line)
+            told += re.findall(rf"\brayproject/{package}(?:-ml)?:(\d[\w.]*)", line)
+            told += re.findall(r"\bRay version that the nodes get \(([\d.]+)\)", line) if package == "ray" else []
+            here = around.version(package)
+            for version in told:
+                if here is not None and version != here:
+                    what = f"nodes get {package} {version}, and this machine has {here}"
+                    yield number, what, f"write {package}=={here}, or install {version} here"
+    mounted = document.get("file_mounts", default={}) or {}
+    for remote, local in mounted.items():
+        for package in OURS if str(local).endswith("constraints.txt") else ():
+            pinned, here = around.constraints().get(package), around.version(package)
+            if pinned and here and pinned != here:
+                what = f"nodes get {package} {pinned} by {local}, and this machine has {here}"
+                yield document.line("file_mounts", remote), what, f"install {package}=={pinned} here, or mend {local}"
+
+
+def missing_mounts(document: Document, around: Around) -> Found:
+    mounts = document.get("file_mounts", default={}) or {}
+    for remote, local in mounts.items():
+        path = around.folder / str(local)
+        if not str(local).startswith("~") and not path.exists():
+            what = f"{local}, which is to be copied to the nodes, is not there"
+            yield document.line("file_mounts", remote), what, "name a path relative to the folder of the file"

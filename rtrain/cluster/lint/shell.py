@@ -33,14 +33,6 @@ def commands(document: Document) -> Iterator[Command]:
             yield Command(place, value)
 
 
-def words(text: str) -> list[str]:
-    """A command's words; those of one with unbalanced quotes are parted at spaces."""
-    try:
-        return shlex.split(text)
-    except ValueError:
-        return text.split()
-
-
 @dataclass(frozen=True)
 class Start:
     """A `ray start` in a command."""
@@ -100,39 +92,3 @@ def options(listed: list[str]) -> dict[str, str]:
             following = listed[place + 1] if place + 1 < len(listed) else "--"
             found[name] = value if given else "" if following.startswith("-") else following
     return found
-
-
-@dataclass(frozen=True)
-class Install:
-    """A `pip install` in a command."""
-
-    command: Command
-    packages: tuple[str, ...]
-    constrained: bool
-    """Whether it names a file with versions (`-c`, `--constraint`, `-r`)."""
-    words: tuple[str, ...] = ()
-    """All that follows `install`."""
-
-
-FILES = ("-c", "--constraint", "-r", "--requirement")
-VALUED = (
-    *FILES,
-    *("-i", "--index", "--index-url", "--extra-index-url", "--torch-backend", "-f", "--find-links", "--trusted-host"),
-    *("-t", "--target", "--prefix", "--root", "-p", "--python", "--cache-dir", "--timeout", "--retries", "--proxy"),
-)
-"""Options of `pip install` and `uv pip install` that a word follows."""
-REDIRECTED = r"\s\d*(?:>>?|<)(?:&\d|\s*\S+)?"
-
-
-def installs(document: Document) -> Iterator[Install]:
-    for command in commands(document):
-        text = re.sub(REDIRECTED, " ", command.text)
-        for _, tail in re.findall(r"(pip3?|uv pip)\s+install\s([^;&|\n]*)", text):
-            listed = words(tail)
-            packages, skip = [], False
-            for word in listed:
-                if not skip and not word.startswith("-"):
-                    packages.append(word)
-                skip = word in VALUED
-            constrained = any(word.split("=")[0] in FILES for word in listed)
-            yield Install(command, tuple(packages), constrained, tuple(listed))

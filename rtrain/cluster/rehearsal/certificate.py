@@ -1,18 +1,14 @@
 """What a rehearsal has come to: measured on the cluster, judged here, and told. Pure."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rtrain.cluster.rehearsal.faults import Fault
-from rtrain.cluster.rehearsal.machines.commands import Commands
-from rtrain.cluster.rehearsal.measured import Node, Resized, Rows, Served, Weights
+from rtrain.cluster.rehearsal.measured import Node, Resized, Rows, Weights
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.cluster.rehearsal.ports import Listener
-
-SHORT = 100
-"""Characters of a command that are told."""
 
 
 @dataclass
@@ -26,7 +22,6 @@ class Certificate:
     """From the first job's start to the first node that came for it; None where no node was needed."""
     scale_down_s: float | None
     """From the end of the last job until only the file's fewest nodes were left; None where that did not come."""
-    upload: Mapping[str, Any]
     ports: Sequence[Listener]
     faults: Sequence[Fault]
     wanted_faults: int
@@ -38,19 +33,10 @@ class Certificate:
     """How many each start of the disturbed run had."""
     device: str
     """`gpu`: each worker took a GPU that was counted; else a CPU."""
-    served: Served | None
     resized: Resized | None
     """None where it was not asked for."""
     left_behind: Sequence[str]
     seconds: float
-    failed: Mapping[str, str] = field(default_factory=dict)
-    """Commands of the file that have failed, by the machine."""
-    commands: Mapping[str, Commands] | None = None
-    """By node type, what of the file's commands its nodes ran and did not; None where they were not made by these."""
-    file_ports: Mapping[str, Collection[int]] = field(default_factory=dict)
-    """The ports that the file gives to each role, where the nodes have them."""
-    dollars_of_run: float | None = None
-    """What the nodes cost while the disturbed run went on, on demand; None where a price is not known."""
     idled: int = 0
     """Worker nodes that were ended as idle before the disturbed run had begun, which then needed as many anew."""
     errors: Sequence[str] = field(default=())
@@ -62,21 +48,11 @@ class Certificate:
 
     @property
     def wanted_nodes(self) -> int | None:
-        """Worker nodes that the rehearsal needs in all: those of a run or of the endpoint, one in place of each that
-        was taken, and those that the next run needs anew."""
+        """Worker nodes that the rehearsal needs in all: those of a run, one in place of each that was taken, and those
+        that the next run needs anew."""
         if self.needed is None:
             return None
-        at_a_time, lost = max(self.needed, self.plan.least), len(self.faults)
-        if self.served is not None:
-            at_a_time, lost = max(at_a_time, self.served.nodes), lost + (self.served.lost is not None)
-        return at_a_time + lost + min(self.needed, self.idled)
-
-    def dollars_again(self, fault: Fault) -> float | None:
-        """What the updates cost that were computed again after a fault: their share of what the run's nodes cost."""
-        if self.dollars_of_run is None or not fault.is_over:
-            return None
-        computed = self.updates + sum(max(0, one.recomputed) for one in self.faults)
-        return round(self.dollars_of_run * fault.recomputed / max(1, computed), 6)
+        return max(self.needed, self.plan.least) + len(self.faults) + min(self.needed, self.idled)
 
     @property
     def dollars(self) -> float | None:
@@ -95,12 +71,6 @@ class Certificate:
         """Why it does not pass; nothing where it does."""
         found = list(self.errors)
         found += [one.text for one in sorted(self.ports) if not one.allowed]
-        found += [
-            f"{one.text}, which the file does not name"
-            for one in sorted(self.ports)
-            if one.allowed and one.port not in self.file_ports.get(one.role, (one.port,))
-        ]
-        found += [f"{machine}: the command failed: {command}" for machine, command in self.failed.items()]
         if not self.errors:
             if len(self.faults) < self.wanted_faults:
                 found.append(
@@ -114,7 +84,6 @@ class Certificate:
                 found.append("other weights than those of the undisturbed run, with the same workers")
             if self.weights is not None and not math.isfinite(self.weights.difference):
                 found.append("weights that are no finite numbers")
-            found += ["the run was not served"] if self.served is None else self.served.problems()
             found += [] if self.resized is None else self.resized.problems()
             if self.most_at_a_time > self.plan.most:
                 found.append(f"{self.most_at_a_time} worker nodes at a time, and the file allows {self.plan.most}")
@@ -133,13 +102,10 @@ class Certificate:
     def not_rehearsed(self) -> list[str]:
         """Where the cluster of the file is another one than this was."""
         plan = self.plan
-        parts = "images, disks and rights" if self.commands else "set-up commands, images, disks, addresses and rights"
         found = [
-            f"{parts}: rtrain cluster lint reads them",
+            "set-up commands, images, disks, addresses and rights: rtrain cluster lint reads them",
             "the network between nodes: all of them were on this machine, whose processors and memory they shared",
         ]
-        left = dict.fromkeys(text for found in (self.commands or {}).values() for text in found.left_out)
-        found += [f"a command that changes the system, or fetches something: {_short(text)}" for text in left]
         if plan.rehearsed_idle_s < plan.idle_s:
             found.append(f"idle nodes end after {plan.idle_s:.0f} s there, here after {plan.rehearsed_idle_s:.0f}")
         if plan.counts_gpus and self.device == "cpu":
@@ -177,24 +143,18 @@ class Certificate:
             "nodes_at_a_time": self.most_at_a_time,
             "scale_up_s": self.scale_up_s,
             "scale_down_s": self.scale_down_s,
-            "upload": dict(self.upload),
             "ports": [{**asdict(one), "allowed": one.allowed} for one in sorted(self.ports)],
-            "faults": [
-                {**asdict(one), "passed": one.passed, "dollars_again": self.dollars_again(one)} for one in self.faults
-            ],
+            "faults": [{**asdict(one), "passed": one.passed} for one in self.faults],
             "restarts": self.restarts,
             "updates": self.updates,
             "workers": list(self.workers),
             "device": self.device,
             "rows": None if self.rows is None else asdict(self.rows),
             "weights": None if self.weights is None else asdict(self.weights),
-            "served": None if self.served is None else asdict(self.served),
             "resized": None if self.resized is None else asdict(self.resized),
             "dollars": self.dollars,
-            "dollars_of_run": self.dollars_of_run,
             "dollars_an_hour_at_most": self.dollars_an_hour_at_most,
             "left_behind": list(self.left_behind),
-            "commands": None if self.commands is None else {name: asdict(one) for name, one in self.commands.items()},
             "not_rehearsed": self.not_rehearsed(),
             "seconds": self.seconds,
         }
@@ -214,7 +174,7 @@ class Certificate:
             f"worker nodes: {self.started} started, {needed}; {self.most_at_a_time} at a time, of {self.plan.most}; "
             f"first one after {_seconds(self.scale_up_s)}, idle ones gone after {_seconds(self.scale_down_s)}"
         )
-        lines += [_fault_text(fault, self.dollars_again(fault)) for fault in self.faults]
+        lines += [_fault_text(fault) for fault in self.faults]
         lines.append(f"{self.updates} updates, {self.restarts} restarts, workers {', '.join(map(str, self.workers))}")
         if self.rows is not None:
             order = "the undisturbed run's order" if self.rows.same_order else "ANOTHER ORDER"
@@ -223,8 +183,7 @@ class Certificate:
             same = "the undisturbed run's, bit for bit"
             other = f"relative difference {self.weights.difference:.1e} to the undisturbed run's"
             lines.append(f"weights: {same if self.weights.identical else other}")
-        lines += [part.text() for part in (self.served, self.resized) if part is not None]
-        lines += self._upload_lines()
+        lines += [self.resized.text()] if self.resized is not None else []
         closed = [one for one in self.ports if not one.allowed]
         lines.append(f"listening sockets: {len(self.ports)}, of which {len(closed)} are on no list")
         lines.append(
@@ -236,34 +195,22 @@ class Certificate:
         lines.append(f"{'passed' if self.passed else 'FAILED'} ({self.seconds:.0f} s)")
         return "\n".join(lines)
 
-    def _upload_lines(self) -> list[str]:
-        if not self.upload:
-            return []
-        lines = [f"upload: {self.upload['files']} tracked files, {self.upload['bytes'] / 1e6:.2f} MB; the largest:"]
-        return [*lines, *(f"  {size / 1e3:8.1f} kB  {name}" for name, size in self.upload["largest"])]
 
-
-def _fault_text(fault: Fault, dollars: float | None = None) -> str:
+def _fault_text(fault: Fault) -> str:
     if not fault.is_over:
         return f"{_what(fault)}: the run did not get over it"
     saved = "" if fault.seconds_to_checkpoint is None else f"checkpoint after {fault.seconds_to_checkpoint:.1f} s, "
     joined = ""
     if fault.seconds_after_join is not None:
         joined = f", with all workers {fault.seconds_after_join:.1f} s after a node had joined"
-    price = "" if dollars is None else f" for {_dollars(dollars)}"
     return (
         f"{_what(fault)} at update {fault.at_update}: {saved}training again after "
-        f"{fault.seconds_to_next_update:.1f} s{joined}, {fault.recomputed} updates computed again{price}"
+        f"{fault.seconds_to_next_update:.1f} s{joined}, {fault.recomputed} updates computed again"
     )
 
 
 def _what(fault: Fault) -> str:
     return f"{'spot notice' if fault.kind == 'notice' else 'killed without notice'} ({fault.node})"
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= SHORT else f"{line[: SHORT - 4]} ..."
 
 
 def _seconds(value: float | None) -> str:

@@ -24,8 +24,8 @@ NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
 CHECKPOINT_WITHIN_S, WHOLE_WITHIN_S = 10.0, 60.0
 """A notice leaves 30 s on the clouds that tell least. A third of it is for the checkpoint, as the rest is needed where
 storage is slow. A run that trains with fewer workers than it may for longer than a minute wastes the node that came."""
-WORKER, REPLICA = "ray::RayTrainWorker", "ray::ServeReplica"
-"""What the processes of workers, and of an endpoint's replicas, are called."""
+WORKER = "ray::RayTrainWorker"
+"""What the processes of workers are called."""
 
 
 @dataclass

@@ -34,13 +34,9 @@ class Follower:
     def __init__(self, made: Up, logs: Path, say: Say):
         self._made, self._logs, self._say = made, logs, say
         self._looked = 0.0
-        self._known = {made.site.metrics_port: ports.METRICS}
+        self._known = {made.metrics_port: ports.METRICS}
         self.listeners: set[ports.Listener] = set()
         """Every socket that was seen."""
-
-    def expect(self, port: int, role: str) -> None:
-        """Whoever listens on that port from now on has that role."""
-        self._known[port] = role
 
     def training(
         self, job: str, run: Run, name: str, saboteur: Saboteur | None = None, until: Callable[[Events], bool] = never
@@ -64,17 +60,18 @@ class Follower:
                     self._say(f"{name} run: {log[-1]['kind']}")
             elif time.monotonic() - quiet > QUIET_S:
                 self._made.jobs.stop(job)
-                raise Broken(f"the {name} run has logged nothing for {QUIET_S:.0f} s; see {self._logs}")
+                raise Broken(
+                    f"the {name} run has logged nothing for {QUIET_S:.0f} s; see {self._logs}", code="run_silent"
+                )
             elif time.monotonic() - shown > TOLD_EVERY_S and not log:
                 shown = time.monotonic()
                 self._say(f"{name} run: {status.lower()}, {len(self._made.book.up()) - 1} worker nodes")
             time.sleep(LOOK_EVERY_S)
         if status != "SUCCEEDED" and not enough:
-            raise self.failed(job, f"the {name} run", status)
-
-    def failed(self, job: str, what: str, status: str) -> Broken:
-        lines = self._made.jobs.logs(job).strip().splitlines()[-12:]
-        return Broken("\n".join([f"{what} has ended as {status}; its last lines:", *lines]))
+            lines = self._made.jobs.logs(job).strip().splitlines()[-12:]
+            raise Broken(
+                "\n".join([f"the {name} run has ended as {status}; its last lines:", *lines]), code="run_failed"
+            )
 
     def status(self, job: str) -> str:
         """That of a job. A head on a busy machine may be late with its answer."""
@@ -87,7 +84,10 @@ class Follower:
                     raise
             else:
                 if found is None:
-                    raise Broken(f"the head has started anew, and knows the job {job} no more; see {self._logs}")
+                    raise Broken(
+                        f"the head has started anew, and knows the job {job} no more; see {self._logs}",
+                        code="head_restarted",
+                    )
                 return found.status
             time.sleep(LOOK_EVERY_S)
 

@@ -1,12 +1,21 @@
-"""What a rehearsal has measured, part by part. Pure."""
+"""What a rehearsal has measured: its nodes, and two runs of one recipe beside each other."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from rtrain.checkpoints import checkpoint
 from rtrain.cluster.rehearsal.faults import Fault
 from rtrain.cluster.rehearsal.machines.book import Machine
 from rtrain.cluster.rehearsal.plan import Plan
+from rtrain.proof import ledger
+from rtrain.run import Run
 
+Arrays = Mapping[str, npt.NDArray[Any]]
 SAME_WEIGHTS = 1e-8
 """Most that the weights of two layouts may differ in float64, where sums are added in another order."""
 ENDS = {"terminated": "idle", "left": "by itself", "killed": "killed", "down": "taken down"}
@@ -56,49 +65,6 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Served:
-    """What became of the endpoint."""
-
-    seconds: float
-    """From the request for the job until it answered."""
-    replicas: int
-    nodes: int
-    """On so many of them replicas were."""
-    asked: int
-    answers: int
-    equal: int
-    """Answers that are those of `rtrain predict`."""
-    refused: int
-    """Requests that were asked again, as nobody took them, or the node that did was lost."""
-    lost: str | None
-    """The node that was cut off in the middle; None where the replicas were on one node alone."""
-    longest_s: float
-    """The longest time for which a client waited, with its requests that were asked again."""
-    stopped_s: float
-    """From the request to stop until the job had ended."""
-    cut: int
-    """Requests that were taken after that, and not answered."""
-
-    def problems(self) -> list[str]:
-        found = []
-        if self.answers < self.asked:
-            found.append(f"the endpoint answered {self.answers} of {self.asked} requests")
-        if self.equal < self.answers:
-            found.append(f"{self.answers - self.equal} answers of the endpoint are not those of rtrain predict")
-        if self.cut:
-            found.append(f"{self.cut} requests were taken and not answered when the endpoint was stopped")
-        return found
-
-    def text(self) -> str:
-        lost = f"; {self.lost} cut off in the middle, {self.refused} requests asked again" if self.lost else ""
-        return (
-            f"served by {self.replicas} replicas on {self.nodes} nodes after {self.seconds:.0f} s: {self.answers} "
-            f"answers to {self.asked} requests, {self.equal} as rtrain predict gives them, the longest after "
-            f"{self.longest_s:.1f} s{lost}; stopped within {self.stopped_s:.0f} s, {self.cut} requests cut"
-        )
-
-
-@dataclass(frozen=True)
 class Resized:
     """What became of a run that lost a node at the cluster's cap, and got it back, beside one that did not: in float64
     and without dropout."""
@@ -108,11 +74,8 @@ class Resized:
     """How many each start had. The first may have fewer than the run may have: nodes come one after another."""
     update: int
     """The last one that both runs have a checkpoint of."""
-    agrees: bool
-    """Whether everything that the run wrote down is in the ledger that is computed anew."""
-    lost: int
-    repeated: int
-    same_order: bool
+    rows: Rows
+    """Those of that update, of which the order is compared."""
     difference: float
     """Norm of the difference of both runs' weights, over how far the steady run's weights moved in its second half."""
     started: int
@@ -126,7 +89,7 @@ class Resized:
         most = max(self.workers)
         if min(self.workers[self.workers.index(most) :]) == most or self.workers[-1] != most:
             found.append(f"the run was to go on smaller and to grow again; its starts had {list(self.workers)} workers")
-        if self.lost or self.repeated or not (self.agrees and self.same_order):
+        if self.rows.lost or self.rows.repeated or not (self.rows.agrees and self.rows.same_order):
             found.append("the run that was resized was trained on other rows than the steady one")
         if not self.difference <= SAME_WEIGHTS:
             found.append(f"the weights of the run that was resized are {self.difference:.1e} off the steady one's")
@@ -135,10 +98,11 @@ class Resized:
         return [*found, *(f"left behind: {one}" for one in self.left_behind)]
 
     def text(self) -> str:
+        rows = self.rows
         return (
             f"resized in float64: workers {', '.join(map(str, self.workers))}; training again "
-            f"{self.notice.seconds_to_next_update:.1f} s after the notice; at update {self.update} {self.lost} rows "
-            f"lost, {self.repeated} repeated, weights {self.difference:.1e} off a steady run's ({self.seconds:.0f} s)"
+            f"{self.notice.seconds_to_next_update:.1f} s after the notice; at update {self.update} {rows.lost} rows "
+            f"lost, {rows.repeated} repeated, weights {self.difference:.1e} off a steady run's ({self.seconds:.0f} s)"
         )
 
 
@@ -162,13 +126,45 @@ def most_at_a_time(nodes: Sequence[Node]) -> int:
     return max((sum(one.asked <= node.asked < one.ended for one in nodes) for node in nodes), default=0)
 
 
-def dollars_between(nodes: Sequence[Node], begin: float, end: float) -> float | None:
-    """What these nodes cost from `begin` to `end`, seconds since the rehearsal began; None where a price is not
-    known."""
-    total = 0.0
-    for node in nodes:
-        if node.dollars is None:
-            return None
-        there = min(end, node.ended) - max(begin, node.asked)
-        total += node.dollars * max(0.0, there) / max(node.ended - node.asked, 1e-9)
-    return round(total, 6)
+def compare_rows(control: Run, run: Run) -> Rows:
+    found, undisturbed = ledger.check(run), ledger.check(control)
+    agrees = found.passed and undisturbed.passed
+    same = (found.order_digest, found.updates) == (undisturbed.order_digest, undisturbed.updates)
+    return Rows(agrees, found.missing, found.repeated, same)
+
+
+def compare_weights(control: Run, run: Run, same_workers: bool) -> Weights:
+    """The newest checkpoints of two runs that have ended, compared."""
+    ours, theirs = (_weights(one, max(checkpoint.updates(one.checkpoints))) for one in (run, control))
+    identical = ours.keys() == theirs.keys() and all(
+        ours[name].tobytes() == tensor.tobytes() for name, tensor in theirs.items()
+    )
+    norm = _norm(theirs)
+    return Weights(identical, _norm(_apart(ours, theirs)) / norm if norm else 0.0, same_workers)
+
+
+def compare_at(run: Run, control: Run, update: int) -> tuple[bool, float]:
+    """Two runs' checkpoints of one update: whether their rows came in one order, and how far their weights are apart,
+    over how far the control's have moved since its checkpoint before."""
+    states = [checkpoint.read_state(checkpoint.path_of(one.checkpoints, update)) for one in (run, control)]
+    before = max(other for other in checkpoint.updates(control.checkpoints) if other < update)
+    ours, theirs, start = _weights(run, update), _weights(control, update), _weights(control, before)
+    moved = _norm(_apart(theirs, start))
+    return states[0].ledger == states[1].ledger, _norm(_apart(ours, theirs)) / moved if moved else math.inf
+
+
+def _weights(run: Run, update: int) -> Arrays:
+    from safetensors.numpy import load_file
+
+    return load_file(checkpoint.path_of(run.checkpoints, update) / "model.safetensors")
+
+
+def _apart(ours: Arrays, theirs: Arrays) -> Arrays:
+    """The differences, in float64; where one has a tensor that the other lacks, that itself."""
+    wide = [{name: one.astype(np.float64) for name, one in tensors.items()} for tensors in (ours, theirs)]
+    nothing = np.zeros(())
+    return {name: np.asarray(wide[0].get(name, nothing) - wide[1].get(name, nothing)) for name in wide[0] | wide[1]}
+
+
+def _norm(tensors: Arrays) -> float:
+    return math.sqrt(sum(float(np.square(one.astype(np.float64)).sum()) for one in tensors.values()))

@@ -2,11 +2,11 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rtrain.cluster import prices as priced, supply
+from rtrain.cluster import feasible, prices as priced, supply
 from rtrain.cluster.instances import BY_NAME
 from rtrain.cluster.lint import clouds, document as documents, shell
 from rtrain.cluster.lint.document import Document, Unreadable
@@ -78,12 +78,9 @@ class Plan:
     def by_name(self) -> dict[str, Kind]:
         return {kind.name: kind for kind in (self.head, *self.kinds)}
 
-    def autoscaler_file(
-        self, folder: str, setup: Mapping[str, Sequence[str]] | None = None, start: Sequence[str] = ()
-    ) -> dict[str, Any]:
+    def autoscaler_file(self, folder: str) -> dict[str, Any]:
         """What Ray's autoscaler is given in place of the file: the same cluster from a cloud on this machine, whose
-        book is in `folder`. With `setup`, commands by worker type, it makes nodes of the machines that it has got by
-        these and by those that `start` Ray; else machines start Ray themselves."""
+        book is in `folder`. Machines start Ray themselves."""
         described = {
             kind.name: {
                 "resources": {name: int(amount) for name, amount in kind.resources.items()},
@@ -91,7 +88,6 @@ class Plan:
                 "min_workers": kind.least,
                 "max_workers": kind.most,
                 "node_config": {},
-                "worker_setup_commands": list((setup or {}).get(kind.name, ())),
             }
             for kind in (self.head, *self.kinds)
         }
@@ -102,7 +98,7 @@ class Plan:
             "provider": {
                 "type": "external",
                 "module": PROVIDER,
-                "disable_node_updaters": setup is None,
+                "disable_node_updaters": True,
                 "disable_launch_config_check": True,
                 FOLDER: folder,
             },
@@ -112,7 +108,6 @@ class Plan:
             "file_mounts": {},
             "cluster_synced_files": [],
             **{f"{name}_commands": [] for name in COMMANDS},
-            "worker_start_ray_commands": list(start),
         }
 
     def tight(self, workers: int, data_cpus: int) -> "Plan | None":
@@ -128,21 +123,10 @@ class Plan:
     def needed(self, workers: int, needs: supply.Needs) -> int | None:
         """The fewest worker nodes that have room for a run beside its data tasks, of one type or of several. None where
         no number of them has."""
-        wanted = needs.of(workers)
-        fewest = {supply.Room(0, 0, 0): 0}
-        """Nodes by the room that they have together; of which no more than is wanted counts."""
-        for kind in (self.head, *self.kinds):
-            own = needs.offered([supply.Host(kind.resources, kind.labels)])
-            number, counts = (1, 0) if kind is self.head else (kind.most, 1)
-            for room, before in list(fewest.items()):
-                for more in range(1, number + 1):
-                    sums = supply.Room(
-                        *map(min, wanted, (has + more * each for has, each in zip(room, own, strict=True)))
-                    )
-                    fewest[sums] = min(fewest.get(sums, self.most + 1), before + more * counts)
-                    if sums == wanted:
-                        break
-        return found if (found := fewest.get(wanted, self.most + 1)) <= self.most else None
+        offers = [needs.offered([supply.Host(kind.resources, kind.labels)]) for kind in self.kinds]
+        lacking = needs.of(workers).beyond(needs.offered([supply.Host(self.head.resources, self.head.labels)]))
+        found = feasible.numbers(offers, [kind.most for kind in self.kinds], self.most, lacking, [1] * len(offers))
+        return None if found is None else sum(found)
 
 
 def of(text: str) -> Plan:
@@ -151,10 +135,12 @@ def of(text: str) -> Plan:
     kinds, head = found.get("available_node_types"), found.get("head_node_type")
     if not isinstance(kinds, dict) or not kinds:
         reason = "it names no available_node_types, so that there is nothing to scale"
-        raise ConfigError([Problem(FILE, None, reason, "write them, as rtrain cluster init --cloud aws does")])
+        raise ConfigError(
+            [Problem(FILE, None, reason, "write them, as rtrain cluster init --cloud aws does", code="no_node_types")]
+        )
     if head not in kinds:
         reason = f"head_node_type is {head}, which is none of {', '.join(map(str, kinds))}"
-        raise ConfigError([Problem(FILE, None, reason, "name the head's type")])
+        raise ConfigError([Problem(FILE, None, reason, "name the head's type", code="unknown_name")])
     prices = priced.table(metadata=found.get("metadata"))
     most = _whole(found.get("max_workers", default=supply.MAX_WORKERS), "max_workers")
     known = {node.name: node for node in clouds.nodes(found)}
@@ -168,14 +154,18 @@ def of(text: str) -> Plan:
             resources = {"CPU": listed.cpus, **({"GPU": listed.gpus} if listed.gpus else {})}
         if resources is None:
             reason = f"the node type {name} says no resources, and {instance or 'its instance'} is in no table"
-            problems.append(Problem(FILE, None, reason, f"write resources: {{CPU: ...}} in {name}"))
+            problems.append(
+                Problem(FILE, None, reason, f"write resources: {{CPU: ...}} in {name}", code="no_resources")
+            )
             continue
         resources = {key: documents.number(amount, f"{name}.resources.{key}") for key, amount in resources.items()}
         if broken := [f"{key}: {amount:g}" for key, amount in resources.items() if not amount.is_integer()]:
             reason = (
                 f"the node type {name} has resources of {', '.join(broken)}, and Ray's launcher takes whole numbers"
             )
-            problems.append(Problem(FILE, None, reason, "write e.g. 1000 for 1, and ask for so much more"))
+            problems.append(
+                Problem(FILE, None, reason, "write e.g. 1000 for 1, and ask for so much more", code="not_whole")
+            )
         least = 0 if name == head else _whole(kind.get("min_workers", 0), f"{name}.min_workers")
         made.append(
             Kind(
@@ -218,10 +208,13 @@ def read(text: str) -> Document:
     try:
         found = documents.read(text)
     except Unreadable as error:
-        raise ConfigError([Problem(FILE, None, f"line {error.line}: no YAML: {error.reason}", "mend it")]) from None
+        reason = f"line {error.line}: no YAML: {error.reason}"
+        raise ConfigError([Problem(FILE, None, reason, "mend it", code="unreadable")]) from None
     if len(found) != 1 or not isinstance(found[0].value, dict) or "apiVersion" in found[0].value:
         reason = "it is no file of Ray's launcher"
-        raise ConfigError([Problem(FILE, None, reason, "write one with rtrain cluster init --cloud aws")])
+        raise ConfigError(
+            [Problem(FILE, None, reason, "write one with rtrain cluster init --cloud aws", code="not_a_cluster_file")]
+        )
     return found[0]
 
 

@@ -2,7 +2,7 @@
 
 The cluster of the file is brought up as real Ray nodes, which Ray's own autoscaler starts and ends. The command runs as
 a job there, twice: undisturbed, and with a spot notice and the loss of a node in its middle. Both must come to the same
-weights, by the same rows. The result is served, and nothing may be left when the cluster is taken down.
+weights, by the same rows, and nothing may be left when the cluster is taken down.
 """
 
 import math
@@ -13,14 +13,12 @@ from pathlib import Path
 from rtrain import config as configuration, ray_internals
 from rtrain.cluster import supply
 from rtrain.cluster.jobs import upload
-from rtrain.cluster.rehearsal import compared, measured, plan as plans, ports, resizing, serving, words as commands
+from rtrain.cluster.rehearsal import measured, plan as plans, ports, resizing, words as commands
 from rtrain.cluster.rehearsal.certificate import Certificate
 from rtrain.cluster.rehearsal.faults import Kind, Saboteur, after_join
 from rtrain.cluster.rehearsal.following import LOOK_EVERY_S, Broken, Follower, Say
-from rtrain.cluster.rehearsal.machines import network
-from rtrain.cluster.rehearsal.machines.commands import File
 from rtrain.cluster.rehearsal.machines.up import Up, up
-from rtrain.cluster.rehearsal.measured import Resized, Served
+from rtrain.cluster.rehearsal.measured import Resized
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.errors import ConfigError, Problem
 from rtrain.run import Run
@@ -33,23 +31,26 @@ ALSO = (RESIZE,)
 """What may be rehearsed beside: a run that goes on with fewer workers and grows again."""
 
 
-def check(words: Sequence[str], text: str, also: Collection[str] = (), own: bool = False) -> tuple[Plan, list[str]]:
+def check(words: Sequence[str], text: str, also: Collection[str] = ()) -> tuple[Plan, list[str]]:
     """The plan of a cluster's file, and the words with the whole paths of what they name on this machine. `also`: what
-    of `ALSO` is wanted; `own`: whether nodes are to be made by the file's own commands. Raises `ConfigError` with
-    everything that can be refused before anything is started."""
+    of `ALSO` is wanted. Raises `ConfigError` with everything that can be refused before anything is started."""
     problems = []
     if not words or words[0] != "train":
         reason = "is not rehearsed: a training is, whose rows and weights can be compared"
-        problems.append(Problem("verb", words[0] if words else None, reason, "write -- train RECIPE --data FILE"))
+        problems.append(
+            Problem(
+                "verb", words[0] if words else None, reason, "write -- train RECIPE --data FILE", code="not_a_training"
+            )
+        )
     whole, missing = commands.of_this_machine(words)
     problems += missing
     try:
         plan = plans.of(text)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
-    if own and (lacks := network.problem()):
-        problems.append(Problem("--commands", None, lacks, "or leave it out"))
-    problems += [Problem("--also", one, "is unknown", f"write {ALSO[0]}") for one in also if one not in ALSO]
+    problems += [
+        Problem("--also", one, "is unknown", f"write {ALSO[0]}", code="unknown_name") for one in also if one not in ALSO
+    ]
     if not problems and RESIZE in also:
         problems += resizing.problems(plan, commands.workers(whole))
     if problems:
@@ -60,25 +61,13 @@ def check(words: Sequence[str], text: str, also: Collection[str] = (), own: bool
 class Rehearsal:
     """One rehearsal: what is asked of the cluster, and what is seen of it meanwhile."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        words: Sequence[str],
-        out: Path,
-        say: Say,
-        also: Collection[str] = (),
-        own: tuple[File, Path] | None = None,
-    ):
-        """`words` with whole paths, as `check` returns them. `own`: the file by whose commands nodes are made, and the
-        folder that it is in."""
-        self.plan, self.out, self._also, self._own = plan, out, also, own
+    def __init__(self, plan: Plan, words: Sequence[str], out: Path, say: Say, also: Collection[str] = ()):
+        """`words` with whole paths, as `check` returns them."""
+        self.plan, self.out, self._also = plan, out, also
         self._words, self._say = words, say
         self._begin = time.time()
         self._listeners: set[ports.Listener] = set()
         self._first_job = 0.0
-        self._run_span = (0.0, 0.0)
-        """When the disturbed run was asked for and had ended, in seconds since the rehearsal began."""
-        self._served: Served | None = None
         self._resized: Resized | None = None
         self._scale_down: float | None = None
         self._joined: dict[str, float] = {}
@@ -92,18 +81,14 @@ class Rehearsal:
     def run(self, files: upload.Upload) -> Certificate:
         """Raises `UserError` where the undisturbed run fails by itself: then there is nothing to rehearse."""
         errors = list[str]()
-        with up(self.plan, self.out / "machines", self._say, self._own) as made:
+        with up(self.plan, self.out / "machines", self._say) as made:
             follower = Follower(made, self.out / "machines", self._say)
             self._first_job = time.time()
             self._train(made, follower, UNDISTURBED, files)
             updates = Run(self.out / UNDISTURBED).events("trained")[-1]["updates"]
             self._saboteur = Saboteur(made, self.wanted, updates)
-            asked = time.time() - self._begin
             try:
                 self._train(made, follower, DISTURBED, files)
-                self._run_span = (asked, time.time() - self._begin)
-                run = Run(self.out / DISTURBED)
-                self._served = serving.rehearsed(made, self._words, run, files, follower, self._say)
                 self._await_idle(made)
             except Broken as error:
                 errors.append(str(error))
@@ -116,7 +101,7 @@ class Rehearsal:
                 self._resized = resizing.rehearsed(self.plan, self._words, like, self.out, files, self._say)
             except Broken as error:
                 errors.append(str(error))
-        return self._judge(made, self._saboteur, files, errors)
+        return self._judge(made, self._saboteur, errors)
 
     # ------------------------------------------------------------------------------------------------------ the jobs
 
@@ -139,7 +124,7 @@ class Rehearsal:
 
     # --------------------------------------------------------------------------------------------------- the judgement
 
-    def _judge(self, made: Up, saboteur: Saboteur, files: upload.Upload, errors: Sequence[str]) -> Certificate:
+    def _judge(self, made: Up, saboteur: Saboteur, errors: Sequence[str]) -> Certificate:
         control, run = Run(self.out / UNDISTURBED), Run(self.out / DISTURBED)
         nodes = measured.nodes_of(made.machines, self._joined, self.plan, saboteur.met, self._begin)
         workers_nodes = [node for node in nodes if node.type != self.plan.head.name]
@@ -160,24 +145,18 @@ class Rehearsal:
             needed=self.plan.needed(train.workers, supply.needs(settings, device)),
             scale_up_s=None if first is None else round(first, 1),
             scale_down_s=self._scale_down,
-            upload={"files": len(files.files), "bytes": files.size, "largest": files.files[: upload.LARGEST]},
             ports=sorted(self._listeners),
             faults=saboteur.met,
             wanted_faults=len(self.wanted),
             restarts=max(0, len(starts) - 1),
-            rows=compared.rows(control, run) if run.finished else None,
-            weights=compared.weights(control, run, len(sizes) == 1) if run.finished else None,
+            rows=measured.compare_rows(control, run) if run.finished else None,
+            weights=measured.compare_weights(control, run, len(sizes) == 1) if run.finished else None,
             updates=max((event["update"] for event in run.events("progress")), default=0) if starts else 0,
             workers=[event["workers"] for event in starts],
             device=device,
-            served=self._served,
             resized=self._resized,
             left_behind=made.left,
-            failed={name: one.failed for name, one in made.machines.items() if one.failed},
-            commands=made.site.own.commands if made.site.own else None,
-            file_ports=self._own[0].ports() if self._own else {},
             seconds=round(time.time() - self._begin, 1),
-            dollars_of_run=measured.dollars_between(nodes, *self._run_span),
             idled=sum(node.end == measured.ENDS["terminated"] and node.ended < began for node in workers_nodes),
             errors=errors,
         )

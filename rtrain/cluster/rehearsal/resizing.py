@@ -14,7 +14,7 @@ from typing import Any
 from rtrain import config as configuration, ray_internals
 from rtrain.checkpoints import checkpoint
 from rtrain.cluster.jobs import upload
-from rtrain.cluster.rehearsal import compared, measured, words as commands
+from rtrain.cluster.rehearsal import measured, words as commands
 from rtrain.cluster.rehearsal.faults import PLACES, Events, Fault, Saboteur, after_join
 from rtrain.cluster.rehearsal.following import Follower, Say
 from rtrain.cluster.rehearsal.machines.up import up
@@ -40,10 +40,18 @@ SETTINGS = (
 def problems(plan: Plan, workers: int) -> list[Problem]:
     """Why the run cannot go on smaller."""
     if workers < 2:
-        return [Problem("--workers", workers, "a run of one worker cannot go on with fewer (--also resize)", "write 2")]
+        return [
+            Problem(
+                "--workers",
+                workers,
+                "a run of one worker cannot go on with fewer (--also resize)",
+                "write 2",
+                code="too_few_workers",
+            )
+        ]
     if (tight := plan.tight(workers, DATA_CPUS)) is None or tight.watcher is None:
         reason = "the file has no nodes of CPUs, or starts no watcher for spot notices"
-        return [Problem("--also", "resize", reason, "leave it out")]
+        return [Problem("--also", "resize", reason, "leave it out", code="cannot_resize")]
     return []
 
 
@@ -78,15 +86,12 @@ def rehearsed(plan: Plan, words: Sequence[str], like: Run, out: Path, files: upl
     [notice] = saboteur.met
     notice.seconds_after_join = after_join(notice, joined.values())
     nodes = measured.nodes_of(made.machines, joined, tight, [notice], begin)
-    (same, off), found = compared.at(resized, steady, last), ledger.check(resized)
+    (same, off), found = measured.compare_at(resized, steady, last), ledger.check(resized)
     return Resized(
         notice=notice,
         workers=[event["workers"] for event in resized.events("started")],
         update=last,
-        agrees=found.passed,
-        lost=found.missing,
-        repeated=found.repeated,
-        same_order=same,
+        rows=measured.Rows(found.passed, found.missing, found.repeated, same),
         difference=off,
         started=len(nodes) - 1,
         needed=tight.most + 1,

@@ -95,7 +95,7 @@ def of_this_machine(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
             whole = _whole(word.value)
             if whole is None and word.value.startswith(("/", "~", ".")):
                 reason, fix = "is not on this machine", "rehearse with a file that is: some hundred rows do"
-                problems.append(Problem("path", word.value, reason, fix))
+                problems.append(Problem("path", word.value, reason, fix, code="not_found"))
             found[place] = replace(word, value=whole or word.value)
         elif word.value is None and word.name == recipe and Path(word.name).expanduser().is_file():
             path = Path(word.name).expanduser().absolute()

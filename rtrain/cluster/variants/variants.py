@@ -13,7 +13,7 @@ import jinja2
 
 from rtrain.cluster import instances
 from rtrain.cluster.instances import BY_NAME, Instance
-from rtrain.cluster.lint.lint import FILL_IN, to_fill_in
+from rtrain.cluster.lint.lint import FILL_IN
 from rtrain.errors import ConfigError, Problem
 
 MOST = 4
@@ -45,18 +45,15 @@ PLACES: Mapping[str, Place] = {
 }
 
 
-def render(
-    cloud: str, gpu: str | None = None, efa: bool = False, instance: str | None = None, file: str | None = None
-) -> str:
-    """The text of a file, whose commands name it `file`. Raises `ConfigError` for an unknown cloud, GPU, network or
-    type of instance."""
+def render(cloud: str, gpu: str | None = None, instance: str | None = None, file: str | None = None) -> str:
+    """The text of a file, whose commands name it `file`. Raises `ConfigError` for an unknown cloud, GPU or type of
+    instance."""
     place = _place(cloud)
     if instance is None:
-        worker = _worker(cloud, place, gpu, efa)
+        worker = _worker(cloud, place, gpu)
     else:
-        worker = _instance(cloud, instance, gpu, efa)
+        worker = _instance(cloud, instance, gpu)
         gpu = worker.gpu
-    cards = worker.efa if worker and efa else 0
     known: dict[str, Any] = {
         "cloud": cloud,
         "file": shlex.quote(file or place.file),
@@ -65,14 +62,12 @@ def render(
         "ray": RAY,
         "fsspec": FSSPEC,
         "gpu": gpu,
-        "efa": cards,
-        "fabric": _fabric(worker) if worker and cards else "",
         "head": BY_NAME.get(place.head or ""),
         "worker": worker,
         "bucket": place.bucket,
         "private_network": place.private_network,
         "example_workers": min(8, MOST * worker.gpus) if worker and gpu else 8,
-        "switches": f" --instance {instance}" * bool(instance) or f"{f' --gpu {gpu}' * bool(gpu)}{' --efa' * efa}",
+        "switches": f" --instance {instance}" if instance else f" --gpu {gpu}" if gpu else "",
     }
     template = _templates().get_template(f"{cloud}.yaml.j2")
     first = template.render(known, fill_ins="")
@@ -80,51 +75,37 @@ def render(
     return template.render(known, fill_ins=NUMBERS[count] if count < len(NUMBERS) else str(count))
 
 
-def fill_ins(text: str) -> list[int]:
-    """The lines of a new file at which something is left to the user."""
-    return to_fill_in(text)
-
-
 def _place(cloud: str) -> Place:
     if cloud in PLACES:
         return PLACES[cloud]
     fix = f"write one of {', '.join(PLACES)}; rtrain cluster kubernetes prints manifests for KubeRay"
-    raise ConfigError([Problem("--cloud", cloud, "unknown", fix)])
+    raise ConfigError([Problem("--cloud", cloud, "unknown", fix, code="unknown_name")])
 
 
-def _worker(cloud: str, place: Place, gpu: str | None, efa: bool) -> Instance | None:
-    if efa and (cloud != "aws" or gpu is None):
-        reason = "the Elastic Fabric Adapter is AWS's, between GPUs: gradients of CPUs do not go over it"
-        raise ConfigError([Problem("--efa", None, reason, f"write --cloud aws --gpu {instances.gpus('aws', True)[0]}")])
+def _worker(cloud: str, place: Place, gpu: str | None) -> Instance | None:
     if gpu is None or place.worker is None:
         return BY_NAME.get(place.worker or "")
-    found = instances.with_gpu(cloud, gpu, efa)
+    found = instances.with_gpu(cloud, gpu)
     if found is None:
-        have = ", ".join(instances.gpus(cloud, efa))
-        reason = f"no machine of {cloud} with such a GPU{' and the adapter' if efa else ''} is in the table"
+        have = ", ".join(instances.gpus(cloud))
+        reason = f"no machine of {cloud} with such a GPU is in the table"
         fix = f"write one of {have}, and put the type of another one into the file"
-        raise ConfigError([Problem("--gpu", gpu, reason, fix)])
+        raise ConfigError([Problem("--gpu", gpu, reason, fix, code="unknown_name")])
     return found
 
 
-def _instance(cloud: str, name: str, gpu: str | None, efa: bool) -> Instance:
+def _instance(cloud: str, name: str, gpu: str | None) -> Instance:
     """The type of that name. Raises `ConfigError` where the table has none such, and beside what chooses one too."""
-    if gpu is not None or efa:
-        reason = "chooses the workers' type as --gpu and --efa do"
-        raise ConfigError([Problem("--instance", name, reason, "leave it out, or these")])
+    if gpu is not None:
+        reason = "chooses the workers' type as --gpu does"
+        raise ConfigError([Problem("--instance", name, reason, "leave one of them out", code="conflicting_settings")])
     found = BY_NAME.get(name)
     if found is None or found.cloud != cloud:
         have = ", ".join(one.name for one in instances.INSTANCES if one.cloud == cloud)
         fix = f"write one of {have}, and put another one into the file" if have else "leave it out"
-        raise ConfigError([Problem("--instance", name, f"no such type of {cloud} is in the table", fix)])
+        reason = f"no such type of {cloud} is in the table"
+        raise ConfigError([Problem("--instance", name, reason, fix, code="unknown_name")])
     return found
-
-
-def _fabric(worker: Instance) -> str:
-    """Settings of libfabric and NCCL, for the start commands; rdma where the card reads the GPUs' memory itself."""
-    rdma = " FI_EFA_USE_DEVICE_RDMA=1" if worker.rdma else ""
-    libraries = "LD_LIBRARY_PATH=/opt/amazon/ofi-nccl/lib:/opt/amazon/efa/lib:$LD_LIBRARY_PATH"
-    return f"\n    FI_PROVIDER=efa{rdma} NCCL_SOCKET_IFNAME=^lo,docker\n    {libraries}"
 
 
 def _templates() -> jinja2.Environment:

@@ -35,8 +35,6 @@ class Machine:
     """Whether the autoscaler has asked for its end."""
     ended: float | None = None
     why: Why | None = None
-    failed: str | None = None
-    """The command of the file that has failed there, with its exit code."""
 
 
 class Book:
@@ -72,9 +70,6 @@ class Book:
         """From now on nobody gets another machine, as in a cloud without spot capacity."""
         self._write("cloud", "sold-out", {})
 
-    def failed(self, name: str, command: str, code: int) -> None:
-        self._write(name, "failed", {"failed": f"{command} (exit code {code})"})
-
     # ------------------------------------------------------------------------------------------------- for its readers
 
     @property
@@ -86,7 +81,7 @@ class Book:
         found = {}
         for path in self.folder.glob("*.asked"):
             document: dict[str, Any] = {}
-            for kind in ("asked", "tags", "started", "unwanted", "failed", "ended"):
+            for kind in ("asked", "tags", "started", "unwanted", "ended"):
                 if (part := path.with_suffix(f".{kind}")).is_file():
                     document |= json.loads(part.read_text())
             found[path.stem] = Machine(**document)
@@ -95,12 +90,6 @@ class Book:
     def up(self) -> dict[str, Machine]:
         """Those that have not ended, those among them that are still to be started."""
         return {name: one for name, one in self.all().items() if one.ended is None}
-
-    # --------------------------------------------------------------------------------------------------------- by both
-
-    def shell(self, name: str) -> Path:
-        """The socket at which a machine of its own takes commands (`remote`)."""
-        return self._file(name, "shell")
 
     def _take_name(self, kind: str) -> str:
         number = 1

@@ -29,18 +29,11 @@ class Start(NamedTuple):
 class Cloud:
     """While it is entered, machines that the book asks for are started, and those that it does not want are ended.
 
-    Leaving it ends them all. `make` says what a machine is started with; `logs` is a folder for what they print;
-    `unplug` is called with the name of one whose power is cut, before it is.
+    Leaving it ends them all. `make` says what a machine is started with; `logs` is a folder for what they print.
     """
 
-    def __init__(
-        self,
-        book: Book,
-        make: Callable[[Machine], Start],
-        logs: Path,
-        unplug: Callable[[str], None] = lambda name: None,
-    ):
-        self._book, self._make, self._logs, self._unplug = book, make, logs, unplug
+    def __init__(self, book: Book, make: Callable[[Machine], Start], logs: Path):
+        self._book, self._make, self._logs = book, make, logs
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._told: set[str] = set()
         self._done = threading.Event()
@@ -70,7 +63,6 @@ class Cloud:
 
     def cut(self, name: str) -> None:
         """A loss of power: the machine is gone, and nothing of it is told."""
-        self._unplug(name)
         self._running[name].send_signal(machine.POWER_CUT)
 
     def log_of(self, name: str) -> str:

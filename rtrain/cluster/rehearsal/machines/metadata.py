@@ -1,12 +1,11 @@
 """Metadata services of three clouds on loopback, as the machines of a cluster see them: each under its own name."""
 
 import json
-import socket
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import format_datetime
@@ -71,8 +70,6 @@ class Told:
         return 404, ""
 
 
-Answer = Callable[[str, str, dict[str, str]], tuple[int, str]]
-"""(method, path, headers) -> status and text."""
 Machines = defaultdict[str, Told]
 """What the services say, by the name of the machine; of one that nobody has named they know nothing."""
 
@@ -88,27 +85,11 @@ class _Services(ThreadingHTTPServer):
 def serving(machines: Machines) -> Iterator[str]:
     """The address under which the services answer: `ADDRESS/NAME` is that of the machine of that name."""
 
-    def answer(method: str, path: str, headers: dict[str, str]) -> tuple[int, str]:
-        _, name, rest = path.split("/", 2)
-        return machines[name].answer(method, f"/{rest}", headers)
-
-    with _serving(answer, socket.create_server(("127.0.0.1", 0))) as port:
-        yield f"http://127.0.0.1:{port}"
-
-
-def serving_one(told: Told, listening: socket.socket) -> AbstractContextManager[int]:
-    """The service of one machine, on a socket that listens."""
-    return _serving(told.answer, listening)
-
-
-@contextmanager
-def _serving(answer: Answer, listening: socket.socket) -> Iterator[int]:
-    """Yields the port."""
-
     class Handler(BaseHTTPRequestHandler):
         def _reply(self) -> None:
             headers = {name.lower(): value for name, value in self.headers.items()}
-            status, text = answer(self.command, self.path, headers)
+            _, name, rest = self.path.split("/", 2)
+            status, text = machines[name].answer(self.command, f"/{rest}", headers)
             body = text.encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
@@ -120,13 +101,11 @@ def _serving(answer: Answer, listening: socket.socket) -> Iterator[int]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = _Services(listening.getsockname(), Handler, bind_and_activate=False)
-    server.socket.close()
-    server.socket = listening
+    server = _Services(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
-        yield int(listening.getsockname()[1])
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()

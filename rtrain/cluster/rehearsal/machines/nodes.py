@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,8 @@ from rtrain.cluster.rehearsal.machines.cloud import Start
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.cluster.session import package_root
 
-STORE_BYTES, LEAN_STORE_BYTES = 128 << 20, 80_000_000
-"""Object store of a node: two streams of 64 MB; of a lean one, as much as Ray takes at least."""
+STORE_BYTES = 128 << 20
+"""Object store of a node: two streams of 64 MB."""
 RAY = [sys.executable, "-m", "ray.scripts.scripts", "start"]
 # Each of them is fixed by Ray or by the file, and the nodes of a rehearsal are all on one machine.
 PORTS = (
@@ -27,9 +26,6 @@ KEPT = (
 )
 """What a machine takes over from the environment of the rehearsal, with what the model hub's library reads: a node has
 nothing else of its user's, such as the credentials of a cloud."""
-HEAD_ENVIRON = {"RAY_enable_autoscaler_v2": "1"}
-"""As `ray up` has it."""
-LEAN = {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}
 FREE_PORTS = tuple(f"{name}=0" for name in PORTS)
 
 
@@ -50,9 +46,6 @@ class Nodes:
     """Address of the metadata services of all machines; each has its own under its name."""
     monitor_ports: tuple[int, int] = (0, 0)
     """For the metrics of the autoscaler and of the dashboard."""
-    lean: bool = False
-    """Worker nodes as small as they can be, for many of them on one machine: without the process that waits for Ray
-    (122 MB), the one that reads its logs (44 MB), and workers that are started ahead of work (57 MB)."""
 
     def __call__(self, machine: Machine) -> Start:
         is_head = machine.type == self.plan.head.name
@@ -61,7 +54,7 @@ class Nodes:
     def _head(self, machine: Machine) -> Start:
         autoscaling, dashboard = self.monitor_ports
         environ = self._environ(machine) | {
-            **HEAD_ENVIRON,
+            "RAY_enable_autoscaler_v2": "1",
             "AUTOSCALER_METRIC_PORT": str(autoscaling),
             "DASHBOARD_METRIC_PORT": str(dashboard),
         }
@@ -77,9 +70,6 @@ class Nodes:
     def _worker(self, machine: Machine) -> Start:
         command = [*RAY, *self.plan.worker_options, *FREE_PORTS]
         command += [f"--address={self.address}", *self._common(machine)]
-        if self.lean:
-            begun = shlex.join([*command, "--include-log-monitor=False"])
-            return Start([["bash", "-c", f"{begun} && exec sleep infinity"]], self._environ(machine) | LEAN)
         commands = [[*command, "--block"]]
         if self.plan.watcher:
             spot = [sys.executable, "-m", "rtrain.cluster.spot", self.plan.watcher, f"--address={self.address}"]
@@ -91,32 +81,26 @@ class Nodes:
         # A folder of its own: with a shared one, two nodes' agents manage one uploaded folder.
         folder = self.folder / machine.name
         return [
-            f"--object-store-memory={LEAN_STORE_BYTES if self.lean else STORE_BYTES}",
+            f"--object-store-memory={STORE_BYTES}",
             f"--temp-dir={folder}",
             "--disable-usage-stats",
         ]
 
     def _environ(self, machine: Machine) -> dict[str, str]:
+        """As the launcher sets it; of this process's own only what programs need to start."""
+        kept = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith("HF_")}
         return {
-            **environ_of(machine, self.plan),
+            **kept,
+            "RAY_CLOUD_INSTANCE_ID": machine.name,
+            "RAY_NODE_TYPE_NAME": machine.type,
+            "RAY_OVERRIDE_RESOURCES": json.dumps(dict(machine.resources)),
+            "RAY_OVERRIDE_LABELS": json.dumps(dict(machine.labels)),
+            # Each node would end workers for the memory that others on this machine take.
+            "RAY_memory_monitor_refresh_ms": "0",
+            **({env.COUNTED_GPUS: "1"} if self.plan.counts_gpus else {}),
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
             "PYTHONPATH": os.pathsep.join([str(package_root()), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.token),
             **({"RAY_START_HOOK": self.plan.hook} if self.plan.hook else {}),
         }
-
-
-def environ_of(machine: Machine, plan: Plan) -> dict[str, str]:
-    """As the launcher sets it; of this process's own only what programs need to start."""
-    kept = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith("HF_")}
-    return {
-        **kept,
-        "RAY_CLOUD_INSTANCE_ID": machine.name,
-        "RAY_NODE_TYPE_NAME": machine.type,
-        "RAY_OVERRIDE_RESOURCES": json.dumps(dict(machine.resources)),
-        "RAY_OVERRIDE_LABELS": json.dumps(dict(machine.labels)),
-        # Each node would end workers for the memory that others on this machine take.
-        "RAY_memory_monitor_refresh_ms": "0",
-        **({env.COUNTED_GPUS: "1"} if plan.counts_gpus else {}),
-    }

@@ -4,47 +4,16 @@ It writes down what is asked for and reads what there is (`book`); the rehearsal
 (`cloud`), as a cloud does behind its API. Ray's autoscaler v2 wraps a provider of version 1, which this one is.
 """
 
-import json
-import shlex
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ray.autoscaler.command_runner import CommandRunnerInterface
 from ray.autoscaler.node_launch_exception import NodeLaunchException
 from ray.autoscaler.node_provider import NodeProvider
 from ray.autoscaler.tags import TAG_RAY_USER_NODE_TYPE
 
-from rtrain.cluster.rehearsal.machines import remote
 from rtrain.cluster.rehearsal.machines.book import Book
 from rtrain.cluster.rehearsal.plan import FOLDER
-
-
-class Runner(CommandRunnerInterface):
-    """Runs the commands of a cluster's file on a machine. Files are there already (`own.Own`)."""
-
-    def __init__(self, shell: Path):
-        self._shell = shell
-
-    def run(
-        self,
-        cmd: str | None = None,
-        timeout: int = 120,
-        *_: Any,
-        environment_variables: Mapping[str, Any] | None = None,
-        **__: Any,
-    ) -> str:
-        """`timeout`: seconds until the machine must listen. Raises CalledProcessError where the command fails, OSError
-        where there is no such machine."""
-        given = (environment_variables or {}).items()
-        words = [
-            f"export {name}={shlex.quote(value if isinstance(value, str) else json.dumps(value))};"
-            for name, value in given
-        ]
-        if code := remote.run(self._shell, " ".join([*words, cmd or "true"]), timeout):
-            raise subprocess.CalledProcessError(code, cmd or "true")
-        return ""
 
 
 class Rehearsed(NodeProvider):
@@ -93,10 +62,6 @@ class Rehearsed(NodeProvider):
 
     def set_node_tags(self, node_id: str, tags: dict[str, str]) -> None:
         self._book.tag(node_id, {**self.node_tags(node_id), **tags})
-
-    def get_command_runner(self, log_prefix: str, node_id: str, *_: Any, **__: Any) -> "Runner":
-        """By which Ray's own updater makes a node of a machine."""
-        return Runner(self._book.shell(node_id))
 
     def terminate_node(self, node_id: str) -> None:
         self._book.unwant(node_id)
