@@ -5,7 +5,7 @@ from typing import Any
 from serve.change import judge, overview
 from serve.change.rollout import Standing, rates
 
-DRIFT = {"distance": {"tokens": 0.05, "score": 0.31}, "evidence": 3.0, "alarms": 1, "rows": 100}
+DRIFT = {"distance": {"tokens": 0.05, "score": 0.31}, "alarm": True, "rows": 100}
 
 
 def replica(version: str | None, name: int = 1, **others: Any) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def test_all_is_told_in_a_line_each() -> None:
         "now        47.0 requests/s, 60.0 texts/s, 50% busy",
         "queue      4 texts, 80 tokens",
         "requests   2,450 with 200, 3 with 503",
-        "drift      2 alarms; score 0.31, tokens 0.05",
+        "drift      unknown input; score 0.31, tokens 0.05",
     ]
 
 

@@ -58,6 +58,6 @@ def _drift(found: list[Mapping[str, Any]]) -> str:
     for one in found:
         for name, value in one["distance"].items():
             worst[name] = max(value, worst.get(name, 0.0))
-    alarms = sum(one["alarms"] for one in found)
+    alarm = "unknown input" if any(one["alarm"] for one in found) else "no alarm"
     told = ", ".join(f"{name} {value:.2f}" for name, value in sorted(worst.items())) or "no text yet"
-    return f"{alarms} alarm{'' if alarms == 1 else 's'}; {told}"
+    return f"{alarm}; {told}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 
 from rtrain import reference
 from rtrain.batch import Encoded, Floats
@@ -49,25 +49,22 @@ class Watch:
         if self._drift is None:
             return None
         self._catch_up(self._drift)
-        found = {"distance": self._drift.distances(), "evidence": self._drift.evidence, "alarms": self._drift.alarms}
-        return {**found, "rows": self._drift.rows}
+        distances = self._drift.distances()
+        return {"distance": distances, "alarm": self._drift.is_alarming(distances), "rows": self._drift.rows}
 
     def collect(self) -> Iterator[Metric]:
-        if self._drift is None:
+        status = self.status()
+        if status is None:
             return
-        self._catch_up(self._drift)
         distance = GaugeMetricFamily(
             "rtrain_drift_distance",
             "Population stability index of the last 1,000 rows against the validation rows.",
             labels=["feature"],
         )
-        for feature, value in self._drift.distances().items():
+        for feature, value in status["distance"].items():
             distance.add_metric([feature], value)
-        evidence = GaugeMetricFamily(
-            "rtrain_drift_evidence", "Evidence of unknown input; an alarm at 100,000.", value=self._drift.evidence
-        )
-        alarms = CounterMetricFamily("rtrain_drift_alarms", "Alarms of unknown input.", value=self._drift.alarms)
-        yield from (distance, evidence, alarms)
+        alarm = "1 while a distance other than that of labels is 0.25 or more, by 200 rows or more."
+        yield from (distance, GaugeMetricFamily("rtrain_drift_alarm", alarm, value=status["alarm"]))
 
     def _catch_up(self, drift: Drift) -> None:
         outputs, encoded, self._outputs, self._encoded = self._outputs, self._encoded, [], []
