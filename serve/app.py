@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from serve import about, abstention, base, pages, protocol, schema, writing
+from serve import about, abstention, base, pages, protocol, schema
 from serve.answering import Lasting, Service
 from serve.base import documented, reply
 from serve.door import guard
@@ -63,7 +63,7 @@ def build_app(
     app.state.service = service
 
     description: dict[str, Any] | None = None
-    write = writing.labelled if predictor.task.output in writing.LABELLED else writing.text
+    write = base.labels_to_json if predictor.task.output in base.LABELLED else base.to_json
 
     async def answer(scope: Scope, read: Callable[[], Awaitable[bytes]]) -> Response:
         """To a question to /predict, whose body `read` gives."""

@@ -91,7 +91,7 @@ class Endpoint:
         if isinstance(given := question.get("update"), str):
             folder, trial = Path(given).resolve(), question.get("trial")
             return self._rollout(model, folder).update(folder, judge.Aim(*trial) if trial else None)
-        raise UserError("this endpoint knows the questions update, rollback and status")
+        raise UserError("this endpoint knows the questions update, rollback and status", code="unknown_question")
 
     def _rollout(self, model: str | None, folder: Path | None = None) -> Rollout:
         """That of the model of that name; without a name that of the only model, or of the only one of which the
@@ -106,8 +106,10 @@ class Endpoint:
             return self.rollouts[found[0]]
         names = ", ".join(self.rollouts)
         if model is None:
-            raise UserError(f"several models are served; name the one that is meant by --model: {names}")
-        raise UserError(f"no model of the name {model} is served here; there are {names}")
+            raise UserError(
+                f"several models are served; name the one that is meant by --model: {names}", code="ambiguous"
+            )
+        raise UserError(f"no model of the name {model} is served here; there are {names}", code="unknown_name")
 
     def close(self) -> None:
         """Let requests in progress end, stop Ray Serve, wait until nothing of it is left. Again is harmless."""
@@ -167,7 +169,10 @@ def start(
     artifacts = {model: folder.resolve() for model, folder in artifacts.items()}
     named.admit(artifacts, settings)
     if _controller() is not None:
-        raise UserError("this Ray runs Ray Serve already; close that endpoint first, or start a Ray of your own")
+        raise UserError(
+            "this Ray runs Ray Serve already; close that endpoint first, or start a Ray of your own",
+            code="already_serving",
+        )
     address = replace(free_address(settings.host, settings.port), tls=settings.tls_cert is not None)
     refuse_grpc_port(settings.host, settings.grpc_port)
     if chosen is None:
@@ -207,7 +212,9 @@ def _configured(
         raise ConfigError(problems)
     if settings.gpus and not device.usable():
         fix = "install a build of torch for GPUs, or write 0"
-        raise ConfigError([Problem("serve.gpus", settings.gpus, "this build of torch cannot use them", fix)])
+        raise ConfigError(
+            [Problem("serve.gpus", settings.gpus, "this build of torch cannot use them", fix, code="unavailable")]
+        )
     if problem := nodes.without_gpus(settings, [*supply.here(labels), *supply.types(labels).values()]):
         raise ConfigError([problem])
     free = [host.has for host in supply.free() if supply.has(host.labels, labels)]
@@ -256,7 +263,9 @@ def _deploy(
     try:
         application.begin()
     except RuntimeError as error:
-        raise UserError(f"the model cannot be served: {cause(_message(application.name) or str(error))}") from None
+        raise UserError(
+            f"the model cannot be served: {cause(_message(application.name) or str(error))}", code="cannot_be_served"
+        ) from None
     with _explained(front):
         proxies_are_up()
 
@@ -267,7 +276,7 @@ def _explained(front: ingress.Ingress | None) -> Iterator[None]:
         yield
     except (ray.exceptions.RayError, TimeoutError) as error:
         hint = "; or write serve.ingress=stock" if front else ""
-        raise UserError(f"the proxy does not start: {cause(str(error))}{hint}") from None
+        raise UserError(f"the proxy does not start: {cause(str(error))}{hint}", code="proxy_failed") from None
 
 
 def _message(application: str) -> str:
@@ -312,7 +321,9 @@ def _await_ready(address: Address) -> None:
             connection.close()
 
     if not _until(ready, READY_TIMEOUT_S):
-        raise UserError(f"{address.url} was not ready after {READY_TIMEOUT_S:.0f} s; see the logs of Ray Serve")
+        raise UserError(
+            f"{address.url} was not ready after {READY_TIMEOUT_S:.0f} s; see the logs of Ray Serve", code="not_ready"
+        )
 
 
 def cause(message: str) -> str:

@@ -289,7 +289,7 @@ def _tell(
 ) -> None:
     """Count, trace and log a request that has ended; `judged` as `Service.answered` has it."""
     seconds = time.monotonic() - began
-    service.answered(route, status, seconds, span.trace or record.id, judged)
+    service.answered(route, status, seconds, judged)
     made = service.predictor.artifact
     tell(record, client, "POST", route, status, seconds, span, service.access_log, model_of(made))
 

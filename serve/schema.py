@@ -10,19 +10,22 @@ The answers of /predict are built by `decode` of the model's task (`rtrain.tasks
 """
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from rtrain.tasks.base import Input
-from serve.door.shape import shape
 
 MAX_FIELD_CHARACTERS = 100
 MAX_DEPTH = 32
+"""How deep a document's lists and objects may be nested; a request of ours has 6 at most."""
 DEFAULT_LABELS = 100
 """Most labels that are answered to a text by default. 256 texts with 1,800 labels each were a reply of 23.6 MB."""
-"""How deep a document's lists and objects may be nested; a request of ours has 6 at most."""
+# The end of the document ends a string that has no other: what is inside it must not count. Possessive, so that a
+# hostile string is read once.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _PROTOCOL_PATH = re.compile(r"(/models/[^/]+)?/v2(/|$)")
 """Paths of the Open Inference Protocol: of an address, and of one model."""
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
@@ -294,6 +297,32 @@ ERROR_TYPES = {
 
 
 # ---------------------------------------------------------------------------------------------------------- parsing
+
+
+class Shape(NamedTuple):
+    depth: int
+    """Lists and objects within each other; none in a document that is a text or a number."""
+    values: int
+    """Commas and opening brackets, and one: as many values, a few more where lists are empty."""
+
+
+def shape(body: bytes, most_values: int) -> Shape:
+    """The shape of `body`. Nothing is counted further in one that has more than `most_values`, and its depth is 0: what
+    this costs is bounded by the length and by `most_values`."""
+    # A value has a name at most, so that it is two texts.
+    bare, texts = _STRING.subn(b"", body, 2 * most_values + 1)
+    if texts > 2 * most_values:
+        return Shape(0, texts)
+    brackets = bare.translate(None, _NOT_BRACKETS)
+    values = 1 + bare.count(b",") + brackets.count(b"[") + brackets.count(b"{")
+    if max(values, len(brackets) // 2) > most_values:
+        return Shape(0, max(values, len(brackets) // 2))
+    depth = deepest = 0
+    for bracket in brackets:
+        depth += 1 if bracket in b"[{" else -1
+        deepest = max(deepest, depth)
+    return Shape(deepest, values)
+
 
 Request = TypeVar("Request", bound=BaseModel)
 

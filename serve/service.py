@@ -55,13 +55,23 @@ def application(arguments: Mapping[str, Any]) -> ray.serve.Application:
 def _artifacts(arguments: Mapping[str, Any]) -> dict[str, Path]:
     if ("artifact" in arguments) == ("models" in arguments):
         fix = "write artifact, a folder; or models, folders by name"
-        raise ConfigError([Problem("args", None, "it has to say what is served, in one of two ways", fix)])
+        raise ConfigError(
+            [
+                Problem(
+                    "args", None, "it has to say what is served, in one of two ways", fix, code="conflicting_settings"
+                )
+            ]
+        )
     if "models" in arguments:
         models = arguments["models"]
         if not isinstance(models, Mapping) or not all(isinstance(one, str) for one in models.values()):
-            raise ConfigError([Problem("args.models", models, "not folders by names", "write {NAME: FOLDER}")])
+            raise ConfigError(
+                [Problem("args.models", models, "not folders by names", "write {NAME: FOLDER}", code="wrong_type")]
+            )
         return {str(name): Path(folder) for name, folder in models.items()}
     if not isinstance(arguments["artifact"], str):
-        raise ConfigError([Problem("args.artifact", arguments["artifact"], "not a folder", "write its path")])
+        raise ConfigError(
+            [Problem("args.artifact", arguments["artifact"], "not a folder", "write its path", code="wrong_type")]
+        )
     folder = Path(arguments["artifact"])
     return {rtrain.artifact.read(folder, verify=False).name: folder}

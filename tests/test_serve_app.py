@@ -111,21 +111,6 @@ def test_an_answer_does_not_depend_on_other_requests_in_its_engine_call(predicto
     assert queue.stats.calls == 1 + len(buckets) == 3
 
 
-def test_every_answer_names_the_model_and_its_version(app: FastAPI, predictor: Predictor) -> None:
-    for method, path in (("POST", "/predict"), ("GET", "/v2"), ("GET", "/nowhere"), ("PUT", "/predict"), ("GET", "/")):
-        response = call(app, method, path)
-        named = {name: response.headers[name] for name in ("x-model-name", "x-model-version")}
-        assert named == {"x-model-name": "tiny", "x-model-version": predictor.artifact.version}
-
-
-def test_cut_texts_are_counted_in_a_header(app: FastAPI) -> None:
-    response = call(app, "POST", "/predict", json={"inputs": ["short", "long " * 200, "long " * 300]})
-    assert (response.status_code, response.headers["x-truncated-inputs"]) == (200, "2")
-    infer = call(app, "POST", INFER, json={"inputs": [tensor(["short", "long " * 200], [2])]})
-    assert (infer.status_code, infer.headers["x-truncated-inputs"]) == (200, "1")
-    assert "x-truncated-inputs" not in call(app, "POST", "/predict", json={"inputs": "short"}).headers
-
-
 def test_long_texts_are_tokenised_off_the_event_loop(
     app: FastAPI, predictor: Predictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

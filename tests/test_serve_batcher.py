@@ -13,8 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain.batch import Encoded, Floats, Window
 from serve.batching.batcher import Batcher, EngineError, Expired
-from serve.batching.cost import LEAST_CALLS
-from serve.batching.scheduler import Limits, Overloaded
+from serve.batching.scheduler import LEAST_CALLS, Limits, Overloaded
 
 BAD = 13
 FAR = 60.0

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from serve.batching.cost import LEAST_CALLS, Cost
+from serve.batching.scheduler import LEAST_CALLS, Cost
 
 
 def learned(calls: list[int], base: float, per_token: float, noise: float = 0.0) -> Cost:

@@ -18,11 +18,12 @@ from rtrain.config import Serve
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from serve.app import build_app
-from serve.door import guard, keys, security
+from serve.door import guard, keys
 from serve.door.guard import Guard
+from serve.front import haproxy
 from serve.schema import RequestError
 from tests import serving
-from tests.serving import INFER, TEXT, call, error
+from tests.serving import TEXT, call, error
 
 app, predictor = serving.app, serving.predictor  # fixtures
 
@@ -174,45 +175,6 @@ def test_a_client_that_leaves_in_mid_body_is_gone_for_the_application_too() -> N
 )
 def test_the_head_is_limited(scope: Scope, status: int) -> None:
     assert drive(Serve(max_header_bytes=1000), scope)[0] == status
-
-
-@pytest.mark.parametrize(
-    ("encoding", "status"), [(b"gzip", 415), (b"GZIP", 415), (b"identity", 200), (b"Identity", 200)]
-)
-def test_a_compressed_body_is_refused(encoding: bytes, status: int) -> None:
-    assert drive(Serve(), head(headers=[(b"content-encoding", encoding)]))[0] == status
-
-
-BODY_LIMITS: list[tuple[bytes, int, str]] = [
-    (b'{"inputs": ' + b"[" * 40 + b"]" * 40 + b"}", 400, "the body is nested deeper than 32"),
-    (b"[1" + b",1" * 200 + b"]", 413, "the body has more than 128 values; send at most 8 texts"),
-    (b'{"inputs": "a", "parameters": {' + b'"a": {},' * 100 + b'"b": 1}}', 413, "the body has more than 128 values"),
-    (b'{"inputs": "' + b"x" * 1001 + b'"}', 413, "a text of 1001 characters; send at most 1000"),
-    (b'{"inputs": {"text": "' + b"x" * 600 + b'", "text_pair": "' + b"y" * 401 + b'"}}', 413, "a text of 1001 char"),
-]
-
-
-@pytest.mark.parametrize(("body", "status", "message"), BODY_LIMITS, ids=range(len(BODY_LIMITS)))
-def test_a_document_s_depth_values_and_texts_are_limited(
-    predictor: Predictor, body: bytes, status: int, message: str
-) -> None:
-    small = build_app(predictor, Serve(max_inputs=8, max_text_characters=1000))
-    for path in ("/predict", INFER):
-        response = call(small, "POST", path, content=body)
-        if path == "/predict":
-            assert (response.status_code, message in response.json()["error"]["message"]) == (status, True)
-        assert 400 <= response.status_code < 500
-    assert call(small, "POST", "/predict", json={"inputs": "x" * 1000}).status_code == 200
-    response = call(small, "POST", "/predict", json={"inputs": ["a", "x" * 1001]})
-    assert response.json()["error"]["field"] == "inputs.1"
-
-
-def test_binary_texts_are_unpacked_no_further_than_needed(predictor: Predictor) -> None:
-    document = b'{"inputs":[{"name":"text","shape":[900],"datatype":"BYTES","parameters":{"binary_data_size":3600}}]}'
-    headers = {"inference-header-content-length": str(len(document))}
-    response = call(build_app(predictor, Serve()), "POST", INFER, content=document + bytes(3600), headers=headers)
-    assert response.status_code == 413
-    assert response.json() == {"error": "inputs.0.data: more than 256 texts; send at most 256"}
 
 
 # ------------------------------------------------------------------------------------------------------------- keys
@@ -382,13 +344,13 @@ def test_every_answer_has_the_security_headers(
     answers.append(call(plain, "POST", "/predict", json={"inputs": TEXT}))
     assert [answer.status_code for answer in answers] == [200, 404, 200, 413, 401, 200, 500]
     for answer in answers:
-        assert {name: answer.headers[name] for name in security.HEADERS} == security.HEADERS
+        assert {name: answer.headers[name] for name in haproxy.SECURITY_HEADERS} == haproxy.SECURITY_HEADERS
         assert answer.headers["content-security-policy"].startswith("default-src 'none'")
         assert "strict-transport-security" not in answer.headers
     assert "script-src" in answers[5].headers["content-security-policy"], "the page has a policy of its own"
     assert call(plain, "GET", "/docs").headers["content-security-policy"].startswith("default-src 'none'")
     secured = build_app(predictor, Serve(tls_cert="c", tls_key="k"))
-    assert call(secured, "GET", "/v2").headers["strict-transport-security"] == security.ONLY_TLS
+    assert call(secured, "GET", "/v2").headers["strict-transport-security"] == haproxy.ONLY_TLS
 
 
 def test_neither_texts_nor_keys_are_logged(

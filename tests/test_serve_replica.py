@@ -17,7 +17,7 @@ from rtrain.artifact import ArtifactError
 from rtrain.config import Serve
 from rtrain.errors import UserError
 from serve import replica
-from serve.change.application import PROVEN, VERSIONS
+from serve.change.application import VERSIONS
 from serve.front import direct
 from tests.tiny import make_artifact, refused
 
@@ -58,7 +58,7 @@ def test_a_replica_that_starts_refuses_another_version_than_the_one_that_was_dec
 ) -> None:
     """Whoever has replaced the folder meanwhile has proven nothing to anybody."""
     old, new = (rtrain.artifact.read(folder).version for folder in folders[:2])
-    wish = {"models": {"tiny": str(folders[0])}, PROVEN: True}
+    wish = {"models": {"tiny": str(folders[0])}}
 
     async def main() -> Any:
         [one] = Fleet(monkeypatch, Serve(), 1).every
@@ -76,26 +76,17 @@ class Fleet:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, settings: Serve, number: int):
         monkeypatch.setattr(direct, "install", lambda *given: None)
-        monkeypatch.setattr(replica, "AGAIN_S", 0.01)
         monkeypatch.setattr(
             ray.serve, "get_replica_context", lambda: SimpleNamespace(deployment="rtrain", app_name="a")
         )
         monkeypatch.setattr(ray.serve, "get_deployment_handle", lambda *given: self)
-        monkeypatch.setattr(ray.serve, "status", self.status)
         self.every = [OWN(settings, ["tiny"]) for _ in range(number)]
         self.asked: list[str] = []
         self.ends: list[Any] = []
-        self.leaves_out = 0
-        """So many of them, of the next broadcast: Ray is telling them of a change."""
-
-    def status(self) -> Any:
-        states = {"RUNNING": len(self.every) - self.leaves_out, "UPDATING": self.leaves_out, "STOPPING": 1}
-        deployment = SimpleNamespace(replica_states=states)
-        return SimpleNamespace(applications={"a": SimpleNamespace(deployments={"rtrain": deployment})})
 
     def broadcast(self, method: str, *given: object) -> Any:
         self.asked.append(method)
-        asked, self.leaves_out = self.every[self.leaves_out :], 0
+        asked = list(self.every)
 
         async def ended() -> None:
             raise ray.exceptions.ActorDiedError()
@@ -114,84 +105,10 @@ class Fleet:
         return [(await one.serves())["tiny"][0] for one in self.every]
 
 
-def test_without_a_command_replicas_switch_when_all_have_proven_it(
-    monkeypatch: pytest.MonkeyPatch, folders: list[Path]
-) -> None:
-    first, second, _ = map(str, folders)
-    served: list[list[str]] = []
-
-    async def main() -> None:
-        fleet = Fleet(monkeypatch, Serve(), 3)
-        assert await fleet.tell(folders[0]) == [first] * 3
-        last, loads = fleet.every[-1], asyncio.Event()
-
-        async def slowly(*given: str) -> str:
-            await asyncio.sleep(0.2)
-            served.extend([[folder for folder, _ in (await one.serves()).values()] for one in fleet.every[:-1]])
-            loads.set()
-            return str(await OWN.load(last, *given))
-
-        monkeypatch.setattr(last, "load", slowly)
-        fleet.leaves_out = 1
-        assert await fleet.tell(folders[1]) == [second] * 3
-        assert served[:2] == [[first], [first]]  # the others waited for it
-        assert set(fleet.asked) == {"proves"}
-        assert await fleet.tell(folders[0], proven=True) == [first] * 3  # a command has asked them before
-
-    asyncio.run(main())
-
-
-def test_what_one_replica_refuses_is_dropped_by_all_and_may_be_wished_again(
-    monkeypatch: pytest.MonkeyPatch, folders: list[Path]
-) -> None:
-    first, second, _ = map(str, folders)
-
-    async def main() -> None:
-        fleet = Fleet(monkeypatch, Serve(), 3)
-        await fleet.tell(folders[0])
-        refusals = ["its disk is full"]
-        last = fleet.every[-1]
-
-        async def once(*given: str) -> str:
-            return refusals.pop() if refusals else str(await OWN.load(last, *given))
-
-        monkeypatch.setattr(last, "load", once)
-        assert await fleet.tell(folders[1]) == [first] * 3
-        assert [one._models.versions["tiny"].candidate for one in fleet.every] == [None] * 3
-        assert await fleet.tell(folders[0]) == [first] * 3
-        assert await fleet.tell(folders[1]) == [second] * 3
-
-    asyncio.run(main())
-
-
-def test_what_was_refused_is_tried_again_later_although_ray_tells_of_the_same_wish(
-    monkeypatch: pytest.MonkeyPatch, folders: list[Path]
-) -> None:
-    """Of two models, one whose storage was away for a moment would keep the other one from any change."""
-    monkeypatch.setattr(replica, "REFUSED_S", 1.0)
-    first, second, _ = map(str, folders)
-
-    async def main() -> None:
-        fleet = Fleet(monkeypatch, Serve(), 2)
-        await fleet.tell(folders[0])
-        refusals = ["its storage is away"]
-        last = fleet.every[-1]
-
-        async def once(*given: str) -> str:
-            return refusals.pop() if refusals else str(await OWN.load(last, *given))
-
-        monkeypatch.setattr(last, "load", once)
-        assert await fleet.tell(folders[1]) == [first] * 2
-        await asyncio.sleep(1.0)
-        assert await fleet.tell(folders[1]) == [second] * 2
-
-    asyncio.run(main())
-
-
 def test_all_that_others_ask_runs_on_the_loop_which_counts() -> None:
     """Ray runs a method that is not `async` in a thread, beside the loop on which requests are counted."""
     asked = {name: one for name, one in inspect.getmembers(replica.Replica, inspect.isfunction) if name[0] != "_"}
-    assert {"status", "serves", "exposition", "load", "proves", "follow", "drop"} < {*asked}
+    assert {"status", "serves", "exposition", "load", "follow", "drop"} < {*asked}
     plain = {name for name, one in asked.items() if not inspect.iscoroutinefunction(one)}
     assert plain == {"check_health", "record_autoscaling_stats"}  # they read two numbers
 

@@ -28,7 +28,7 @@ from rtrain.artifact import ArtifactError
 from rtrain.config import Serve
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
-from serve.change import judge, overview
+from serve.change import control, judge
 from serve.deployment import Endpoint, start
 from serve.front.address import free_address
 from tests.processes import end
@@ -277,7 +277,7 @@ def test_a_trial_promotes_a_candidate_that_agrees_and_drops_one_that_does_not(tm
         assert endpoint.change({"rollback": True}) == f"{old} answers in place of {new}"
         endpoint.change({"update": str(like), "trial": [*aim._replace(share=0.0)]})
         assert endpoint.change({"rollback": True}) == f"{new}: dropped by hand; {old} goes on"
-        text = "\n".join(overview.text(json.loads(endpoint.change({"status": True}))).splitlines())
+        text = "\n".join(control.format_status(json.loads(endpoint.change({"status": True}))).splitlines())
         assert f"version    {old} ({copies} of {copies})" in text
     sys.stderr.write(f"{copies}: {seen.versions}, slowest {seen.slowest_s:.2f} s, {Counter(seen.errors)}\n{text}\n")
     assert set(seen.versions) == {old, new}

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rtrain.batch import Encoded, Window
-from serve.batching.cost import LEAST_CALLS, Cost
-from serve.batching.scheduler import PATIENCE_S, Limits, Overloaded, Row, Scheduler, bucket, padded
+from serve.batching.scheduler import LEAST_CALLS, PATIENCE_S, Cost, Limits, Overloaded, Row, Scheduler, bucket, padded
 
 FAR = 1000.0
 

@@ -20,7 +20,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from rtrain.config import Serve
 from rtrain.predict import Predictor
 from serve.app import build_app
-from serve.door import guard, keys, security
+from serve.door import guard, keys
+from serve.front import haproxy
 from tests import serving
 from tests.certificates import make_certificate
 from tests.serving import TEXT
@@ -161,7 +162,7 @@ def test_it_is_answered_encrypted_with_a_key(predictor: Predictor, tmp_path: Pat
         with httpx.Client(verify=context, trust_env=False) as client:
             answers = [client.post(url, json={"inputs": TEXT}, headers=headers) for headers in ({}, right)]
         assert [answer.status_code for answer in answers] == [401, 200]
-        assert answers[1].headers["strict-transport-security"] == security.ONLY_TLS
+        assert answers[1].headers["strict-transport-security"] == haproxy.ONLY_TLS
         assert json.loads(answers[0].content)["error"]["type"] == "unauthorized"
 
 

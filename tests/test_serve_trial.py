@@ -20,7 +20,7 @@ from rtrain.tasks import base
 from serve.answering import Lasting, Service
 from serve.app import build_app
 from serve.batching.batcher import Expired
-from serve.change import agreement
+from serve.change.trial import same
 from serve.change.versions import Plan, Versions
 from serve.front.haproxy import WAITED
 from serve.grpc import ROUTE
@@ -171,7 +171,7 @@ def test_answers_that_cannot_be_compared_are_the_candidate_s_failure(
     folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = folders
-    monkeypatch.setattr(agreement, "same", lambda *given: 1 / 0)
+    monkeypatch.setattr("serve.change.trial.same", lambda *given: 1 / 0)
 
     async def check(versions: Versions, client: httpx.AsyncClient) -> None:
         await versions.become(first)
@@ -215,15 +215,15 @@ def test_a_dropped_candidate_answers_what_it_has_accepted(folders: tuple[str, st
 def test_a_version_is_judged_by_questions_that_it_answered_or_failed_on(folders: tuple[str, str]) -> None:
     service = Service(Predictor.load(Path(folders[0]), 1), Serve())
     for status in (200, 500, 503, 504, 401, 404, 413, 422, 429, 499):
-        service.answered("/predict", status, 0.1, "")
+        service.answered("/predict", status, 0.1)
     for route in ("/info", "/v2/health/ready", "/metrics", "/v2/models/{name}/versions/{version}"):
-        service.answered(route, 200, 0.1, "")
+        service.answered(route, 200, 0.1)
     assert (service.requests, service.errors) == (4, 3)
     for route in ("/v2/models/{name}/infer", ROUTE):
-        service.answered(route, 504, 0.1, "")
+        service.answered(route, 504, 0.1)
     assert (service.requests, service.errors) == (6, 5)
-    service.answered("/v2/models/{name}/versions/{version}/infer", 500, 0.1, "")  # a client has chosen it
-    service.answered(ROUTE, 500, 0.1, "", judged=False)
+    service.answered("/v2/models/{name}/versions/{version}/infer", 500, 0.1)  # a client has chosen it
+    service.answered(ROUTE, 500, 0.1, judged=False)
     assert (service.requests, service.errors) == (6, 5)
     service.close()
 
@@ -292,9 +292,9 @@ def test_an_answer_agrees_with_itself_and_not_with_another(task: str, tmp_path: 
     answers = predictor(texts)
     head = predictor.head
     for answer in answers:
-        assert agreement.same(predictor.task, head, answer, head, answer)
-    same = [agreement.same(predictor.task, head, answers[0], head, answer) for answer in answers]
-    assert not all(same) or task in CLOSE
+        assert same(predictor.task, head, answer, head, answer)
+    agreed = [same(predictor.task, head, answers[0], head, answer) for answer in answers]
+    assert not all(agreed) or task in CLOSE
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_of_several_labels_each_version_gives_those_from_its_own_threshold_on(
         [{"label": "spam", "score": one}, {"label": "rude", "score": other}]
         for one, other in ((0.8, 0.35), (spam, rude))
     )
-    assert agreement.same(task, old, first, new, second) is agreed
+    assert same(task, old, first, new, second) is agreed
 
 
 def test_a_word_is_the_same_whatever_its_number_in_a_trimmed_vocabulary() -> None:
@@ -322,8 +322,8 @@ def test_a_word_is_the_same_whatever_its_number_in_a_trimmed_vocabulary() -> Non
     def answer(token: int, word: str) -> list[list[dict[str, object]]]:
         return [[{"token": token, "token_str": word, "score": 0.5, "sequence": f"a {word}"}]]
 
-    same = [agreement.same(task, head, answer(70, "cat"), head, answer(*other)) for other in ((7, "cat"), (70, "dog"))]
-    assert same == [True, False]
+    agreed = [same(task, head, answer(70, "cat"), head, answer(*other)) for other in ((7, "cat"), (70, "dog"))]
+    assert agreed == [True, False]
 
 
 CLOSE = {"multi_head", "regression", "span_qa", "classification", "multi_label"}

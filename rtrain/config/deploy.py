@@ -224,9 +224,6 @@ class Serve(Section):
     traces: str | None = None
     """Address to which a collector of OpenTelemetry takes spans over HTTP, e.g. http://127.0.0.1:4318/v1/traces; it
     needs the extra `traces`. Default: no spans."""
-    exemplars: bool = False
-    """Name a request's trace beside the bucket of its latency on /metrics, which is in the form of OpenMetrics then;
-    with one replica."""
 
     @property
     def copies(self) -> int:

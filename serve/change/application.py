@@ -17,8 +17,6 @@ from rtrain.config import Serve
 ASK_S = 30.0
 """Seconds in which every replica answers a question that it answers at once."""
 
-PROVEN = "proven"
-"""The name in a deployment's `user_config` that says that all replicas have loaded and proven what it names."""
 VERSIONS = "versions"
 """The name there of the version of each model: what a folder holds may have been replaced since."""
 
@@ -78,7 +76,6 @@ class Application:
         wish = {
             "models": {name: str(one.folder) for name, one in artifacts.items()},
             VERSIONS: {name: one.made.version for name, one in artifacts.items()},
-            PROVEN: True,
         }
         decided = self._deployment.options(user_config=wish).bind(self._settings, list(artifacts))
         ray.serve.run(decided, name=self.name, route_prefix="/", logging_config=self._logging)

@@ -42,7 +42,9 @@ def without_gpus(settings: Serve, nodes: Nodes) -> Problem | None:
     if settings.gpus <= most:
         return None
     reason = f"the node with most GPUs has {most:g}, and no node with more can come"
-    return Problem("serve.gpus", settings.gpus, reason, f"write {most:g}, or start nodes with GPUs")
+    return Problem(
+        "serve.gpus", settings.gpus, reason, f"write {most:g}, or start nodes with GPUs", code="too_few_gpus"
+    )
 
 
 def _room(nodes: Nodes, cpus: int) -> int:

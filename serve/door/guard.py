@@ -2,8 +2,8 @@
 
 Of a request: size of its head -> its host -> declared length -> key, scope, rate (`keys`) -> the body, read whole under
 its limits when the application first asks for it. Whatever is refused is answered here, in the error form that every
-route shares. How deep a document is nested and how many values it has is told by `shape` before it is parsed
-(`schema.parse`).
+route shares. How deep a document is nested and how many values it has is told before it is parsed
+(`schema.shape`).
 """
 
 import asyncio
@@ -15,7 +15,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rtrain.config import Serve
-from serve.door import access, keys, security
+from serve.door import access, keys
+from serve.front import haproxy
 from serve.schema import RequestError
 
 MOST_HEADERS = 100
@@ -38,7 +39,7 @@ def door(settings: Serve) -> keys.Door | None:
 
 def security_headers(settings: Serve) -> Pairs:
     """What `hardened` adds to each answer."""
-    added = security.of(settings.tls_cert is not None)
+    added = haproxy.security_headers(settings.tls_cert is not None)
     return [(name.encode(), value.encode()) for name, value in added.items()]
 
 

@@ -8,8 +8,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve.door import security
-
 PATIENCE_S = 2
 """Seconds after a request's deadline for which the only replica may still answer a health check."""
 PAGES = (500, 502, 503, 504)
@@ -29,6 +27,19 @@ MOST_LOOKS = 2
 BUSY, BUSY_V2, DOWN_V2 = "busy.json", "busy-v2.json", "down-v2.json"
 """The files that answer, with status 503, what is more than the replicas take, and where none is up. Those of `/v2`
 have its form of an error, which its clients read; a file by a status alone, of `PAGES`, has one form for all paths."""
+
+SECURITY_HEADERS = {
+    "cache-control": "no-store",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+"""On every answer: it is nobody's to store, to embed or to take for another type."""
+CONTENT_POLICY = "content-security-policy"
+NO_CONTENT = "default-src 'none'; frame-ancestors 'none'"
+"""The content security policy of answers that are no page."""
+ONLY_TLS = "max-age=31536000"
 
 
 class UnknownFile(ValueError):
@@ -154,8 +165,14 @@ def _secured(front: Front) -> list[str]:
     """What HAProxy answers itself has the headers that the replicas' answers have."""
     return [
         f'http-after-response set-header {name} "{value}" if !{{ var(txn.theirs) -m found }}'
-        for name, value in security.of(bool(front.certificate)).items()
+        for name, value in security_headers(bool(front.certificate)).items()
     ]
+
+
+def security_headers(tls: bool) -> dict[str, str]:
+    """Those of an answer that is no page; `tls`: clients encrypt."""
+    more = {"strict-transport-security": ONLY_TLS} if tls else {}
+    return {**SECURITY_HEADERS, **more, CONTENT_POLICY: NO_CONTENT}
 
 
 def _limited(front: Front) -> list[str]:

@@ -1,8 +1,6 @@
 """What an endpoint counts of itself, for Prometheus; `sums` joins models and replicas."""
 
 import functools
-import time
-import uuid
 from collections import Counter as Counted
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,9 +16,6 @@ from serve.watching.drift import Drift
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SECONDS_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0, 4.0, 8.0, 16.0)
-OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-MOST_EXEMPLAR = 100
-"""Characters; OpenMetrics allows 128 with the name."""
 WATCHED_ROWS = 64
 """Answers whose drift is computed at a time: one by one it would cost each request a tenth of a millisecond."""
 
@@ -75,9 +70,7 @@ class Watch:
 class Requests:
     """How many requests were answered and how fast, in a registry of their own."""
 
-    def __init__(self, exemplars: bool = False):
-        """`exemplars`: a request's trace, or its number, beside the bucket that it fell into."""
-        self._exemplars = exemplars
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "rtrain_requests", "Requests by route and status.", ["route", "status"], registry=self.registry
@@ -90,21 +83,18 @@ class Requests:
             lambda route, status: (self.requests.labels(route, str(status)), self.seconds.labels(route))
         )
 
-    def count(self, route: str, status: int, seconds: float, name: str) -> None:
-        """A request has ended; `name` is that of its trace, or its own."""
+    def count(self, route: str, status: int, seconds: float) -> None:
+        """A request has ended."""
         requests, took = self._labelled(route, status)
         requests.inc()
-        took.observe(seconds, {"trace_id": name[:MOST_EXEMPLAR]} if self._exemplars else None)
+        took.observe(seconds)
 
 
 class Telemetry(Requests):
     """The metrics of one model in one replica, whatever versions of it there are."""
 
-    def __init__(self, exemplars: bool = False):
-        super().__init__(exemplars)
-        self._began = time.monotonic()
-        # Not the process' number: two containers, or nodes, may have the same.
-        self._replica = uuid.uuid4().hex
+    def __init__(self) -> None:
+        super().__init__()
         counter = functools.partial(Counter, registry=self.registry)
         histogram = functools.partial(Histogram, registry=self.registry)
         self.versions = counter("rtrain_version_requests", "Requests by version of the model.", ["version", "status"])
@@ -127,10 +117,10 @@ class Telemetry(Requests):
         )
         self.registry.register(self)
 
-    def answered(self, version: str, route: str, status: int, seconds: float, name: str) -> None:
+    def answered(self, version: str, route: str, status: int, seconds: float) -> None:
         """A request of that version has ended (`count`)."""
         self._version(version, status).inc()
-        self.count(route, status, seconds, name)
+        self.count(route, status, seconds)
 
     def on_call(self, rows: int, tokens: int, seconds: float) -> None:
         """An engine call has ended."""
@@ -152,20 +142,11 @@ class Telemetry(Requests):
             yield from drift.collect()
 
     def totals(self) -> dict[str, Any]:
-        """The replica's own name; since its start: seconds, requests by status, texts, seconds of the engine."""
+        """Since the replica's start: requests by status, and texts."""
         requests: Counted[str] = Counted()
         for family in self.requests.collect():
             for sample in family.samples:
                 if sample.name.endswith("_total"):
                     requests[sample.labels["status"]] += int(sample.value)
-        return {
-            "replica": self._replica,
-            "seconds": time.monotonic() - self._began,
-            "requests": dict(requests),
-            "texts": int(_value(self.rows)),
-            "engine_seconds": _value(self.engine_seconds),
-        }
-
-
-def _value(counter: Counter) -> float:
-    return next(sample.value for family in counter.collect() for sample in family.samples)
+        texts = next(sample.value for family in self.rows.collect() for sample in family.samples)
+        return {"requests": dict(requests), "texts": int(texts)}
