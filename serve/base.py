@@ -6,7 +6,8 @@ import functools
 import json
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
@@ -26,6 +27,9 @@ from serve.front.haproxy import ERRORS
 from serve.schema import RequestError
 from serve.watching.sums import with_haproxy
 from serve.watching.tracing import Spans
+
+if TYPE_CHECKING:
+    from serve.answering import Service
 
 SILENT: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 """FastAPI traces and counts by itself where a process has OpenTelemetry: what is told of requests, `serve.traces` says
@@ -49,6 +53,12 @@ class Desk(Protocol):
     def index(self, ready: bool, only: Collection[str] | None) -> list[dict[str, str]]:
         """The models at this address, of the Open Inference Protocol; `ready`: only those that can answer, `only`:
         none but these."""
+        ...
+
+    def answering(self, model: str, version: str | None) -> AbstractContextManager["Service"]:
+        """The service for one request over another protocol, which stays open until the context is left; of the version
+        that the request names, with an empty name of any, with None of what is no question to the model. Raises
+        `RequestError` where there is none."""
         ...
 
     def exposition(self) -> str:

@@ -29,7 +29,6 @@ from ray.serve.schema import LoggingConfig
 import rtrain.artifact
 from rtrain import ray_internals
 from rtrain.cluster import supply
-from rtrain.cluster.demand import Place
 from rtrain.config import Serve
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import device
@@ -191,7 +190,7 @@ def start(
         raise
     endpoint = Endpoint(address, settings, front, application)
     try:
-        with nodes.said(partial(_waiting, settings, len(artifacts), application.name), tell):
+        with nodes.said(partial(_message, application.name), tell):
             _deploy(settings, application, address.port, front, environment, quiet)
         _await_ready(address)
     except BaseException:  # Ctrl-C too must leave nothing behind
@@ -280,18 +279,12 @@ def _explained(front: ingress.Ingress | None) -> Iterator[None]:
 
 
 def _message(application: str) -> str:
-    """What Ray Serve writes of the replicas; empty where it knows of none."""
-    status = ray.serve.status().applications.get(application)
-    return str(status.deployments[DEPLOYMENT].message) if status and status.deployments else ""
-
-
-def _waiting(settings: Serve, models: int, application: str, seconds: float) -> str | None:
-    place = Place("GPU", settings.labels, settings.gpus) if settings.gpus else None
-    place = place or Place("CPU", settings.labels, settings.threads * models)
+    """What Ray Serve writes of the replicas; empty where it knows of none, or does not answer."""
     try:
-        return nodes.waiting(_message(application), place, supply.may_start(), seconds)
-    except ray.exceptions.RayError:  # the controller is starting, or busy; the next look may do better
-        return None
+        status = ray.serve.status().applications.get(application)
+    except ray.exceptions.RayError:  # the controller is starting, or busy
+        return ""
+    return str(status.deployments[DEPLOYMENT].message) if status and status.deployments else ""
 
 
 def _options(settings: Serve, port: int, front: ingress.Ingress | None) -> HTTPOptions:

@@ -10,7 +10,7 @@ The answers of /predict are built by `decode` of the model's task (`rtrain.tasks
 """
 
 import re
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
@@ -29,6 +29,25 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _PROTOCOL_PATH = re.compile(r"(/models/[^/]+)?/v2(/|$)")
 """Paths of the Open Inference Protocol: of an address, and of one model."""
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
+
+
+ERROR_TYPES = {
+    400: "malformed",
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "too_slow",
+    413: "too_large",
+    415: "unsupported",
+    421: "misdirected",
+    422: "invalid",
+    429: "rate_limited",
+    431: "too_large",
+    500: "internal",
+    503: "overloaded",
+    504: "expired",
+}
 
 
 class RequestError(Exception):
@@ -253,21 +272,7 @@ class ExplainedReply(pydantic.RootModel[list[ExplainedAnswer]]):
 
 
 class ErrorDetail(Closed):
-    type: Literal[
-        "malformed",
-        "unauthorized",
-        "forbidden",
-        "not_found",
-        "method_not_allowed",
-        "too_slow",
-        "too_large",
-        "unsupported",
-        "invalid",
-        "rate_limited",
-        "internal",
-        "overloaded",
-        "expired",
-    ]
+    type: Annotated[str, Field(json_schema_extra={"enum": list(dict.fromkeys(ERROR_TYPES.values()))})]
     message: str
     field: str | None
     """Where in the request, e.g. `inputs.3.text`."""
@@ -275,25 +280,6 @@ class ErrorDetail(Closed):
 
 class ErrorReply(Closed):
     error: ErrorDetail
-
-
-ERROR_TYPES = {
-    400: "malformed",
-    401: "unauthorized",
-    403: "forbidden",
-    404: "not_found",
-    405: "method_not_allowed",
-    408: "too_slow",
-    413: "too_large",
-    415: "unsupported",
-    421: "misdirected",
-    422: "invalid",
-    429: "rate_limited",
-    431: "too_large",
-    500: "internal",
-    503: "overloaded",
-    504: "expired",
-}
 
 
 # ---------------------------------------------------------------------------------------------------------- parsing

@@ -199,7 +199,7 @@ def check(exchange: Exchange, response: httpx.Response) -> None:
     assert (response.headers["x-model-name"], len(response.headers["x-model-version"])) == ("tiny", 12), told
     assert response.headers["x-request-id"], told
     for name, value in exchange.answer_headers.items():
-        assert response.headers[name] == value, told
+        assert value in response.headers.get_list(name), told  # Ray's proxy adds a number of its own
     if exchange.answer is not None:
         assert response.json() == exchange.answer, told
     if exchange.status < 400:

@@ -47,6 +47,7 @@ def test_an_unexpected_error_is_logged_and_answered_without_internals(
     assert response.status_code == 500
     assert response.json() == error("internal", "internal error; the server's log has the cause")
     assert response.headers["x-model-name"] == "tiny"
+    assert response.headers["x-content-type-options"] == "nosniff"
     assert [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "serve.envelope"] == [
         (logging.ERROR, "unexpected error in POST '/predict' (request mine)")
     ]

@@ -66,16 +66,6 @@ def test_a_request_past_its_deadline_is_answered_504_whatever_the_client_asks_fo
     assert gate.rows == 1
 
 
-def test_a_body_that_does_not_arrive_is_answered_408(predictor: Predictor) -> None:
-    async def stuck() -> AsyncIterator[bytes]:
-        yield b"{"
-        await asyncio.sleep(60)
-
-    response = call(build_app(predictor, Serve(deadline_s=0.05)), "POST", "/predict", content=stuck())
-    assert response.status_code == 408
-    assert response.json() == error("too_slow", "the deadline passed before the body had arrived")
-
-
 def test_the_deadline_counts_from_before_the_body(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Serve()
     app = build_app(predictor, settings)

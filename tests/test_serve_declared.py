@@ -13,15 +13,15 @@ from ray.serve.schema import ServeDeploySchema
 import rtrain.artifact
 from rtrain import engines
 from rtrain.config import Serve
-from rtrain.errors import UserError
 from serve import declared, named, service
 from serve.change import nodes
 from serve.door import keys
 from tests.certificates import make_certificate
+from tests.refusals import refused_with
+from tests.root import ROOT
 from tests.test_cli import Cli, run
 from tests.tiny import make_artifact, refused
 
-ROOT = Path(__file__).resolve().parents[1]
 assert run  # a fixture
 
 
@@ -96,7 +96,7 @@ def test_a_replica_has_gpus_where_its_engine_knows_them(artifact: Path, monkeypa
     named.admit({"tiny": artifact}, settings)
     of_cpus = engines.ENGINES[engines.FLOAT]._replace(on_gpu=False)
     monkeypatch.setattr(engines, "ENGINES", {engines.FLOAT: of_cpus})
-    with pytest.raises(UserError, match=r"serve\.gpus=0\.5: .* answers by torch, on CPUs alone; serve"):
+    with refused_with("conflicting_settings"):
         named.admit({"tiny": artifact}, settings)
 
 

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import inspect
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -28,8 +26,6 @@ import rtrain.artifact
 import rtrain.predict
 from rtrain import manifest
 from rtrain.artifact import ArtifactError
-from rtrain.cluster import supply
-from rtrain.cluster.demand import Place
 from rtrain.compress.graphs import unreported
 from rtrain.config import Serve
 from rtrain.errors import ConfigError, UserError
@@ -157,30 +153,6 @@ def test_a_replica_reserves_its_threads_where_they_are_or_can_come(
     assert cpus == expected[0]
     assert expected[1] in line
     assert bool(line) == bool(expected[1])
-
-
-def test_replicas_that_wait_for_nodes_say_for_which(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray.serve._private import deployment_state
-
-    # The words of Ray Serve, as its own code has them.
-    source = re.sub(r'"\s+f?"', "", inspect.getsource(deployment_state))
-    [words] = [line for line in source.splitlines() if "s to be scheduled." in line]
-    words = words.replace("{SLOW_STARTUP_WARNING_S}", "30").replace("{len(pending_allocation)}", "2")
-    kinds = {"worker": {"resources": {"CPU": 8}, "labels": {"for": "answers"}}, "other": {"resources": {"CPU": 8}}}
-    may, place = (
-        supply.startable({"max_workers": 4, "available_node_types": kinds}),
-        Place("CPU", {"for": "answers"}, 2),
-    )
-    text = "2 replicas wait for nodes: the autoscaler is asked for 4 CPUs on worker nodes, for 42 s now"
-    assert nodes.waiting(words, place, may, 42.0) == text
-    assert nodes.waiting(words, place, supply.startable({}), 42.0) is None
-    assert nodes.waiting("", place, may, 42.0) is None
-    said: list[str] = []
-    monkeypatch.setattr(nodes, "SAY_EVERY_S", 0.01)
-    with nodes.said(lambda seconds: "waits" if said else said.append("looked"), said.append):
-        while len(said) < 3:
-            time.sleep(0.01)
-    assert said[:3] == ["looked", "waits", "waits"]
 
 
 def test_serving_an_int8_artefact_imports_no_torch(artifact: Path) -> None:

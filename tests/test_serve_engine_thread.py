@@ -55,7 +55,7 @@ def test_a_call_that_nobody_awaits_any_more_is_not_begun_and_one_that_comes_too_
         over.set()
         assert await held == "held"
         for waits in (late, asyncio.create_task(thread.run(hold))):
-            with pytest.raises(RuntimeError, match="has ended"):
+            with pytest.raises(RuntimeError):
                 await asyncio.wait_for(waits, 10)
         with pytest.raises(asyncio.CancelledError):
             await left

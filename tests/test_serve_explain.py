@@ -83,11 +83,6 @@ def test_any_label_can_be_explained(app: FastAPI) -> None:
         assert [why["label"] for why in found["explanation"]["answers"]] == [label]
 
 
-def test_without_explain_the_answer_is_the_ordinary_one(app: FastAPI) -> None:
-    ordinary = call(app, "POST", "/predict", json={"inputs": TEXT}).json()
-    assert call(app, "POST", "/predict", json={"inputs": TEXT, "parameters": {"explain": False}}).json() == ordinary
-
-
 def test_a_number_is_explained(tmp_path: Path) -> None:
     head = Head(("score",), {"mean": 6.0, "std": 1.5, "lowest": 1.0, "highest": 9.0, "step": 0.5})
     app = build_app(Predictor.load(make_task_artifact(tmp_path, "regression", head), threads=1), Serve())
@@ -188,13 +183,3 @@ def test_an_explanation_past_its_deadline_is_answered_504_and_stops(predictor: P
 
     asyncio.run(main())
     assert held.rows == 1, "texts were explained that nobody awaits"
-
-
-def test_the_openapi_document_describes_explanations(app: FastAPI) -> None:
-    document = call(app, "GET", "/openapi.json").json()
-    schema = {"$ref": "#/components/schemas/ExplainedReply", "components": document["components"]}
-    jsonschema.validate(call(app, "POST", "/predict", json=WHY).json(), schema, jsonschema.Draft202012Validator)
-    request = {"$ref": "#/components/schemas/PredictRequest", "components": document["components"]}
-    jsonschema.validate(WHY, request, jsonschema.Draft202012Validator)
-    reply = document["paths"]["/predict"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
-    assert [entry["$ref"].rsplit("/", 1)[-1] for entry in reply["anyOf"]] == ["PredictReply", "ExplainedReply"]

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -177,27 +176,6 @@ def test_what_was_accepted_is_answered_before_the_end(predictor: Predictor, gate
     service.close()
 
 
-def test_an_unexpected_error_is_logged_and_answered_without_internals(
-    predictor: Predictor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*arguments: object) -> None:
-        raise LookupError("/secret/path")
-
-    monkeypatch.setattr(predictor.task, "decode", broken)
-
-    async def main() -> None:
-        async with asking(Service(predictor, Serve())) as stub:
-            error = await refused(stub.ModelInfer(question(TEXT)))
-            assert error.code() == grpc.StatusCode.INTERNAL
-            assert error.details() == "internal error; the server's log has the cause"
-
-    asyncio.run(main())
-    # One poller of gRPC's serves all loops of a process, and may call that of an earlier test, which is closed.
-    own = [record for record in caplog.records if record.exc_info and record.name != "asyncio"]
-    assert [(record.levelno, record.name) for record in own] == [(logging.ERROR, "serve.grpc")]
-    assert "/secret/path" in caplog.text
-
-
 def test_grpc_asks_for_the_keys_that_http_asks_for(predictor: Predictor, tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     plain = keys.add(path, "shop", rate="3/hour")
@@ -298,22 +276,6 @@ def test_one_connection_does_not_take_all_calls(predictor: Predictor) -> None:
                 call.cancel()
 
     asyncio.run(main())
-
-
-def test_a_connection_without_calls_ends_after_a_while(predictor: Predictor) -> None:
-    service = Service(predictor, Serve(keep_alive_s=1))
-
-    async def main() -> None:
-        async with (
-            serving(service, service.settings, 0) as port,
-            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
-        ):
-            await interface.GRPCInferenceServiceStub(channel).ServerLive(messages.ServerLiveRequest())
-            while channel.get_state() != grpc.ChannelConnectivity.IDLE:
-                await asyncio.sleep(0.01)
-            assert (await interface.GRPCInferenceServiceStub(channel).ServerLive(messages.ServerLiveRequest())).live
-
-    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_questions_and_whoever_is_refused_are_counted_and_logged_as_over_http(

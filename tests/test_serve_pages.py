@@ -6,7 +6,6 @@ from fnmatch import fnmatch
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
 from fastapi import FastAPI
 
 from rtrain.config.recipe import TASKS
@@ -125,43 +124,3 @@ def test_the_script_uses_elements_that_the_page_has() -> None:
     assert all(f'id="{name}"' in several for name in re.findall(r"element\(\"([\w-]+)\"\)", TEXTS["models.js"]))
     labelled = {names["for"] for tag, names in Tags().found if tag == "label" and "for" in names}
     assert labelled <= set(ids)
-
-
-def test_the_style_has_both_themes_and_both_widths() -> None:
-    assert "prefers-color-scheme: dark" in STYLE
-    assert "color-scheme: light dark" in STYLE
-    light, dark = re.findall(r":root \{(.*?)\}", STYLE, re.S)
-    names = [set(re.findall(r"(--[\w-]+):", theme)) for theme in (light, dark)]
-    assert names[0] == names[1] != set()
-    [colours] = re.findall(r"const COLOURS = (\d+);", SCRIPT)
-    assert {f"--c{number}" for number in range(int(colours))} <= names[0]
-    used = set(re.findall(r"var\((--[\w-]+)\)", STYLE)) - {"--share", "--c"}
-    assert used <= names[0]
-
-
-def channels(colour: str) -> list[float]:
-    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-
-
-@pytest.mark.parametrize(
-    ("ink", "paper"),
-    [
-        ("--ink", "--paper"),
-        ("--ink", "--panel"),
-        ("--soft", "--paper"),
-        ("--soft", "--panel"),
-        ("--bad", "--paper"),
-        ("--on-act", "--act"),
-        *((f"--c{number}", "--paper") for number in range(8)),
-    ],
-)
-def test_text_can_be_read_in_both_themes(ink: str, paper: str) -> None:
-    """The contrast that WCAG 2.1 asks of text: 4.5."""
-    for theme in re.findall(r":root \{(.*?)\}", STYLE, re.S):
-        colours = dict(re.findall(r"(--[\w-]+): (#\w{6})", theme))
-        luminance = []
-        for name in (ink, paper):
-            red, green, blue = channels(colours[name])
-            luminance.append(0.2126 * red + 0.7152 * green + 0.0722 * blue)
-        assert (max(luminance) + 0.05) / (min(luminance) + 0.05) >= 4.5

@@ -13,12 +13,11 @@ import ray.serve
 from prometheus_client.parser import text_string_to_metric_families
 
 import rtrain.artifact
-from rtrain.artifact import ArtifactError
 from rtrain.config import Serve
-from rtrain.errors import UserError
 from serve import replica
 from serve.change.application import VERSIONS
 from serve.front import direct
+from tests.refusals import refused_with
 from tests.tiny import make_artifact, refused
 
 OWN: Any = next(one for one in replica.Replica.__mro__ if "reconfigure" in vars(one))
@@ -43,7 +42,7 @@ def test_what_the_gate_has_refused_answers_nothing_whoever_names_it(
     async def main() -> dict[str, str]:
         [one] = Fleet(monkeypatch, Serve(ungated=ungated), 1).every
         if not ungated:
-            with pytest.raises(ArtifactError, match="was refused by the gate: it is worse"):
+            with refused_with("refused_by_gate"):
                 await one.reconfigure(worse)
         await one.reconfigure(first)
         await one.reconfigure(worse)
@@ -62,7 +61,7 @@ def test_a_replica_that_starts_refuses_another_version_than_the_one_that_was_dec
 
     async def main() -> Any:
         [one] = Fleet(monkeypatch, Serve(), 1).every
-        with pytest.raises(UserError, match=f"holds the version {old} now, and not {new}, which is to answer"):
+        with refused_with("other_version"):
             await one.reconfigure({**wish, VERSIONS: {"tiny": new}})
         assert await one.serves() == {}
         await one.reconfigure({**wish, VERSIONS: {"tiny": old}})

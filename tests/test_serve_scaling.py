@@ -9,7 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -19,7 +18,7 @@ from hypothesis import given, strategies as st
 from rtrain.config import Serve
 from serve import deployment
 from serve.change import scaling
-from serve.change.scaling import DRAIN_S, HIGH, LOW, Load, Meter, desired, policy
+from serve.change.scaling import DRAIN_S, HIGH, LOW, Load, Meter, desired
 from tests.test_serve_deployment import openvino_artifact
 
 
@@ -132,18 +131,6 @@ def test_a_rush_is_met_and_given_back() -> None:
     assert turns == sorted(turns, reverse=True), "up, and then down, once each"
 
 
-@pytest.mark.parametrize("half_s", [20, 40, 60, 120, 300])
-@pytest.mark.parametrize("high", [1.5, 5.0])
-def test_a_load_that_comes_and_goes_is_followed_once_each_way_or_not_at_all(half_s: int, high: float) -> None:
-    """Ten square waves. Where the low half is shorter than the delay on the way down, the number stays up."""
-    endpoint, waves = Endpoint(), 10
-    endpoint.run(2 * half_s * waves, lambda now: high if now // half_s % 2 else 0.3)
-    ways = [after > before for before, after in itertools.pairwise(endpoint.targets) if after != before]
-    runs = [up for up, _ in itertools.groupby(ways)]
-    assert runs[0] is True
-    assert len(runs) <= (2 * waves if half_s >= endpoint.down_s else 2)
-
-
 # ------------------------------------------------------------------------------------------------------ the interface
 
 
@@ -193,12 +180,6 @@ def test_ray_serve_takes_the_policy_by_its_name_and_asks_it_with_its_own_context
     )
     # (1 + 0.6 + 20 s of work / 10 s) / 0.8
     assert asked(context) == (5, {"kept": 1})
-
-
-def test_without_reports_the_number_stays() -> None:
-    for told in (None, {}, {"queued_tokens": {"new": 5.0}}):
-        context = SimpleNamespace(aggregated_metrics=told, target_num_replicas=3, policy_state={})
-        assert policy(context) == (3, {})
 
 
 @pytest.mark.slow

@@ -61,13 +61,6 @@ def drained(queue: Scheduler, now: float = 0.0) -> list[list[object]]:
     return calls
 
 
-@pytest.mark.parametrize(
-    ("tokens", "length"), [(1, 16), (2, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (512, 512), (513, 1024)]
-)
-def test_buckets_are_powers_of_two(tokens: int, length: int) -> None:
-    assert bucket(tokens) == length
-
-
 # ----------------------------------------------------------------------------------------------------------- the call
 
 
@@ -117,14 +110,6 @@ def test_no_row_is_late_by_those_that_join() -> None:
     taken = queue.take(0.0)
     assert (owners(taken.batch), taken.late) == (["soon"], [])
     assert owners(queue.take(0.0).batch) == ["longer"]
-
-
-def test_windows_count_as_rows_of_the_longest() -> None:
-    queue = scheduler(batch_tokens=64)
-    queue.put(rows("a", 8, 8, windows=3), 0.0)
-    queue.put(rows("b", 16), 0.0)
-    assert queue.tokens == 64
-    assert drained(queue) == [["a", "a"], ["b"]]
 
 
 def test_the_more_urgent_row_goes_first_but_none_waits_longer_than_the_patience() -> None:
@@ -232,15 +217,6 @@ def test_the_queue_is_bounded_in_tokens() -> None:
     assert refused.value.retry_after == 9
     queue.put(rows("b", 100), 0.0)
     assert queue.tokens == 1000
-
-
-def test_a_removed_owner_leaves_nothing_behind() -> None:
-    queue = scheduler()
-    queue.put(rows("gone", 8, 40, 9), 0.0)
-    queue.put(rows("kept", 8), 0.0)
-    assert (queue.remove("gone", ""), queue.remove("gone", ""), queue.remove("kept", "other")) == (3, 0, 0)
-    assert (queue.rows, queue.tokens) == (1, 8)
-    assert drained(queue) == [["kept"]]
 
 
 # ---------------------------------------------------------------------------------------------------------- properties

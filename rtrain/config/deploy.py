@@ -196,8 +196,6 @@ class Serve(Section):
     """Most characters of one text; a request with a longer one is answered 413."""
     max_body_bytes: Positive = 1_000_000
     """Most bytes of a request's body; a larger one is answered 413."""
-    min_body_rate: Positive = 1_000
-    """Least bytes a second at which a body must arrive, after its first 2 seconds; a slower one is answered 408."""
     max_header_bytes: Positive = 8_192
     """Most bytes of a request's address and headers; more is answered 431. HAProxy itself answers 400 beyond 15,360."""
     keep_alive_s: Annotated[int, Field(ge=1)] = 90

@@ -24,8 +24,6 @@ READ = (b"authorization", b"content-encoding", b"content-length", b"host", b"tra
 """The headers that are looked at here."""
 REFUSED = "refused"
 """In a request's state: the `RequestError` with which the server has it refused before anything of it is looked at."""
-GRACE_S = 2.0
-"""Seconds in which a body may stand still, whatever its rate: a lost packet is sent again within them."""
 Pairs = list[tuple[bytes, bytes]]
 """Headers, as ASGI has them."""
 
@@ -119,8 +117,7 @@ class _Body:
     def __init__(self, receive: Receive, settings: Serve, waited_s: float = 0.0):
         """`waited_s`: how long HAProxy has waited for the first part of the body, which counts in the deadline."""
         self._receive, self._settings = receive, settings
-        self._began = asyncio.get_running_loop().time()
-        self._deadline = self._began + settings.deadline_s - waited_s
+        self._deadline = asyncio.get_running_loop().time() + settings.deadline_s - waited_s
         self._read = False
 
     async def __call__(self) -> Message:
@@ -129,7 +126,7 @@ class _Body:
         self._read = True
         body = bytearray()
         while True:
-            message = await self._next(len(body))
+            message = await self._next()
             if message["type"] != "http.request":
                 return message
             body += message.get("body", b"")
@@ -138,18 +135,13 @@ class _Body:
             if not message.get("more_body", False):
                 return {"type": "http.request", "body": bytes(body), "more_body": False}
 
-    async def _next(self, received: int) -> Message:
-        """The next message, within the deadline and at the least rate."""
-        due = self._began + GRACE_S + received / self._settings.min_body_rate
+    async def _next(self) -> Message:
         try:
-            async with asyncio.timeout_at(min(self._deadline, due)):
+            async with asyncio.timeout_at(self._deadline):
                 return await self._receive()
         except TimeoutError:
-            reason = "the deadline passed before the body had arrived"
-            if due < self._deadline:
-                reason = f"the body arrives at less than {self._settings.min_body_rate} bytes a second"
             # Never 5xx, by which a version on trial is judged: it has not been asked yet.
-            raise _last(RequestError(408, reason)) from None
+            raise _last(RequestError(408, "the deadline passed before the body had arrived")) from None
 
 
 def _too_large(settings: Serve) -> RequestError:

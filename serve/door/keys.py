@@ -196,20 +196,14 @@ def revoke(path: Path, name: str) -> None:
 @contextmanager
 def _alone(path: Path) -> Iterator[Path]:
     """While it is entered, no other `add` or `revoke` writes there. The folder is locked, since the file is another one
-    after each of them; a file in it where NFS locks nothing that is open for reading alone. Gives the path without
-    links, which stay as they are."""
+    after each of them. Gives the path without links, which stay as they are."""
     real = Path(os.path.realpath(path))
     with ExitStack() as opened:
         try:
             folder = os.open(real.parent, os.O_RDONLY)
             opened.callback(os.close, folder)
-            try:
+            with suppress(OSError):  # storage that locks no folder
                 fcntl.flock(folder, fcntl.LOCK_EX)
-            except OSError:
-                lock = os.open(real.with_name(f".{real.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
-                opened.callback(os.close, lock)
-                with suppress(OSError):  # storage without locks
-                    fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             raise UserError(f"the folder of {path} cannot be opened: {error.strerror}", code="unreadable") from None
         yield real
