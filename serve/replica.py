@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,8 +52,6 @@ class Replica:
         self._joined = self._join_expositions if several else None
         self._name = secrets.token_hex(4)
         self._models = Models(self._lasting, self._make, self._desk, over_grpc(settings, self._door, shared=True))
-        self._reconfigured_s = 0.0
-        """Seconds of the last `reconfigure`."""
         self._changes: set[asyncio.Task[None]] = set()
         if self._door is not None and several:
             self._door.rates.others = self._taken_elsewhere
@@ -79,14 +76,12 @@ class Replica:
     async def reconfigure(self, wish: Wish) -> None:
         """At the start, load what is to be served. Later only begin to: Ray routes nothing to a replica while this
         runs, and ends one in which it raises."""
-        began = time.monotonic()
         if not self._models.loaded:
             await self._models.become(wish["models"], wish.get(VERSIONS, {}))
         else:
             change = asyncio.create_task(self._become(wish))
             self._changes.add(change)  # asyncio alone keeps no task from being collected
             change.add_done_callback(self._changes.discard)
-        self._reconfigured_s = time.monotonic() - began
 
     async def _become(self, wish: Wish) -> None:
         try:
@@ -121,7 +116,7 @@ class Replica:
     async def status(self) -> dict[str, Any]:
         """What `rtrain serve status` tells of a replica."""
         models = {name: versions.status() for name, versions in self._models.versions.items()}
-        return {"process": os.getpid(), "reconfigured_s": self._reconfigured_s, "models": models}
+        return {"process": os.getpid(), "models": models}
 
     async def serves(self) -> dict[str, tuple[str, str]]:
         """Folder and version of what answers, by the model's name."""

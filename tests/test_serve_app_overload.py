@@ -1,9 +1,6 @@
 """The application under load: a full queue, a deadline that passed, a client that left, an engine that stalls."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
@@ -66,27 +63,6 @@ def test_a_request_past_its_deadline_is_answered_504_whatever_the_client_asks_fo
     assert gate.rows == 1
 
 
-def test_the_deadline_counts_from_before_the_body(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Serve()
-    app = build_app(predictor, settings)
-    service, deadlines, read = app.state.service, list[float](), list[float]()
-    answers = service.answers
-
-    async def noted(texts: Any, deadline: float, *given: Any) -> Any:
-        deadlines.append(deadline)
-        return await answers(texts, deadline, *given)
-
-    async def body(document: object) -> AsyncIterator[bytes]:
-        read.append(asyncio.get_running_loop().time())
-        await asyncio.sleep(0.01)
-        yield json.dumps(document).encode()
-
-    monkeypatch.setattr(service, "answers", noted)
-    for path, document in (("/predict", {"inputs": TEXT}), (INFER, {"inputs": [tensor([TEXT], [1])]})):
-        assert call(app, "POST", path, content=body(document)).status_code == 200
-    assert [end - settings.deadline_s <= began for end, began in zip(deadlines, read, strict=True)] == [True, True]
-
-
 @pytest.mark.parametrize(
     ("told", "status"), [("60000", 504), ("10", 200), ("-5", 200), ("1e3", 200), ("99999999999", 200), ("", 200)]
 )
@@ -134,31 +110,5 @@ def test_readiness_ends_where_an_engine_call_outlasts_the_deadline(predictor: Pr
             gate.open()
             while (await session.get("/v2/health/ready")).status_code != 200:
                 await asyncio.sleep(0.001)
-
-    asyncio.run(main())
-
-
-def test_a_replica_tells_its_load(predictor: Predictor, gate: Gate) -> None:
-    app = build_app(predictor, Serve())
-    service = app.state.service
-
-    async def main() -> None:
-        async with client(app) as session:
-            first = asyncio.create_task(session.post("/predict", json={"inputs": TEXT}))
-            await gate.entered()
-            second = asyncio.create_task(session.post("/predict", json={"inputs": [TEXT, TEXT]}))
-            while not service.batcher.waiting:
-                await asyncio.sleep(0.001)
-            waits = service.load()
-            assert (waits["queued_tokens"], waits["tokens_per_second"]) == (
-                2 * len(predictor.encode([TEXT])[0].ids),
-                0.0,
-            )
-            gate.open()
-            await asyncio.gather(first, second)
-            after = service.load()
-            assert after["queued_tokens"] == 0.0
-            assert after["tokens_per_second"] > 0.0
-            assert 0.0 < after["busy"] <= 1.0
 
     asyncio.run(main())

@@ -4,9 +4,7 @@ the figures are on stderr."""
 import http.client
 import json
 import os
-import re
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,23 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
-from benchmarks.serve import load as loops
 from rtrain.cluster import session
 from rtrain.config import Serve
-from serve import deployment
 from serve.deployment import start
 from serve.front.address import Address
 from tests.test_serve_deployment import openvino_artifact
+from tests.test_serve_haproxy import wait_until
 from tests.test_serve_lossless import BETWEEN, tell, wait_for
 from tests.test_serve_rollout import CLIENTS, answering, load, replicas
 
 pytestmark = [pytest.mark.slow, pytest.mark.serve]
 
-NAMES = ("rtrain_requests", "rtrain_haproxy_errors")
 LONG = "where is my parcel " * 2000
 """A text that takes so long that a client of this machine can ask for more than the engine does."""
 
@@ -81,7 +76,7 @@ def test_the_only_replica_that_hangs_is_replaced(tmp_path: Path) -> None:
         victim.suspend()
         time.sleep(1)
         before = seen.versions.total()
-        assert deployment._until(lambda: seen.versions.total() > before, 90), "none takes its place"
+        assert wait_until(lambda: seen.versions.total() > before, 90), "none takes its place"
         back = time.monotonic() - began
         victim.wait(60)
         ended = time.monotonic() - began
@@ -142,7 +137,7 @@ def test_a_command_that_is_ended_under_load_answers_what_it_has_accepted_and_lea
         with load(port, pause_s=0.02) as seen:
             done = [pool.submit(ask, port, client) for client in range(CLIENTS)]
             time.sleep(3)
-            assert deployment._until(in_hand, 30)
+            assert wait_until(in_hand, 30)
             assert seen.errors == []
             told = time.monotonic()
             send(process.pid, number)
@@ -162,44 +157,6 @@ def test_a_command_that_is_ended_under_load_answers_what_it_has_accepted_and_lea
     assert [line for line in err.splitlines() if not line.startswith("next: ")] == ["ending Ray", f"rtrain: {said}"]
     assert (names, folder.parent.exists()) == ([], False)
     assert Address("127.0.0.1", port).is_free()
-
-
-@pytest.mark.usefixtures("ray_session")
-def test_more_than_can_be_answered_is_refused_at_once_and_what_is_accepted_is_answered(tmp_path: Path) -> None:
-    with start(openvino_artifact(tmp_path), Serve(ungated=True, port=0, max_queue_rows=32)) as endpoint:
-        url = f"{endpoint.url}/predict"
-
-        def ask_for(seconds: float) -> int:
-            give_up, answered = time.monotonic() + seconds, 0
-            with httpx.Client(timeout=60, trust_env=False) as client:
-                while time.monotonic() < give_up:
-                    answered += client.post(url, json={"inputs": LONG}).status_code == 200
-            return answered
-
-        with ThreadPoolExecutor(4) as pool:
-            most = sum(pool.map(ask_for, [5.0] * 4)) / 5.0
-        seen = 0
-        for factor in (4, 20):
-            before = replicas()[0].memory_info().rss
-            found = loops.opened_on(None, url=url, texts=[LONG], rate=factor * most, seconds=8.0, void=False)
-            grown = (replicas()[0].memory_info().rss - before) / 1e6
-            counts = {status: len(ms) for status, ms in sorted(found.ms.items())}
-            times = {status: round(found.percentile(0.99, status)) for status in found.ms}
-            told = {"capacity": round(most, 1), "p99_ms": times, "memory_mb": round(grown), "late": found.share_late()}
-            sys.stderr.write(f"\n{factor} times the load: {counts}, {told}\n")
-            seen += counts[503] + found.again.get(503, 0)
-            cut = counts.pop(0, 0)  # refused before their bodies were whole
-            assert cut <= 0.01 * found.requests
-            assert set(counts) <= {200, 503, 504}
-            assert counts[200] > 0
-            assert counts[503] > 0
-        metrics = httpx.get(f"{endpoint.url}/metrics", trust_env=False).text
-        by = {
-            name: sum(map(float, re.findall(rf'^{name}_total{{.*status="503"}} (.*)$', metrics, re.M)))
-            for name in NAMES
-        }
-        sys.stderr.write(f"\n{seen} refusals, counted: {by}\n")
-        assert seen <= sum(by.values()) <= 1.01 * seen + 50  # some were cut, or asked while the capacity was measured
 
 
 @pytest.mark.parametrize("told_after_s", [5, None])

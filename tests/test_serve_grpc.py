@@ -315,29 +315,6 @@ def test_questions_and_whoever_is_refused_are_counted_and_logged_as_over_http(
         assert line in service.exposition().splitlines()
 
 
-def test_a_renewed_certificate_is_that_of_new_connections(predictor: Predictor, tmp_path: Path) -> None:
-    certificate, key = make_certificate(tmp_path)
-    old = Path(certificate).read_bytes()
-    service = Service(predictor, Serve())
-
-    async def main() -> None:
-        async with serving(service, Serve(tls_cert=certificate, tls_key=key), 0) as port:
-
-            def channel(root: bytes) -> grpc.aio.Channel:
-                return grpc.aio.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(root))
-
-            async with channel(old) as standing:
-                before = interface.GRPCInferenceServiceStub(standing)
-                await before.ModelInfer(question(TEXT))
-                make_certificate(tmp_path)
-                async with channel(Path(certificate).read_bytes()) as other:
-                    await interface.GRPCInferenceServiceStub(other).ModelInfer(question(TEXT), timeout=10)
-                await before.ModelInfer(question(TEXT))  # its connection goes on
-
-    asyncio.run(main())
-    service.close()
-
-
 def test_with_a_certificate_it_encrypts_and_answers_nobody_who_does_not(predictor: Predictor, tmp_path: Path) -> None:
     """By clients that others wrote: gRPC's own, and Triton's."""
     certificate, key = make_certificate(tmp_path)

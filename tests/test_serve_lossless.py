@@ -16,9 +16,9 @@ import ray.serve
 from rtrain.config import Serve
 from serve import declared, deployment
 from serve.deployment import start
-from serve.front.address import free_address
 from tests.test_serve_deployment import openvino_artifact, processes
-from tests.test_serve_rollout import Seen, grpc_load, load, replicas
+from tests.test_serve_haproxy import wait_until
+from tests.test_serve_rollout import Seen, load, replicas
 
 pytestmark = [pytest.mark.slow, pytest.mark.serve, pytest.mark.usefixtures("ray_session")]
 
@@ -62,7 +62,7 @@ def wait_for(count: int) -> float:
         return running == count == len(replicas())
 
     began = time.monotonic()
-    assert deployment._until(up, 120), f"not {count} replicas"
+    assert wait_until(up, 120), f"not {count} replicas"
     return time.monotonic() - began
 
 
@@ -88,37 +88,6 @@ def test_replicas_that_are_killed_under_load(tmp_path: Path, copies: int) -> Non
         assert seen.errors == [], "raw: of clients that never ask again"
 
 
-def test_replicas_that_are_killed_cut_calls_over_grpc_which_are_answered_when_asked_once_more(tmp_path: Path) -> None:
-    """Each connection leads to one replica: of its death gRPC says that it is unavailable. A client that comes back in
-    the same moment may meet the dying one once more, and then gRPC waits for a second before it connects again."""
-    port = free_address("127.0.0.1", 0).port
-
-    def calls(replica: psutil.Process) -> int:
-        """Clients that are connected to it; each has a call under way at most."""
-        found = replica.net_connections("tcp")
-        return sum(one.status == psutil.CONN_ESTABLISHED and one.laddr[1] == port for one in found)
-
-    cut, outages = 0, list[float]()
-    with (
-        start(openvino_artifact(tmp_path), Serve(ungated=True, port=0, grpc_port=port, replicas=2)),
-        grpc_load(port, clients=8, pause_s=0.02, again_s=2 * RETRY_AFTER_S) as seen,
-    ):
-        for _ in range(KILLS):
-            time.sleep(2)
-            wait_for(2)
-            victim = max(replicas(), key=calls)
-            cut += calls(victim)
-            victim.kill()
-            time.sleep(1)
-            outages.append(1 + wait_for(2))
-    tell(f"{KILLS} kills over gRPC, of {cut} connections", seen, back_s=[round(one, 1) for one in outages])
-    assert seen.versions.total() > 500
-    assert len(seen.labels) == 1
-    assert 0 < len(seen.errors) <= cut
-    assert [error for error in seen.errors if not error.startswith("StatusCode.UNAVAILABLE ")] == []
-    assert seen.again == []
-
-
 HAPROXY, SUPERVISOR, MANAGER, CONTROLLER = (
     "haproxy.cfg.",
     "haproxy.cfg -d",
@@ -140,7 +109,7 @@ def test_the_proxy_and_the_controller_are_killed_under_load(tmp_path: Path, what
         [victim] = up()
         victim.kill()
         began = time.monotonic()
-        assert deployment._until(lambda: up() not in ([], [victim]), 120), "none takes its place"
+        assert wait_until(lambda: up() not in ([], [victim]), 120), "none takes its place"
         back = time.monotonic() - began
         time.sleep(10)
         late = len(seen.errors)

@@ -64,13 +64,3 @@ def test_without_a_trial_or_a_reference_it_says_less() -> None:
         "requests   none",
         "drift      not watched: the artefact has no reference",
     ]
-
-
-def test_a_look_at_the_replicas_moves_the_trial_on() -> None:
-    aim = judge.Aim(0.2, 100, 0.5, 1.25, 600.0)
-    standing = Standing("new", aim, judge.State(0.0))
-    reports = [{"refusal": "", "seen": judge.Tally(50, 50), "ratio": ratio} for ratio in (0.9, None)]
-    standing.look(reports, 1.0)
-    assert (standing.state.stage, standing.seen.rows, standing.ratio) == ("weighted", 100, 0.9)
-    standing.look([{"refusal": "it is damaged"}, *reports], 2.0)
-    assert (standing.state.stage, standing.state.reason) == ("dropped", "it is damaged")

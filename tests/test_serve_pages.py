@@ -4,19 +4,17 @@ import re
 import tomllib
 from fnmatch import fnmatch
 from html.parser import HTMLParser
-from pathlib import Path
 
 from fastapi import FastAPI
 
-from rtrain.config.recipe import TASKS
-from rtrain.tasks import base
 from serve import pages
 from tests import serving
+from tests.root import ROOT
 from tests.serving import call
 
 app, predictor = serving.app, serving.predictor  # fixtures
 
-FOLDER = Path(__file__).resolve().parents[1] / "serve" / "page"
+FOLDER = ROOT / "serve" / "page"
 TEXTS = {name: (FOLDER / name).read_text(encoding="utf-8") for name in pages.FILES}
 SCRIPT, STYLE = TEXTS["page.js"], TEXTS["page.css"]
 
@@ -49,7 +47,7 @@ def test_its_files_are_served_and_are_all_there_is(app: FastAPI) -> None:
         own = pages.SWAGGER_HEADERS if name == "docs.html" else pages.HEADERS
         assert {header: response.headers[header] for header in own} == own
     assert call(app, "GET", "/page.html").status_code == 404
-    project = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = project["tool"]["setuptools"]["package-data"]["serve"]
     assert all(any(fnmatch(f"page/{name}", pattern) for pattern in patterns) for name in pages.FILES)
 
@@ -99,28 +97,3 @@ def test_nothing_is_written_as_markup() -> None:
         assert not re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|Function\(|DOMParser", script)
     assert set(re.findall(r"setAttribute\(\"([\w-]+)", SCRIPT)) == {"role", "aria-label"}
     assert "localStorage" not in SCRIPT, "a key would stay on the machine"
-
-
-def test_every_kind_of_answer_has_a_renderer_and_a_description() -> None:
-    outputs = {base.get(task).output for task in TASKS}
-    [table] = re.findall(r"const RENDERERS = \{\n(.*?)\n\};", SCRIPT, re.S)
-    renderers = dict(re.findall(r"(\w+): (\w+),", table))
-    assert set(renderers) == outputs
-    assert all(f"function {function}(" in SCRIPT for function in renderers.values())
-    [words] = re.findall(r"const WORDS = \{\n(.*?)\n\};", SCRIPT, re.S)
-    assert set(re.findall(r"(\w+): \"", words)) == outputs
-    fields = {field for task in TASKS for field in base.get(task).fields}
-    [names] = re.findall(r"const NAMES = \{(.*?)\};", SCRIPT)
-    assert set(re.findall(r"(\w+): \"", names)) == fields
-
-
-def test_the_script_uses_elements_that_the_page_has() -> None:
-    ids = Tags().ids
-    assert len(ids) == len(set(ids)) > 10
-    used = set(re.findall(r"element\(\"([\w-]+)\"\)", SCRIPT))
-    assert len(used) > 10
-    assert used <= set(ids)
-    several = TEXTS["models.html"]
-    assert all(f'id="{name}"' in several for name in re.findall(r"element\(\"([\w-]+)\"\)", TEXTS["models.js"]))
-    labelled = {names["for"] for tag, names in Tags().found if tag == "label" and "for" in names}
-    assert labelled <= set(ids)

@@ -1,7 +1,6 @@
 """What an endpoint says that it serves, where Ray or its replicas do not do as they are told."""
 
 import functools
-import json
 import shutil
 import threading
 from collections.abc import Callable
@@ -18,10 +17,11 @@ from ray.serve.schema import LoggingConfig
 import rtrain.artifact
 from rtrain.config import Serve
 from serve.change import judge, rollout
-from serve.change.application import Application, Served
+from serve.change.application import Application
 from serve.change.rollout import Rollout
 from tests.refusals import refused_with
 from tests.serving import HEADS
+from tests.test_serve_haproxy import wait_until
 from tests.tiny import make_artifact, make_task_artifact
 
 
@@ -78,10 +78,8 @@ AIM = judge.Aim(0.2, 100, 0.9, 1.5, 600.0)
 
 def ended(served: Rollout) -> dict[str, Any]:
     """How the trial has ended."""
-    assert served._thread is not None
-    served._thread.join(20)
-    assert served._trial is not None
-    found: dict[str, Any] = json.loads(json.dumps(served._trial.document()))
+    assert wait_until(lambda: not served.on_trial, 20)
+    found: dict[str, Any] = served.document([])["trial"]
     return found
 
 
@@ -124,17 +122,6 @@ def test_a_trial_ends_whatever_its_replicas_raise(fake: Ray, folders: list[Path]
     trial = ended(served)
     assert (trial["stage"], trial["reason"]) == ("dropped", "its replicas did not answer (RayServeException)")
     assert fake.asked[-1] == "drop"
-
-
-def test_a_promoted_candidate_whose_switch_is_late_is_what_is_served(fake: Ray, folders: list[Path]) -> None:
-    served = begun(folders[0])
-    fake.late = True
-    trial = rollout.Standing("new", judge.Aim(0.2, 3, 0.9, 1.5, 600.0), judge.State(0.0, stage="promoted"))
-    made, old = (rtrain.artifact.read(folder) for folder in folders[1::-1])
-    served._watch(Served(folders[1], made), old, trial)
-    assert trial.state.stage == "promoted"
-    assert trial.state.reason.startswith("UserError: not every replica answers with")
-    assert str(served.artifact) == fake.told == str(folders[1])
 
 
 def test_a_replica_that_refuses_what_the_others_have_proven_has_all_of_them_drop_it(

@@ -137,14 +137,6 @@ def test_rows_that_would_be_answered_too_late_are_not_begun() -> None:
     assert (queue.rows, queue.tokens) == (0, 0)
 
 
-def test_a_row_for_which_the_call_would_be_too_long_leaves_it_to_the_others() -> None:
-    queue = scheduler(costing(0.0, 0.01), batch_rows=4)
-    for owner, deadline in enumerate([10.3, 13.0, 13.0, 13.0, 13.0, 13.0]):
-        queue.put(rows(owner, 16, deadline=deadline), 10.0)
-    batch, late = queue.take(10.0)
-    assert (owners(batch), owners(late)) == ([1, 2, 3, 4], [0]), "16 tokens fit in 0.3 s, 64 do not"
-
-
 def test_a_wrong_estimate_does_not_keep_the_engine_idle_for_ever() -> None:
     cost = Cost()
     for _ in range(LEAST_CALLS):
@@ -159,29 +151,6 @@ def test_a_wrong_estimate_does_not_keep_the_engine_idle_for_ever() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- clients
-
-
-def test_a_new_client_is_in_the_next_call_whatever_the_flood() -> None:
-    for tokens in (8, 40):  # of the flood's own length, and of another
-        queue = scheduler(batch_rows=4)
-        for owner in range(500):
-            queue.put(rows(owner, 8, client="flood"), 0.0)
-        for _ in range(20):
-            queue.take(0.0)
-        queue.put(rows("quiet", tokens, client="quiet"), 0.0)
-        assert any("quiet" in owners(queue.take(0.0).batch) for _ in range(2)), tokens
-
-
-def test_clients_get_equal_tokens_not_equal_rows() -> None:
-    queue, had = scheduler(batch_rows=8), Counter[str]()
-    for number in range(1000):
-        queue.put(rows(number, 16, client="short"), 0.0)
-        queue.put(rows(-number, 128, client="long"), 0.0)
-    for _ in range(60):
-        for row in queue.take(0.0).batch:
-            had[row.client] += row.tokens
-    assert abs(had["short"] - had["long"]) <= 8 * 128
-    assert had["short"] > 2000
 
 
 def test_a_client_that_comes_back_has_saved_up_nothing() -> None:

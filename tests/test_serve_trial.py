@@ -165,25 +165,6 @@ def test_a_candidate_that_fails_unseen_is_counted_and_hurts_nobody(
     run(check)
 
 
-def test_answers_that_cannot_be_compared_are_the_candidate_s_failure(
-    folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = folders
-    monkeypatch.setattr("serve.change.trial.same", lambda *given: 1 / 0)
-
-    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
-        await versions.become(first)
-        await versions.follow(Plan(second, 1.0, 1.25, 0.0))
-        assert versions.trial is not None
-        versions.trial.offer([CORPUS[0]] * 3)
-        async with asyncio.timeout(30):
-            while versions.trial.tally().failed < 3:
-                await asyncio.sleep(0.01)
-        assert versions.trial.tally().rows == 0
-
-    run(check)
-
-
 def test_a_dropped_candidate_answers_what_it_has_accepted(folders: tuple[str, str]) -> None:
     first, second = folders
     old, new = versions_of(folders)

@@ -10,6 +10,7 @@ requests itself, a few at first (`weighted`). What it must show for each step is
 thing that it lacks, and promoted if nothing is left to show.
 """
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -175,6 +176,7 @@ def _shadowed(state: State, seen: Tally, aim: Aim, now: float) -> State:
     return replace(state, stage="weighted", step=0, step_began=now, before=seen, last=seen, reason=same)
 
 
+@functools.lru_cache(1 << 14)
 def _more_often(seen: Tally) -> float:
     """The chance of so many of all errors among the candidate's requests where both versions fail equally often
     (Fisher's exact test, one-sided)."""
