@@ -23,7 +23,7 @@ from serve.answering import Lasting
 from serve.app import build_app
 from serve.declared import most_requests
 from serve.door import guard
-from serve.front import connection, direct
+from serve.front import certificate, connection, direct
 from serve.front.address import Address, free_address, listening, refuse_grpc_port
 from serve.models import Models, build_desk, over_grpc
 from serve.watching import tracing
@@ -80,17 +80,31 @@ async def _run(artifacts: Mapping[str, Path], settings: Serve, tell: Callable[[A
         models = application(settings, list(artifacts))
         await models.become({name: str(folder.resolve()) for name, folder in artifacts.items()})
         server = uvicorn.Server(_configured(models, settings, len(artifacts)))
+        renewing = asyncio.create_task(_renew(server.config, settings))
         serving = asyncio.create_task(_serve(server, bound))
         while not server.started and not serving.done():
             await asyncio.sleep(STARTED_S)
         if server.started:
             tell(address)
         await serving
+        renewing.cancel()
         if not server.started:
             raise UserError(
                 "the HTTP server did not start; a port of the endpoint's may have been taken meanwhile",
                 code="port_in_use",
             )
+
+
+async def _renew(config: uvicorn.Config, settings: Serve) -> None:
+    """Take a renewed certificate for connections that come from then on."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return
+    files = certificate.CertificateFiles(settings.tls_cert, settings.tls_key)
+    while True:
+        await asyncio.sleep(certificate.LOOK_S)
+        if files.renewed() is not None and config.ssl is not None:
+            with suppress(OSError):  # written since: the next look has the rest
+                config.ssl.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
 
 
 async def _serve(server: uvicorn.Server, bound: socket.socket) -> None:

@@ -1,5 +1,6 @@
 """What the routes ask: one version of a model with its tokenizer, its batcher and its counters; no HTTP."""
 
+import asyncio
 import functools
 import logging
 import time
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 MOST_REPEATED = 5_000_000
 """Characters of texts in the answer of a masked language model."""
+HURRIED = 0.5
+"""Share of `serve.deadline_s` that is left for the engine when a request's texts are there. With less the client has
+set a deadline of its own, or has sent its body slowly, and that it is too late says nothing of the version."""
 NAMED = "/versions/"
 """In a route by which a client names the version that it asks."""
 ASKING = ("/predict", "/infer", "/ModelInfer")
@@ -49,9 +53,12 @@ class Service:
         self.predictor, self.settings = predictor, settings
         self.requests = 0
         """Questions by which this version is judged beside another one: those that it has answered or failed on. Left
-        out are those that name the version."""
+        out is what a client has chosen: those that name the version, and those that were too late by a deadline of the
+        client's."""
         self.errors = 0
         """How many of these had the status 500 or above."""
+        self._hurried = 0
+        """Requests that were too late by their own deadlines, and of which `answered` has not been told yet."""
         self.mirror: Callable[[Sequence[Input]], None] | None = None
         """Told each text that was answered, while a candidate is on trial."""
         self.spans = tracing.spans(settings, predictor.artifact)
@@ -92,6 +99,9 @@ class Service:
 
     def answered(self, route: str, status: int, seconds: float, judged: bool = True) -> None:
         """A request has ended. `judged`: whether it was not the client that chose the version."""
+        if status == 504 and self._hurried:
+            self._hurried -= 1
+            judged = False
         if judged and route.endswith(ASKING) and NAMED not in route:
             self.requests += status == 200 or status >= 500
             self.errors += status >= 500
@@ -128,6 +138,7 @@ class Service:
             parameters = {**parameters, "top_k": DEFAULT_LABELS}
         if self.predictor.task.output == "tokens":
             self._refuse_repeats(texts, parameters)
+        left_s = deadline - asyncio.get_running_loop().time()
         try:
             with self.spans.part("tokens"):
                 encoded = await self.encoder.encode(texts, deadline, record.has_left)
@@ -138,6 +149,8 @@ class Service:
         except Overloaded as error:
             raise RequestError(503, str(error), retry_after=error.retry_after) from None
         except Expired as error:
+            # An engine that does not return is at fault, whatever the client's deadline.
+            self._hurried += left_s < HURRIED * self.settings.deadline_s and self.ready
             raise RequestError(504, str(error)) from None
         except EngineError:
             logger.exception("the engine failed")

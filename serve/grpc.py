@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
@@ -25,6 +24,7 @@ from rtrain.config import Serve
 from serve import protocol, schema
 from serve.base import Desk
 from serve.envelope import CLIENT_GONE, REQUEST_ID, Record, model_of, parts_of, tell
+from serve.front import certificate
 from serve.schema import RequestError
 from serve.watching import tracing
 
@@ -152,7 +152,17 @@ def _count_refused(desk: Desk, route: str, model: str, error: RequestError, bega
 
 
 def _credentials(tls_cert: str, tls_key: str) -> grpc.ServerCredentials:
-    return grpc.ssl_server_credentials([(Path(tls_key).read_bytes(), Path(tls_cert).read_bytes())])
+    """Those of the certificate as its files are when a client connects."""
+    files = certificate.CertificateFiles(tls_cert, tls_key)
+
+    def configured(pair: certificate.Pair) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)])
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        pair = files.renewed()
+        return None if pair is None else configured(pair)
+
+    return grpc.dynamic_ssl_server_credentials(configured(files.read()), renewed)
 
 
 class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  # it has no types

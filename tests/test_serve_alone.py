@@ -6,8 +6,10 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
+import time
 import tomllib
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +26,7 @@ from rtrain.predict import Predictor
 from serve import alone
 from serve.about import describe
 from serve.front.address import listening
+from tests.certificates import make_certificate
 from tests.refusals import refused_with
 from tests.reports import write_predictions
 from tests.root import ROOT
@@ -108,6 +111,19 @@ def test_a_port_in_use_is_refused(int8: Path, several: str) -> None:
     done = subprocess.run(given, capture_output=True, text=True, check=False, env=dict(os.environ))
     assert done.returncode == 1
     assert port in done.stderr
+
+
+def test_a_renewed_certificate_is_that_of_new_connections(int8: Path, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    tls = ("--set", f"serve.tls_cert={certificate}", "--set", f"serve.tls_key={key}")
+    with answering(small(), int8, None, *tls) as (url, _):
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        assert ssl.get_server_certificate(address) == Path(certificate).read_text()
+        make_certificate(tmp_path)
+        give_up = time.monotonic() + 60
+        while ssl.get_server_certificate(address) != Path(certificate).read_text():
+            assert time.monotonic() < give_up
+            time.sleep(0.1)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -278,6 +278,22 @@ def test_one_connection_does_not_take_all_calls(predictor: Predictor) -> None:
     asyncio.run(main())
 
 
+def test_a_connection_without_calls_ends_after_a_while(predictor: Predictor) -> None:
+    service = Service(predictor, Serve(keep_alive_s=1))
+
+    async def main() -> None:
+        async with (
+            serving(service, service.settings, 0) as port,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            await interface.GRPCInferenceServiceStub(channel).ServerLive(messages.ServerLiveRequest())
+            while channel.get_state() != grpc.ChannelConnectivity.IDLE:
+                await asyncio.sleep(0.01)
+            assert (await interface.GRPCInferenceServiceStub(channel).ServerLive(messages.ServerLiveRequest())).live
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_questions_and_whoever_is_refused_are_counted_and_logged_as_over_http(
     predictor: Predictor, tmp_path: Path
 ) -> None:
@@ -313,6 +329,29 @@ def test_questions_and_whoever_is_refused_are_counted_and_logged_as_over_http(
     for route, status, count in ((ROUTE, 401, 1), (index, 401, 1), (ROUTE, 200, 2), (ROUTE, 422, 1)):
         line = f'rtrain_requests_total{{model="tiny",route="{route}",status="{status}"}} {count}.0'
         assert line in service.exposition().splitlines()
+
+
+def test_a_renewed_certificate_is_that_of_new_connections(predictor: Predictor, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    old = Path(certificate).read_bytes()
+    service = Service(predictor, Serve())
+
+    async def main() -> None:
+        async with serving(service, Serve(tls_cert=certificate, tls_key=key), 0) as port:
+
+            def channel(root: bytes) -> grpc.aio.Channel:
+                return grpc.aio.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(root))
+
+            async with channel(old) as standing:
+                before = interface.GRPCInferenceServiceStub(standing)
+                await before.ModelInfer(question(TEXT))
+                make_certificate(tmp_path)
+                async with channel(Path(certificate).read_bytes()) as other:
+                    await interface.GRPCInferenceServiceStub(other).ModelInfer(question(TEXT), timeout=10)
+                await before.ModelInfer(question(TEXT))  # its connection goes on
+
+    asyncio.run(main())
+    service.close()
 
 
 def test_with_a_certificate_it_encrypts_and_answers_nobody_who_does_not(predictor: Predictor, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import os
 import re
 import resource
 import socket
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +28,7 @@ from ray.serve.config import HTTPOptions
 from rtrain.config import Serve
 from serve.front import haproxy, ingress, supervisor
 from serve.front.address import free_address
+from serve.front.certificate import CertificateFiles
 from serve.front.haproxy import Front, UnknownFile, bound, rewrite
 from tests.certificates import make_certificate
 
@@ -133,6 +136,13 @@ def test_a_server_that_would_stand_in_for_replicas_is_refused(tmp_path: Path) ->
     for text in (theirs_text, theirs_text.replace("check backup", "backup check")):
         with pytest.raises(UnknownFile):
             rewrite(text, FRONT, SOCKET)
+
+
+def test_a_certificate_is_on_the_one_line_that_listens(tmp_path: Path) -> None:
+    text = rewrite(ray_file(tmp_path, 443, [30000]), replace(FRONT, certificate="/its/tls.pem"), SOCKET)
+    assert re.findall(r"^ +(bind .*)$", text, re.M) == [
+        "bind 127.0.0.1:443 ssl crt /its/tls.pem alpn http/1.1 ssl-min-ver TLSv1.2"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -333,6 +343,53 @@ def test_it_names_no_application_and_says_503_where_there_is_none() -> None:
         for path in ("/predict", "/-/routes"):
             status, body = get(port, path)
             assert (status, set(json.loads(body))) == (503, {"error"})
+
+
+def test_a_renewed_certificate_is_that_of_new_connections_and_no_request_is_lost(tmp_path: Path) -> None:
+    """An old HAProxy would show the old one for months."""
+    pair = make_certificate(tmp_path)
+    old = Path(pair[0]).read_text()
+    with serving(Replica) as server, proxy([server], pair) as (port, _, _):
+        done, statuses = threading.Event(), Counter[int]()
+
+        def load() -> None:
+            context = ssl._create_unverified_context()
+            while not done.is_set():
+                connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=context)
+                for _ in range(5):
+                    connection.request("POST", "/predict", "0")
+                    answer = connection.getresponse()
+                    answer.read()
+                    statuses[answer.status] += 1
+                connection.close()
+
+        threads = [threading.Thread(target=load) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            assert ssl.get_server_certificate(("127.0.0.1", port)) == old
+            make_certificate(tmp_path)
+            new = Path(pair[0]).read_text()
+            assert wait_until(lambda: ssl.get_server_certificate(("127.0.0.1", port)) == new, 60.0)
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join(10)
+        assert set(statuses) == {200}
+
+
+def test_files_of_a_certificate_that_do_not_belong_together_are_looked_at_again(tmp_path: Path) -> None:
+    pair = make_certificate(tmp_path / "served")
+    files = CertificateFiles(*pair)
+    assert files.renewed() is None
+    renewed = make_certificate(tmp_path / "renewed")
+    os.replace(renewed[0], pair[0])
+    assert files.renewed() is None  # the key is still the old one
+    os.replace(renewed[1], pair[1])
+    assert files.renewed() == (Path(pair[0]).read_bytes(), Path(pair[1]).read_bytes())
+    assert files.renewed() is None
+    Path(pair[1]).unlink()
+    assert files.renewed() is None
 
 
 def test_nothing_is_open_but_the_endpoint_and_a_socket_of_the_owner_s() -> None:

@@ -31,12 +31,13 @@ import time
 from dataclasses import astuple
 from pathlib import Path
 
-from serve.front.haproxy import Front, UnknownFile, admin_socket, names_servers, rewrite
+from serve.front import certificate
+from serve.front.haproxy import Front, UnknownFile, admin_socket, key_of, names_servers, rewrite
 
 MOST_DEATHS, WITHIN_S = 5, 10.0
 """HAProxy that dies for this time in so many seconds is not started again."""
 LOOK_S = 1.0
-"""Seconds between two looks whether somebody can still manage HAProxy."""
+"""Seconds between two looks whether HAProxy's files have changed, and whether somebody can still manage it."""
 READY_S = 0.01
 """Seconds between two looks whether a HAProxy that was started answers."""
 ANSWER_S = 4.0
@@ -74,6 +75,10 @@ class Supervisor:
     def __init__(self, binary: str, front: Front, given: list[str]):
         """`given`: HAProxy's own arguments. Raises `UnknownFile` as `rewrite` does."""
         self._parent = os.getppid()
+        self._certificate: certificate.CertificateFiles | None = None
+        if front.certificate:
+            self._certificate = certificate.CertificateFiles(front.certificate, key_of(Path(front.certificate)))
+            self._certificate.settle()
         given = list(given)
         place = given.index("-f") + 1
         path = Path(given[place])
@@ -125,10 +130,25 @@ class Supervisor:
                         self._relay()
                 if self._is_abandoned() and not self._told:
                     self._hand_on(signal.SIGUSR1)
+                if self._answers:
+                    self._renew()
             return code if code >= 0 else 128 - code
         finally:
             for made in (self._file, self._socket):
                 made.unlink(missing_ok=True)
+
+    def _renew(self) -> None:
+        """Have HAProxy take a renewed certificate for connections that come from now on."""
+        if self._certificate is None or (pair := self._certificate.renewed()) is None:
+            return
+        # An empty line ends what is sent.
+        lines = [line for line in b"\n".join(pair).splitlines() if line.strip()]
+        name = str(self._certificate.certificate).encode()
+        _ask(self._socket, b"set ssl cert " + name + b" <<\n" + b"\n".join(lines) + b"\n\n")
+        answer = _ask(self._socket, b"commit ssl cert " + name + b"\n")
+        if b"Success!" not in answer:
+            sys.stderr.write(f"HAProxy does not take the renewed certificate: {answer.decode(errors='replace')}\n")
+            sys.stderr.flush()
 
     def _is_abandoned(self) -> bool:
         """Whether the process that has started this one has ended, and the node's Ray, which would start another."""
