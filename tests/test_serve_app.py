@@ -31,13 +31,6 @@ app, gate, predictor = serving.app, serving.gate, serving.predictor  # fixtures
 # ------------------------------------------------------------------------------------------------------------- answers
 
 
-def test_a_single_text_is_answered_like_a_list_of_one(app: FastAPI, predictor: Predictor) -> None:
-    expected = predictor([TEXT])
-    assert predict(app, TEXT) == expected
-    assert predict(app, [TEXT]) == expected
-    assert [score["label"] for score in expected[0]] != list(LABELS), "the order of the labels must be by score"
-
-
 def test_texts_are_answered_in_order_with_all_labels_best_first(app: FastAPI, predictor: Predictor) -> None:
     answer = predict(app, list(CORPUS))
     assert len(answer) == len(CORPUS)

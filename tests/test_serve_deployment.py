@@ -109,12 +109,6 @@ def test_a_port_in_use_is_refused_with_what_to_do_about_it() -> None:
     assert free_address("127.0.0.1", port) == Address("127.0.0.1", port)
 
 
-def test_port_0_takes_a_free_one() -> None:
-    address = free_address("127.0.0.1", 0)
-    assert address.port > 0
-    assert address.is_free()
-
-
 def test_a_host_that_is_not_this_machine_is_refused() -> None:
     with pytest.raises(UserError) as refused:
         free_address("192.0.2.77", 0)

@@ -17,7 +17,7 @@ from tritonclient.utils import InferenceServerException
 from rtrain.config import Serve
 from serve.deployment import start
 from serve.door import keys
-from serve.front.address import Address, free_address
+from serve.front.address import free_address
 from tests.certificates import make_certificate
 from tests.serving import TEXT
 from tests.test_serve_deployment import processes
@@ -27,11 +27,6 @@ WAIT_S = 30.0
 """Most seconds until a change of the file must show; that it takes about one is not asserted."""
 STARTS_S = 15.0
 """In which a replica that has died has a successor."""
-
-
-@pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "https://127.0.0.1:80"), ("::1", "https://[::1]:80")])
-def test_an_address_with_a_certificate_is_https(host: str, url: str) -> None:
-    assert Address(host, 80, tls=True).url == url
 
 
 @pytest.mark.serve
