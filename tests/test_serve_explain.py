@@ -5,13 +5,11 @@ import importlib
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
-from rtrain.batch import Head
 from rtrain.config import Serve
 from rtrain.explain.explainer import Explainer, Explanation
 from rtrain.predict import Predictor
@@ -19,8 +17,8 @@ from rtrain.tasks.base import Input
 from serve import explanations
 from serve.app import build_app
 from tests import serving
-from tests.serving import LABELS, TEXT, call, client, refusal
-from tests.tiny import CORPUS, make_task_artifact
+from tests.serving import TEXT, call, client, refusal
+from tests.tiny import CORPUS
 
 jsonschema: Any = importlib.import_module("jsonschema")
 
@@ -74,24 +72,6 @@ def test_an_explanation_stands_beside_the_ordinary_answer(app: FastAPI, predicto
             [word["attribution"] for word in by_hand["words"]], abs=1e-4
         )
         assert why["completeness_error"] < 0.01
-
-
-def test_any_label_can_be_explained(app: FastAPI) -> None:
-    for label in LABELS:
-        document = {"inputs": TEXT, "parameters": {"explain": True, "label": label}}
-        [found] = call(app, "POST", "/predict", json=document).json()
-        assert [why["label"] for why in found["explanation"]["answers"]] == [label]
-
-
-def test_a_number_is_explained(tmp_path: Path) -> None:
-    head = Head(("score",), {"mean": 6.0, "std": 1.5, "lowest": 1.0, "highest": 9.0, "step": 0.5})
-    app = build_app(Predictor.load(make_task_artifact(tmp_path, "regression", head), threads=1), Serve())
-    [found] = call(
-        app, "POST", "/predict", json={"inputs": "The end. No parcel.", "parameters": {"explain": True}}
-    ).json()
-    [why] = found["explanation"]["answers"]
-    assert why["value"] == pytest.approx(found["answer"], abs=1e-4)
-    assert [entry["sentence"] for entry in why["sentences"]] == ["The end.", "No parcel."]
 
 
 @pytest.mark.parametrize(

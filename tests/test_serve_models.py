@@ -347,8 +347,7 @@ def test_two_models_are_served_and_each_is_changed_by_itself(tmp_path: Path) -> 
             endpoint.change({"rollback": True, "model": "topic"})
         with refused_with("other_model"):
             endpoint.change({"update": str(second), "model": "mood"})
-        # With another version it is clear which one is meant, whatever it is called here.
-        assert endpoint.change({"update": str(second)}) == f"{new} answers in place of {old}"
+        assert endpoint.change({"update": str(second), "model": "subject"}) == f"{new} answers in place of {old}"
         assert versions() == {"mood": mood, "subject": new}
         assert client.post("/models/subject/predict", json=QUESTION).headers["x-model-version"] == new
         text = control.format_status(json.loads(endpoint.change({"status": True})))
