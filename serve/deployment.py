@@ -80,7 +80,7 @@ class Endpoint:
     def change(self, question: Mapping[str, Any]) -> str:
         """Do what another command asks for, and say what was done: `{"update": FOLDER}`, with `"trial"`, a `judge.Aim`,
         where it has to prove itself first; `{"rollback": true}`; `{"status": true}`, which is answered as JSON. All
-        may name a `"model"`; the first two have to, where it is not clear which one is meant."""
+        may name a `"model"`; the first two have to, where there are several."""
         model = question.get("model")
         if question.get("status"):
             asked = self.rollouts.values() if model is None else [self._rollout(model)]
@@ -89,26 +89,21 @@ class Endpoint:
             return self._rollout(model).back()
         if isinstance(given := question.get("update"), str):
             folder, trial = Path(given).resolve(), question.get("trial")
-            return self._rollout(model, folder).update(folder, judge.Aim(*trial) if trial else None)
+            return self._rollout(model).update(folder, judge.Aim(*trial) if trial else None)
         raise UserError("this endpoint knows the questions update, rollback and status", code="unknown_question")
 
-    def _rollout(self, model: str | None, folder: Path | None = None) -> Rollout:
-        """That of the model of that name; without a name that of the only model, or of the only one of which the
-        artefact in `folder` is another version."""
-        if model in self.rollouts:
-            return self.rollouts[model]
-        found = list(self.rollouts)
-        if model is None and len(found) > 1 and folder is not None:
-            made, own = _called(folder), {name: _called(one.artifact) for name, one in self.rollouts.items()}
-            found = [name for name in found if own[name] == made] or found
-        if model is None and len(found) == 1:
-            return self.rollouts[found[0]]
+    def _rollout(self, model: str | None) -> Rollout:
+        """That of the model of that name; without a name that of the only model."""
+        if model is None and len(self.rollouts) == 1:
+            return next(iter(self.rollouts.values()))
         names = ", ".join(self.rollouts)
         if model is None:
             raise UserError(
                 f"several models are served; name the one that is meant by --model: {names}", code="ambiguous"
             )
-        raise UserError(f"no model of the name {model} is served here; there are {names}", code="unknown_name")
+        if model not in self.rollouts:
+            raise UserError(f"no model of the name {model} is served here; there are {names}", code="unknown_name")
+        return self.rollouts[model]
 
     def close(self) -> None:
         """Let requests in progress end, stop Ray Serve, wait until nothing of it is left. Again is harmless."""
@@ -199,10 +194,6 @@ def start(
     return endpoint
 
 
-def _called(artifact: Path) -> str:
-    return rtrain.artifact.read(artifact, verify=False).name
-
-
 def _configured(
     settings: Serve, models: int, environment: Mapping[str, Any], quiet: LoggingConfig, tell: Callable[[str], None]
 ) -> ray.serve.Deployment:
@@ -220,23 +211,30 @@ def _configured(
     cpus, line = nodes.reserved(settings, free, supply.here(labels), supply.may("cpu", labels), models)
     if line:
         tell(line)
-    ongoing = most_requests(settings, models)
     configured = ray.serve.deployment(
-        name=DEPLOYMENT,
+        **deployment_options(settings, models),
         **_number(settings),
         ray_actor_options={**declared.actor_options(settings, cpus), **environment},
-        max_ongoing_requests=ongoing,
-        max_queued_requests=ongoing,
         backpressure_config=BackpressureConfig(status_code=503, retry_after_s=1),
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=HEALTH_TIMEOUT_S,
-        max_constructor_retry_count=CONSTRUCTOR_ATTEMPTS,
-        # A request is over by its deadline; what is still running then will not be answered.
-        graceful_shutdown_timeout_s=settings.deadline_s + 1,
         graceful_shutdown_wait_loop_s=0.1,
         logging_config=quiet,
     )
     return configured(Replica)
+
+
+def deployment_options(settings: Serve, models: int) -> dict[str, Any]:
+    """What Ray Serve is told of the replicas, whoever deploys them."""
+    ongoing = most_requests(settings, models)
+    return {
+        "name": DEPLOYMENT,
+        "max_ongoing_requests": ongoing,
+        "max_queued_requests": ongoing,
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "health_check_timeout_s": HEALTH_TIMEOUT_S,
+        "max_constructor_retry_count": CONSTRUCTOR_ATTEMPTS,
+        # A request is over by its deadline; what is still running then will not be answered.
+        "graceful_shutdown_timeout_s": settings.deadline_s + 1,
+    }
 
 
 def _number(settings: Serve) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from rtrain.config import Serve
 from rtrain.predict import Predictor
 from serve.door import guard
 from serve.door.access import STDERR
-from serve.front import haproxy
 from serve.schema import RequestError
 from serve.watching.tracing import Span, Spans
 
@@ -36,8 +35,7 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 """What a client may send as x-request-id; in place of anything else it gets one of ours."""
 HAS_LEFT = "has_left"
 """The key of `scope["state"]` that says, where the server knows, whether the client has left."""
-_WAITED, _MS = haproxy.WAITED.encode(), re.compile(rb"[0-9]{1,7}")
-HEADERS = (b"traceparent", b"tracestate", b"x-request-id", _WAITED)
+HEADERS = (b"traceparent", b"tracestate", b"x-request-id")
 
 
 @dataclass
@@ -128,8 +126,6 @@ class Envelope:
         state = scope.setdefault("state", {})
         state["record"] = record
         record.has_left = state.get(HAS_LEFT, record.has_left)
-        told = given.get(_WAITED, b"")
-        state["waited_s"] = int(told) / 1000 if _MS.fullmatch(told) else 0.0  # who sends it itself waits less for it
 
         async def send_enveloped(message: Message) -> None:
             nonlocal status

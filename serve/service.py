@@ -10,13 +10,8 @@ import rtrain.artifact
 from rtrain import config, ray_internals
 from rtrain.errors import ConfigError, Problem
 from serve import named
-from serve.declared import actor_options, most_requests
-from serve.deployment import (
-    CONSTRUCTOR_ATTEMPTS,
-    DEPLOYMENT,
-    HEALTH_PERIOD_S,
-    HEALTH_TIMEOUT_S,
-)
+from serve.declared import actor_options
+from serve.deployment import deployment_options
 from serve.door import access
 from serve.replica import Replica
 
@@ -36,17 +31,10 @@ def application(arguments: Mapping[str, Any]) -> ray.serve.Application:
     access.check(settings)
     artifacts = _artifacts(arguments)
     named.admit(artifacts, settings)
-    ongoing = most_requests(settings, len(artifacts))
     configured = ray.serve.deployment(
-        name=DEPLOYMENT,
+        **deployment_options(settings, len(artifacts)),
         user_config={"models": {name: str(folder) for name, folder in artifacts.items()}},
         ray_actor_options=actor_options(settings, settings.threads * len(artifacts)),
-        max_ongoing_requests=ongoing,
-        max_queued_requests=ongoing,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=HEALTH_TIMEOUT_S,
-        max_constructor_retry_count=CONSTRUCTOR_ATTEMPTS,
-        graceful_shutdown_timeout_s=settings.deadline_s + 1,
     )
     # How many replicas there are the file says to Ray alone, and a later one may say otherwise.
     return configured(Replica).bind(settings, list(artifacts), several=True)

@@ -1,7 +1,5 @@
 """`rtrain serve --alone`: the endpoint as one process that can import neither Ray nor torch."""
 
-import contextlib
-import http.client
 import json
 import os
 import re
@@ -161,17 +159,3 @@ def test_an_endpoint_whose_second_server_does_not_start_does_not_start(
     monkeypatch.setattr(alone, "refuse_grpc_port", lambda host, port: None)  # it was taken a moment later
     with listening("127.0.0.1", 0) as other, refused_with("port_in_use"):
         alone.run({"tiny": int8}, Serve(port=0, grpc_port=other.getsockname()[1]), lambda address: None)
-
-
-def test_a_connection_without_requests_stays_open_for_as_long_as_is_set(int8: Path) -> None:
-    assert Serve().keep_alive_s >= 75, "load balancers close theirs after 60 s"
-    with answering(small(), int8, None, "--set", "serve.keep_alive_s=1") as (url, _):
-        client = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
-        with contextlib.closing(client):
-            client.connect()
-            connection = client.sock
-            for _ in range(2):
-                client.request("GET", "/v2/health/live")
-                assert client.getresponse().read()
-            assert client.sock is connection
-            assert connection.recv(1) == b""

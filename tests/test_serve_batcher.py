@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain.batch import Encoded, Floats, Window
 from serve.batching.batcher import Batcher, EngineError, Expired
-from serve.batching.scheduler import LEAST_CALLS, Limits, Overloaded
+from serve.batching.scheduler import Limits
 
 BAD = 13
 FAR = 60.0
@@ -108,25 +107,6 @@ def test_requests_that_arrive_while_the_engine_works_share_the_next_call() -> No
     run(main)
 
 
-def test_rows_of_a_cancelled_request_never_reach_the_engine() -> None:
-    async def main() -> None:
-        engine = Engine()
-        with batching(engine) as batcher:
-            first = await held(batcher, engine)
-            gone = await queued(batcher, row(1), row(2, 40))
-            kept = await queued(batcher, row(3))
-            gone.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await gone
-            assert batcher.waiting == 1
-            engine.gate.set()
-            await asyncio.gather(first, kept)
-            assert engine.calls == [[0], [3]]
-            assert (batcher.stats.rows, batcher.stats.dropped) == (2, 2)
-
-    run(main)
-
-
 def test_rows_past_their_deadline_never_reach_the_engine() -> None:
     async def main() -> None:
         engine = Engine()
@@ -140,69 +120,6 @@ def test_rows_past_their_deadline_never_reach_the_engine() -> None:
             await asyncio.gather(first, kept)
             assert engine.calls == [[0], [2]]
             assert (batcher.stats.dropped, batcher.waiting) == (1, 0)
-
-    run(main)
-
-
-def test_a_request_inside_the_engine_at_its_deadline_expires_and_the_next_is_served() -> None:
-    async def main() -> None:
-        engine = Engine()
-        with batching(engine) as batcher:
-            engine.gate.clear()
-            with pytest.raises(Expired):
-                await batcher.submit([row(1)], deadline(0.01))
-            engine.gate.set()
-            assert numbers(await batcher.submit([row(2)], deadline())) == [[4]]
-
-    run(main)
-
-
-def test_a_full_queue_refuses_with_the_time_that_the_engine_needs_to_empty_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("serve.batching.batcher.time", SimpleNamespace(monotonic=lambda: clock.now))
-
-    async def main() -> None:
-        engine = Engine()
-
-        def slow(encoded: list[Encoded]) -> Floats:
-            clock.now += 3.0 * len(encoded)
-            return engine(encoded)
-
-        with batching(slow, queue=4) as batcher:
-            for _ in range(LEAST_CALLS):
-                await batcher.submit([row(1)], deadline())
-            engine.calls.clear()
-            first = await held(batcher, engine)
-            waiting = await queued(batcher, row(1), row(2), row(3))
-            with pytest.raises(Overloaded) as refused:
-                await batcher.submit([row(4), row(5)], deadline())
-            assert refused.value.retry_after == 9
-            last = await queued(batcher, row(6))
-            engine.gate.set()
-            await asyncio.gather(first, waiting, last)
-            assert engine.calls == [[0], [1, 2, 3, 6]]
-
-    run(main)
-
-
-def test_a_bad_row_fails_its_own_request_alone() -> None:
-    async def main() -> None:
-        engine = Engine()
-        with batching(engine) as batcher:
-            first = await held(batcher, engine)
-            before, bad, after = [await queued(batcher, row(value)) for value in (1, BAD, 3)]
-            engine.gate.set()
-            with pytest.raises(EngineError) as failed:
-                await bad
-            assert repr(failed.value.__cause__) == "ValueError('bad row')"
-            assert [numbers(answer) for answer in await asyncio.gather(first, before, after)] == [
-                [[0]],
-                [[2]],
-                [[6]],
-            ]
-            assert engine.calls == [[0], [1, BAD, 3], [1], [BAD], [3]]
-            assert batcher.stats.failures == 2
-            assert numbers(await batcher.submit([row(5)], deadline())) == [[10]]
 
     run(main)
 

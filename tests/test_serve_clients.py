@@ -312,17 +312,17 @@ def triton_asks_over_grpc(address: str, predictor: Predictor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "code", "field"),
     [
-        (("other", ["text"]), "NOT_FOUND", "name: no model of that name; this one is tiny"),
-        (("tiny", ["text"], "0"), "NOT_FOUND", "version: no version of that name; this one is "),
-        (("tiny", [" "]), "INVALID_ARGUMENT", "inputs.0.data.0: input 0 is empty; send a text"),
-        (("tiny", ["a"] * 257), "RESOURCE_EXHAUSTED", "inputs.0.data: more than 256 texts; send at most 256"),
-        (("tiny", ["a" * 200_000]), "RESOURCE_EXHAUSTED", "larger than max"),
+        (("other", ["text"]), "NOT_FOUND", "name: "),
+        (("tiny", ["text"], "0"), "NOT_FOUND", "version: "),
+        (("tiny", [" "]), "INVALID_ARGUMENT", "inputs.0.data.0: "),
+        (("tiny", ["a"] * 257), "RESOURCE_EXHAUSTED", "inputs.0.data: "),
+        (("tiny", ["a" * 200_000]), "RESOURCE_EXHAUSTED", ""),
     ],
 )
 def test_a_refusal_over_grpc_has_its_code(
-    addresses: dict[str, str], arguments: tuple[Any, ...], code: str, message: str
+    addresses: dict[str, str], arguments: tuple[Any, ...], code: str, field: str
 ) -> None:
     name, values, *version = arguments
     with (
@@ -331,7 +331,7 @@ def test_a_refusal_over_grpc_has_its_code(
     ):
         client.infer(name, [texts(tritonclient.grpc, "text", values)], *version)
     assert str(refused.value.status()) == f"StatusCode.{code}"
-    assert message in str(refused.value.message())
+    assert str(refused.value.message()).startswith(field)
 
 
 def test_what_grpc_lacks_is_said_to_be_unimplemented(addresses: dict[str, str]) -> None:

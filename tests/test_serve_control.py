@@ -51,12 +51,6 @@ def test_a_question_is_answered_and_an_error_is_handed_on(folder: str) -> None:
         control.ask(8000, {}, folder)
 
 
-def test_an_answer_may_be_longer_than_a_question(folder: str) -> None:
-    long = "é" * 300_000
-    with control.listening(8000, lambda question: long, folder):
-        assert control.ask(8000, {"status": True}, folder) == long
-
-
 def test_nobody_waits_behind_a_change_or_one_who_asks_nothing(folder: str) -> None:
     asked, over = threading.Event(), threading.Event()
 

@@ -3,12 +3,9 @@
 import atexit
 import contextlib
 import json
-import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -20,7 +17,7 @@ import psutil
 import pytest
 import ray
 import ray.serve
-from huggingface_hub import InferenceClient, constants
+from huggingface_hub import constants
 
 import rtrain.artifact
 import rtrain.predict
@@ -39,7 +36,7 @@ from tests import contract
 from tests.root import ROOT
 from tests.test_serve_clients import triton_asks_over_grpc, triton_asks_over_http
 from tests.test_serve_unknown import reference_of
-from tests.tiny import CORPUS, make_artifact
+from tests.tiny import make_artifact
 
 LABELS = ("a", "b", "c")
 REPLICAS = 2
@@ -109,12 +106,6 @@ def test_a_port_in_use_is_refused_with_what_to_do_about_it() -> None:
     assert free_address("127.0.0.1", port) == Address("127.0.0.1", port)
 
 
-def test_port_0_takes_a_free_one() -> None:
-    address = free_address("127.0.0.1", 0)
-    assert address.port > 0
-    assert address.is_free()
-
-
 def test_a_host_that_is_not_this_machine_is_refused() -> None:
     with pytest.raises(UserError) as refused:
         free_address("192.0.2.77", 0)
@@ -153,21 +144,6 @@ def test_a_replica_reserves_its_threads_where_they_are_or_can_come(
     assert cpus == expected[0]
     assert expected[1] in line
     assert bool(line) == bool(expected[1])
-
-
-def test_serving_an_int8_artefact_imports_no_torch(artifact: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path; import serve.deployment; from rtrain.config import Serve\n"
-        "from rtrain.predict import Predictor; from serve.app import build_app\n"
-        "predictor = Predictor.load(Path(sys.argv[1]), threads=1); build_app(predictor, Serve())\n"
-        "assert predictor(['hello']) and 'openvino' in sys.modules\n"
-        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(artifact)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -250,21 +226,6 @@ def endpoint(artifact: Path, grpc_port: int, told: list[str], ray_session: Path)
     settings = Serve(ungated=True, port=0, grpc_port=grpc_port, replicas=REPLICAS, **contract.SETTINGS)
     with start(artifact, settings, tell=told.append) as endpoint:
         yield endpoint
-
-
-@pytest.mark.serve
-def test_the_hugging_face_client_works_as_it_is(
-    endpoint: Endpoint, artifact: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # as the tests' own process is
-    client = InferenceClient(model=endpoint.url + "/predict")
-    expected = Predictor.load(artifact, threads=1)(CORPUS)
-    for text, scores in zip(CORPUS, expected, strict=True):
-        found = client.text_classification(text)
-        assert [element.label for element in found] == [score["label"] for score in scores]
-        assert [element.score for element in found] == pytest.approx([score["score"] for score in scores], abs=1e-5)
-    best = client.text_classification(CORPUS[0], top_k=1)
-    assert [element.label for element in best] == [expected[0][0]["label"]]
 
 
 @pytest.mark.serve

@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,17 +15,45 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
+import ray.serve
 
 from rtrain.cluster import session
 from rtrain.config import Serve
+from serve import declared, deployment
 from serve.deployment import start
 from serve.front.address import Address
-from tests.test_serve_deployment import openvino_artifact
+from tests.test_serve_deployment import openvino_artifact, processes
 from tests.test_serve_haproxy import wait_until
-from tests.test_serve_lossless import BETWEEN, tell, wait_for
-from tests.test_serve_rollout import CLIENTS, answering, load, replicas
+from tests.test_serve_rollout import CLIENTS, Seen, answering, load, replicas
 
 pytestmark = [pytest.mark.slow, pytest.mark.serve]
+
+BETWEEN = ("ConnectionRefusedError", "RemoteDisconnected", "ConnectionResetError", "BrokenPipeError")
+"""How a client learns that the endpoint has ended between two of its questions."""
+RETRY_AFTER_S = 1.0
+"""What a 503 of HAProxy's own says."""
+
+
+def tell(what: str, seen: Seen, **others: object) -> None:
+    errors, again = (Counter(one[:60] for one in found) for found in (seen.errors, seen.again))
+    asked = {"requests": seen.versions.total() + len(seen.errors), "slowest_s": round(seen.slowest_s, 2)}
+    told = {**asked, "outage_s": round(seen.outage_s, 2), "load": os.getloadavg()[0], **others}
+    sys.stderr.write(f"\n{what}: {told}, raw {dict(errors)}, after one more try {dict(again)}\n")
+
+
+def wait_for(count: int) -> float:
+    """Seconds until so many replicas are up."""
+
+    def up() -> bool:
+        states = ray.serve.status().applications[declared.APPLICATION].deployments[deployment.DEPLOYMENT].replica_states
+        running = sum(number for state, number in states.items() if str(state).endswith("RUNNING"))
+        return running == count == len(replicas())
+
+    began = time.monotonic()
+    assert wait_until(up, 120), f"not {count} replicas"
+    return time.monotonic() - began
+
 
 LONG = "where is my parcel " * 2000
 """A text that takes so long that a client of this machine can ask for more than the engine does."""
@@ -185,3 +214,39 @@ def test_an_endpoint_whose_cluster_store_dies_answers_on_and_ends_with_nothing_l
     assert seen.errors == []
     assert (names, folder.exists()) == ([], False)
     assert process.returncode == (143 if told_after_s else 1)
+
+
+HAPROXY, SUPERVISOR, MANAGER, CONTROLLER = (
+    "haproxy.cfg.",
+    "haproxy.cfg -d",
+    "ray::HAProxyManager",
+    "ray::ServeController",
+)
+
+
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize("what", [HAPROXY, SUPERVISOR, MANAGER, CONTROLLER])
+def test_the_proxy_and_the_controller_are_killed_under_load(tmp_path: Path, what: str) -> None:
+    def up() -> list[psutil.Process]:
+        return [one for one in processes(what) if one.status() != psutil.STATUS_ZOMBIE]
+
+    with (
+        start(openvino_artifact(tmp_path), Serve(ungated=True, port=0, replicas=2)) as endpoint,
+        load(endpoint.port, pause_s=0.02, again_s=RETRY_AFTER_S) as seen,
+    ):
+        time.sleep(2)
+        [victim] = up()
+        victim.kill()
+        began = time.monotonic()
+        assert wait_until(lambda: up() not in ([], [victim]), 120), "none takes its place"
+        back = time.monotonic() - began
+        time.sleep(10)
+        late = len(seen.errors)
+        time.sleep(5)
+        assert len(seen.errors) == late, "it does not come back"
+    tell(f"{what} killed", seen, back_s=round(back, 1))
+    assert len(seen.labels) == 1
+    if what in (MANAGER, CONTROLLER):
+        assert seen.errors == []
+    if what == HAPROXY:
+        assert seen.again == []

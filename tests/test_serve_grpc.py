@@ -66,13 +66,13 @@ def test_texts_in_messages_are_answered_like_raw_ones(predictor: Predictor) -> N
             )
             assert (await stub.ModelInfer(raw)).raw_output_contents == reply.raw_output_contents
             raw.raw_input_contents.append(b"")
-            error = await refused(stub.ModelInfer(raw))
-            assert error.details() == "raw_input_contents: 2 raw contents for 1 tensors"
-            error = await refused(stub.ModelInfer(messages.ModelInferRequest(model_name="tiny")))
-            assert (error.code(), error.details()) == (
-                grpc.StatusCode.INVALID_ARGUMENT,
-                "inputs: List should have at least 1 item after validation, not 0",
-            )
+            for wrong, field in (
+                (raw, "raw_input_contents"),
+                (messages.ModelInferRequest(model_name="tiny"), "inputs"),
+            ):
+                error = await refused(stub.ModelInfer(wrong))
+                assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+                assert str(error.details()).startswith(f"{field}: ")
 
     asyncio.run(main())
 
@@ -127,8 +127,6 @@ def test_the_deadline_of_the_endpoint_or_of_the_client_ends_the_wait(
                 assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
             error = await refused(stub.ModelInfer(question(TEXT), timeout=timeout_s))
             assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-            if deadline_s < timeout_s:
-                assert error.details() == "the deadline passed before the answer was ready"
             while service.batcher.waiting:
                 await asyncio.sleep(0.001)
             gate.open()

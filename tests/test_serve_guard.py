@@ -5,7 +5,6 @@ The limits are driven message by message, as a server does it; keys and headers 
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from serve.door import guard, keys
 from serve.door.guard import Guard
 from serve.schema import RequestError
 from tests import serving
-from tests.serving import TEXT, call, error
+from tests.serving import TEXT, call, refusal
 
 app, predictor = serving.app, serving.predictor  # fixtures
 
@@ -187,7 +186,7 @@ def test_only_a_known_key_is_answered_and_only_within_its_scopes(predictor: Pred
     asked = {"json": {"inputs": TEXT}, "headers": {"authorization": f"Bearer {shop}"}}
     assert call(locked, "POST", "/predict", **asked).status_code == 200
     refused = call(locked, "POST", "/predict", json={"inputs": TEXT})
-    assert refused.json() == error("unauthorized", "no key; send the header Authorization: Bearer KEY")
+    assert refusal(refused) == (401, "unauthorized", None)
     assert refused.headers["www-authenticate"] == 'Bearer realm="rtrain"'
 
 
@@ -208,24 +207,6 @@ def test_a_key_past_its_rate_is_answered_429_with_retry_after(predictor: Predict
     assert answers[2].json()["error"]["type"] == "rate_limited"
     assert 1 <= int(answers[2].headers["retry-after"]) <= 3600
     assert 'rtrain_requests_total{model="tiny",route="other",status="429"} 1.0' in locked.state.service.exposition()
-
-
-def test_keys_are_rotated_while_it_answers(predictor: Predictor, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "LOOK_S", 0.0)
-    old = keys.add(path, "old")
-    locked = build_app(predictor, Serve(keys=str(path)))
-
-    def status(plain: str) -> int:
-        return call(locked, "GET", "/v2", headers={"authorization": f"Bearer {plain}"}).status_code
-
-    new = keys.add(path, "new")
-    assert (status(old), status(new)) == (200, 200)
-    keys.revoke(path, "old")
-    assert (status(old), status(new)) == (401, 200)
-    path.write_text("{")
-    assert (status(old), status(new)) == (401, 200)
-    os.unlink(path)
-    assert (status(old), status(new)) == (401, 200)
 
 
 def test_a_body_without_an_end_is_not_read_of_whoever_is_not_let_in(predictor: Predictor, path: Path) -> None:
@@ -306,12 +287,6 @@ def test_neither_texts_nor_keys_are_logged(
     told = "".join(record.getMessage() + str(record.args) for record in caplog.records if record.name != "httpx")
     for secret in (text, plain, plain[16:]):
         assert secret not in told
-
-
-def test_what_haproxy_has_waited_for_the_body_s_beginning_counts_in_the_deadline() -> None:
-    """Else a body that comes late is answered 504, as if the model were slow."""
-    settings, scope = Serve(deadline_s=10.0), head(state={"waited_s": 9.95})
-    assert drive(settings, scope, [b"a", 60.0])[0] == 408
 
 
 @pytest.mark.parametrize("asks", [True, False])

@@ -66,12 +66,6 @@ class Application:
         found: list[Any] = handle.broadcast(method, *given).results(timeout_s=timeout_s, return_exceptions=True)
         return found
 
-    def asked(self, method: str, *given: Any, timeout_s: float = ASK_S) -> list[Any]:
-        """What each replica answers. Raises what one of them raises."""
-        handle: Any = ray.serve.get_app_handle(self.name)
-        found: list[Any] = handle.broadcast(method, *given).results(timeout_s=timeout_s)
-        return found
-
     def _run(self, artifacts: Mapping[str, Served]) -> None:
         wish = {
             "models": {name: str(one.folder) for name, one in artifacts.items()},

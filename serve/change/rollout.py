@@ -244,10 +244,12 @@ class Rollout:
 
     def _all_serve(self, new: Served) -> bool:
         try:
-            found = self._application.asked("serves")
-        except SILENCE:  # one has ended; what comes in its place serves what is decided
+            told = self._application.told("serves")
+        except SILENCE:
             return False
-        return {one.get(self.model) for one in found} == {(str(new.folder), new.made.version)}
+        # One that has ended tells nothing; what comes in its place serves what is decided.
+        versions = {one if isinstance(one, BaseException) else one.get(self.model) for one in told}
+        return versions == {(str(new.folder), new.made.version)}
 
     def _watch(self, new: Served, old: Artifact, trial: Standing) -> None:
         """Carry the trial out, to its end."""

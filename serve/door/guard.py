@@ -73,8 +73,7 @@ class Guard:
             return
         try:
             await self._check(scope)
-            waited_s = scope.get("state", {}).get("waited_s", 0.0)
-            await self._app(scope, _Body(receive, self._settings, waited_s), send)
+            await self._app(scope, _Body(receive, self._settings), send)
         except RequestError as error:
             await answer(error, route(scope))(scope, receive, send)
 
@@ -114,10 +113,9 @@ class Guard:
 class _Body:
     """`receive` whose first message is the whole body, or the client's leaving."""
 
-    def __init__(self, receive: Receive, settings: Serve, waited_s: float = 0.0):
-        """`waited_s`: how long HAProxy has waited for the first part of the body, which counts in the deadline."""
+    def __init__(self, receive: Receive, settings: Serve):
         self._receive, self._settings = receive, settings
-        self._deadline = asyncio.get_running_loop().time() + settings.deadline_s - waited_s
+        self._deadline = asyncio.get_running_loop().time() + settings.deadline_s
         self._read = False
 
     async def __call__(self) -> Message:

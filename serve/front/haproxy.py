@@ -16,8 +16,6 @@ COUNTED = (503, 504)
 """The statuses of those answers, by which HAProxy counts them since it has begun; it tells replicas that are asked for
 their metrics, in the header ERRORS, e.g. `503=12 504=0`."""
 ERRORS = "x-haproxy-errors"
-WAITED = "x-haproxy-waited-ms"
-"""The header by which a replica is told for how long HAProxy has waited for the body: its deadline counts that too."""
 LATER = "%[var(txn.later)]"
 """The seconds after which to come again, in what HAProxy answers where the replicas are full."""
 TOLD_S = 10
@@ -87,12 +85,9 @@ def rewrite(text: str, front: Front, socket: Path) -> str:
     # HAProxy can give to another replica only what it had whole before it gave it to the first.
     tls = f" ssl crt {front.certificate} alpn http/1.1 ssl-min-ver TLSv1.2" if front.certificate else ""
     body = [
-        "http-request set-var(txn.began) date(0,ms) if METH_POST",
         f"http-request wait-for-body time {front.body_s}s if METH_POST",
         # A replica's parser would take its head for the whole request, and the body for others' requests.
         "http-request del-header upgrade",
-        f"http-request del-header {WAITED}",  # a client's
-        f"http-request set-header {WAITED} %[date(0,ms),sub(txn.began)] if METH_POST",
     ]
     address = "\n    ".join([rf"\g<1>{front.host}:\2{tls}", *body, *_secured(front)])
     header = f"    timeout http-request {front.header_s}s\n    option http-ignore-probes"
