@@ -19,11 +19,11 @@ from rtrain.predict import Predictor
 from rtrain.tasks import base
 from serve.answering import Lasting, Service
 from serve.app import build_app
-from serve.batching.batcher import Expired
 from serve.change.trial import same
 from serve.change.versions import Plan, Versions
-from serve.front.haproxy import WAITED
+from serve.envelope import Record
 from serve.grpc import ROUTE
+from serve.schema import RequestError
 from tests.serving import HEADS, predictor_of
 from tests.tiny import CORPUS, make_artifact
 
@@ -210,38 +210,20 @@ def test_a_version_is_judged_by_questions_that_it_answered_or_failed_on(folders:
 
 
 def test_clients_do_not_judge_a_version_by_their_own_deadlines(folders: tuple[str, str]) -> None:
-    first, second = folders
+    """gRPC carries a client's deadline, and a body that is sent slowly uses the endpoint's."""
+    service = Service(Predictor.load(Path(folders[0]), 1), Serve())
 
-    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
-        await versions.become(first)
-        await versions.follow(Plan(second, 0.0, 1.25, 1.0))
-        assert versions.trial is not None
-        headers = {WAITED: str(int(1000 * Serve().deadline_s))}  # as if HAProxy had waited for the body for so long
-        for _ in range(5):
-            assert (await client.post("/predict", json={"inputs": CORPUS[0]}, headers=headers)).status_code == 504
-        assert versions.trial.tally()[4:] == (0, 0, 0, 0)
-        version = versions.status()["candidate"]["version"]
-        assert await ask(client, f"/v2/models/tiny/versions/{version}/infer") == version
-        assert versions.trial.tally()[4:] == (0, 0, 0, 0)
-        await ask(client)
-        assert versions.trial.tally()[4:] == (1, 0, 0, 0)
-        candidate = versions.candidate
-        assert candidate is not None
-        service, batcher = candidate.service, candidate.service.batcher
+    async def ask_within(seconds: float) -> None:
+        deadline = asyncio.get_running_loop().time() + seconds
+        with pytest.raises(RequestError) as late:
+            await service.answers([CORPUS[0]], deadline, "inputs.{}".format, {"top_k": None}, Record("a"))
+        service.answered(ROUTE, late.value.status, 0.1)
 
-        async def too_late(*given: object) -> Any:
-            raise Expired("late")
-
-        batcher.submit = too_late  # type: ignore[method-assign, assignment]
-        assert (await client.post("/predict", json={"inputs": CORPUS[0]})).status_code == 504
-        assert versions.trial.tally()[4:] == (2, 1, 0, 0)  # by the endpoint's own deadline
-        batcher.stalled_s = lambda: 2 * Serve().deadline_s  # type: ignore[method-assign]
-        assert not service.ready
-        headers = {WAITED: str(int(900 * Serve().deadline_s))}
-        assert (await client.post("/predict", json={"inputs": CORPUS[0]}, headers=headers)).status_code == 504
-        assert versions.trial.tally()[4:] == (3, 2, 0, 0)  # its engine hangs, whatever the client's deadline
-
-    run(check)
+    asyncio.run(ask_within(0.0))
+    assert (service.requests, service.errors) == (0, 0)
+    service.answered(ROUTE, 504, 0.1)  # by the endpoint's own deadline
+    assert (service.requests, service.errors) == (1, 1)
+    service.close()
 
 
 def test_counters_last_over_versions_and_name_each(folders: tuple[str, str]) -> None:
