@@ -22,11 +22,10 @@ from rtrain.ray_internals import ReplicaServer
 from serve.answering import Lasting
 from serve.app import build_app
 from serve.declared import most_requests
-from serve.desk import build_desk
 from serve.door import guard
 from serve.front import certificate, connection, direct
 from serve.front.address import Address, free_address, listening, refuse_grpc_port
-from serve.models import Models, over_grpc
+from serve.models import Models, build_desk, over_grpc
 from serve.watching import tracing
 
 BACKLOG = 1024
@@ -39,14 +38,28 @@ def check(settings: Serve) -> None:
     found = []
     for name in ("replicas", "max_replicas"):
         if (value := getattr(settings, name)) is not None and value > 1:
-            found.append(Problem(f"serve.{name}", value, "--alone is one process", "write 1, or leave out --alone"))
+            found.append(
+                Problem(
+                    f"serve.{name}",
+                    value,
+                    "--alone is one process",
+                    "write 1, or leave out --alone",
+                    code="conflicting_settings",
+                )
+            )
     if settings.ingress == "haproxy":
         reason = "--alone answers without a proxy"
-        found.append(Problem("serve.ingress", "haproxy", reason, "write auto, or leave out --alone"))
+        found.append(
+            Problem("serve.ingress", "haproxy", reason, "write auto, or leave out --alone", code="conflicting_settings")
+        )
     for name in ("gpus", "labels"):
         if value := getattr(settings, name):
             reason = "--alone answers with the processor of this machine"
-            found.append(Problem(f"serve.{name}", value, reason, "leave it out, or leave out --alone"))
+            found.append(
+                Problem(
+                    f"serve.{name}", value, reason, "leave it out, or leave out --alone", code="conflicting_settings"
+                )
+            )
     if found:
         raise ConfigError(found)
     tracing.check(settings)
@@ -76,7 +89,10 @@ async def _run(artifacts: Mapping[str, Path], settings: Serve, tell: Callable[[A
         await serving
         renewing.cancel()
         if not server.started:
-            raise UserError("the HTTP server did not start; a port of the endpoint's may have been taken meanwhile")
+            raise UserError(
+                "the HTTP server did not start; a port of the endpoint's may have been taken meanwhile",
+                code="port_in_use",
+            )
 
 
 async def _renew(config: uvicorn.Config, settings: Serve) -> None:

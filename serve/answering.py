@@ -19,11 +19,10 @@ from serve.batching.encoding import Encoder, characters_of
 from serve.batching.scheduler import Limits, Overloaded
 from serve.change.scaling import Meter
 from serve.door import guard, keys
-from serve.envelope import Record
+from serve.envelope import AccessLog, Record
 from serve.explanations import Explanations, Row
 from serve.schema import DEFAULT_LABELS, RequestError
 from serve.watching import sums, tracing
-from serve.watching.access_log import AccessLog
 from serve.watching.telemetry import Telemetry, Watch
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class Lasting:
     """What a replica keeps of a model while versions of it come and go: its counters, and who asks for keys."""
 
     def __init__(self, settings: Serve, door: keys.Door | None):
-        self.telemetry = Telemetry(settings.exemplars)
+        self.telemetry = Telemetry()
         self.door = door
 
 
@@ -98,19 +97,15 @@ class Service:
     def exposition(self) -> str:
         return sums.exposition({self.predictor.artifact.name: self.telemetry.registry})
 
-    def open_metrics(self) -> str:
-        return sums.open_metrics({self.predictor.artifact.name: self.telemetry.registry})
-
-    def answered(self, route: str, status: int, seconds: float, name: str, judged: bool = True) -> None:
-        """A request has ended; `name` is that of its trace, or its own. `judged`: whether it was not the client that
-        chose the version."""
+    def answered(self, route: str, status: int, seconds: float, judged: bool = True) -> None:
+        """A request has ended. `judged`: whether it was not the client that chose the version."""
         if status == 504 and self._hurried:
             self._hurried -= 1
             judged = False
         if judged and route.endswith(ASKING) and NAMED not in route:
             self.requests += status == 200 or status >= 500
             self.errors += status >= 500
-        self.telemetry.answered(self.predictor.artifact.version, route, status, seconds, name)
+        self.telemetry.answered(self.predictor.artifact.version, route, status, seconds)
 
     def status(self) -> dict[str, Any]:
         """Totals since the replica's start, what waits now, and how far the input is from the validation rows."""

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from serve import about, abstention, base, pages, protocol, schema, writing
+from serve import about, abstention, base, pages, protocol, schema
 from serve.answering import Lasting, Service
 from serve.base import documented, reply
 from serve.door import guard
@@ -63,11 +63,11 @@ def build_app(
     app.state.service = service
 
     description: dict[str, Any] | None = None
-    write = writing.labelled if predictor.task.output in writing.LABELLED else writing.text
+    write = base.labels_to_json if predictor.task.output in base.LABELLED else base.to_json
 
     async def answer(scope: Scope, read: Callable[[], Awaitable[bytes]]) -> Response:
         """To a question to /predict, whose body `read` gives."""
-        deadline = asyncio.get_running_loop().time() + settings.deadline_s - scope["state"]["waited_s"]
+        deadline = asyncio.get_running_loop().time() + settings.deadline_s
         asked = schema.parse(schema.PredictRequest, await read(), settings.max_inputs)
         several = isinstance(asked.inputs, list)
         texts = asked.texts()
@@ -100,7 +100,7 @@ def build_app(
     @app.post("/v2/models/{name}/infer", **documented(protocol.InferReply, protocol.InferRequest))
     async def infer(request: Request) -> Response:
         """The best label of each text, or all of them, in the Open Inference Protocol."""
-        deadline = asyncio.get_running_loop().time() + settings.deadline_s - request.state.waited_s
+        deadline = asyncio.get_running_loop().time() + settings.deadline_s
         service.named(**request.path_params)
         body = await request.body()
         document, binary = protocol.split(body, request.headers.get("inference-header-content-length"))

@@ -1,9 +1,13 @@
-"""What the applications of a model (`app`) and of an address with several (`desk`) have in common: what every request
+"""What the applications of a model (`app`) and of an address with several (`models`) have in common: what every request
 passes, the error form, the OpenAPI document, and the routes that are about no model in particular.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Iterable
-from typing import Any, Protocol
+import functools
+import json
+import math
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
@@ -15,22 +19,28 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import rtrain
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from serve import pages, protocol, schema, writing
+from serve import pages, protocol, schema
 from serve.door import guard, keys
 from serve.door.access import is_loopback
-from serve.envelope import Envelope
+from serve.envelope import AccessLog, Envelope
 from serve.front.haproxy import ERRORS
 from serve.schema import RequestError
-from serve.watching.access_log import AccessLog
 from serve.watching.sums import with_haproxy
-from serve.watching.telemetry import OPEN_METRICS
 from serve.watching.tracing import Spans
+
+if TYPE_CHECKING:
+    from serve.answering import Service
 
 SILENT: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 """FastAPI traces and counts by itself where a process has OpenTelemetry: what is told of requests, `serve.traces` says
 alone. To ask for each of them whether it has takes as long as an answer's headers."""
 MOST_SHOWN = 100
 """Characters of a method and of a path that an error repeats."""
+LABELLED = ("classes", "labels")
+"""The outputs of tasks (`Task.output`) whose answers are labels with scores."""
+MOST_LABELS = 1 << 16
+_ABSTAINED = ',"abstained":true}'
+"""End of a label that says that the model abstains."""
 Exposition = Callable[[], Awaitable[str]]
 
 
@@ -45,12 +55,14 @@ class Desk(Protocol):
         none but these."""
         ...
 
-    def exposition(self) -> str:
-        """This process's metrics, in Prometheus' text form."""
+    def answering(self, model: str, version: str | None) -> AbstractContextManager["Service"]:
+        """The service for one request over another protocol, which stays open until the context is left; of the version
+        that the request names, with an empty name of any, with None of what is no question to the model. Raises
+        `RequestError` where there is none."""
         ...
 
-    def open_metrics(self) -> str:
-        """The same in the form that has exemplars."""
+    def exposition(self) -> str:
+        """This process's metrics, in Prometheus' text form."""
         ...
 
 
@@ -76,7 +88,7 @@ class Application(FastAPI):
         settings: Serve,
         door: keys.Door | None,
         predictor: Predictor | None,
-        answered: Callable[[str, int, float, str], None],
+        answered: Callable[[str, int, float], None],
         spans: Spans,
         access_log: AccessLog,
     ) -> None:
@@ -152,12 +164,10 @@ def routes(desk: Desk, settings: Serve, exposition: Exposition | None) -> APIRou
 
     @router.get("/metrics", response_class=Response)
     async def metrics(request: Request) -> Response:
-        """Prometheus' text form; with exemplars OpenMetrics', where one replica answers for itself."""
-        told = request.headers.get(ERRORS, "")
-        if settings.exemplars and exposition is None:
-            return Response(with_haproxy(desk.open_metrics(), told), media_type=OPEN_METRICS)
+        """Prometheus' text form."""
         text = desk.exposition() if exposition is None else await exposition()
-        return Response(with_haproxy(text, told), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = with_haproxy(text, request.headers.get(ERRORS, ""))
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     if is_loopback(settings.host):  # it describes the service to whoever can reach it
         router.include_router(pages.docs())
@@ -167,11 +177,35 @@ def routes(desk: Desk, settings: Serve, exposition: Exposition | None) -> APIRou
 # ----------------------------------------------------------------------------------------------------------- answers
 
 
+def to_json(document: object) -> str:
+    """Without blanks. Raises `ValueError` for a number that is none, or endless: no JSON parser reads it."""
+    return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def labels_to_json(answers: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """What `to_json` makes of a list of `[{"label", "score"}, ...]`, some of them `abstained`, and as it
+    raises. Parts are made once for each label: `json.dumps` takes four times as long for a model of many labels."""
+    if not math.isfinite(sum(one["score"] for answer in answers for one in answer)):
+        raise ValueError("a score is no number")
+    rows = [
+        ",".join(
+            [f"{_begun(one['label'])}{one['score']!r}{_ABSTAINED if 'abstained' in one else '}'}" for one in answer]
+        )
+        for answer in answers
+    ]
+    return f"[[{'],['.join(rows)}]]" if rows else "[]"
+
+
+@functools.lru_cache(MOST_LABELS)
+def _begun(label: str) -> str:
+    return f'{{"label":{to_json(label)},"score":'
+
+
 def reply(
     document: Any,
     status: int = 200,
     headers: dict[str, str] | None = None,
-    write: Callable[[Any], str] = writing.text,
+    write: Callable[[Any], str] = to_json,
 ) -> Response:
     """A model that gives what is no number has `write` raise, which becomes a 500."""
     return Response(write(document).encode(), status, headers, media_type="application/json")

@@ -26,8 +26,8 @@ APPLICATION = "rtrain"
 """The application's name on Ray Serve. Ray's own proxy tells it without a key (`/-/routes`), so it names no model."""
 HEAD = """\
 # serve deploy FILE, on a Ray of the cluster's. Written by `rtrain serve ARTIFACT --print-config`.
-# Another version: change its folder in user_config alone, and deploy again. Replicas load it beside what they answer
-# with, and switch when all of them have proven it; where one refuses it, its log says why, and all go on as before.
+# Another version: change its folder in user_config alone, and deploy again. Each replica loads it beside what it
+# answers with, and switches when it has proven it; where it refuses it, its log says why, and it goes on as before.
 # Another name, or one more model: change both args and user_config; the replicas are started anew.
 # Requests go through Ray Serve's own proxy, which takes several times as long as HAProxy: that one is started and
 # closed to others by `rtrain serve` alone. Start Ray on the head with what `rtrain serve` has its controller know:

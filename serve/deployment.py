@@ -29,7 +29,6 @@ from ray.serve.schema import LoggingConfig
 import rtrain.artifact
 from rtrain import ray_internals
 from rtrain.cluster import supply
-from rtrain.cluster.demand import Place
 from rtrain.config import Serve
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import device
@@ -81,7 +80,7 @@ class Endpoint:
     def change(self, question: Mapping[str, Any]) -> str:
         """Do what another command asks for, and say what was done: `{"update": FOLDER}`, with `"trial"`, a `judge.Aim`,
         where it has to prove itself first; `{"rollback": true}`; `{"status": true}`, which is answered as JSON. All
-        may name a `"model"`; the first two have to, where it is not clear which one is meant."""
+        may name a `"model"`; the first two have to, where there are several."""
         model = question.get("model")
         if question.get("status"):
             asked = self.rollouts.values() if model is None else [self._rollout(model)]
@@ -90,24 +89,21 @@ class Endpoint:
             return self._rollout(model).back()
         if isinstance(given := question.get("update"), str):
             folder, trial = Path(given).resolve(), question.get("trial")
-            return self._rollout(model, folder).update(folder, judge.Aim(*trial) if trial else None)
-        raise UserError("this endpoint knows the questions update, rollback and status")
+            return self._rollout(model).update(folder, judge.Aim(*trial) if trial else None)
+        raise UserError("this endpoint knows the questions update, rollback and status", code="unknown_question")
 
-    def _rollout(self, model: str | None, folder: Path | None = None) -> Rollout:
-        """That of the model of that name; without a name that of the only model, or of the only one of which the
-        artefact in `folder` is another version."""
-        if model in self.rollouts:
-            return self.rollouts[model]
-        found = list(self.rollouts)
-        if model is None and len(found) > 1 and folder is not None:
-            made, own = _called(folder), {name: _called(one.artifact) for name, one in self.rollouts.items()}
-            found = [name for name in found if own[name] == made] or found
-        if model is None and len(found) == 1:
-            return self.rollouts[found[0]]
+    def _rollout(self, model: str | None) -> Rollout:
+        """That of the model of that name; without a name that of the only model."""
+        if model is None and len(self.rollouts) == 1:
+            return next(iter(self.rollouts.values()))
         names = ", ".join(self.rollouts)
         if model is None:
-            raise UserError(f"several models are served; name the one that is meant by --model: {names}")
-        raise UserError(f"no model of the name {model} is served here; there are {names}")
+            raise UserError(
+                f"several models are served; name the one that is meant by --model: {names}", code="ambiguous"
+            )
+        if model not in self.rollouts:
+            raise UserError(f"no model of the name {model} is served here; there are {names}", code="unknown_name")
+        return self.rollouts[model]
 
     def close(self) -> None:
         """Let requests in progress end, stop Ray Serve, wait until nothing of it is left. Again is harmless."""
@@ -167,7 +163,10 @@ def start(
     artifacts = {model: folder.resolve() for model, folder in artifacts.items()}
     named.admit(artifacts, settings)
     if _controller() is not None:
-        raise UserError("this Ray runs Ray Serve already; close that endpoint first, or start a Ray of your own")
+        raise UserError(
+            "this Ray runs Ray Serve already; close that endpoint first, or start a Ray of your own",
+            code="already_serving",
+        )
     address = replace(free_address(settings.host, settings.port), tls=settings.tls_cert is not None)
     refuse_grpc_port(settings.host, settings.grpc_port)
     if chosen is None:
@@ -186,17 +185,13 @@ def start(
         raise
     endpoint = Endpoint(address, settings, front, application)
     try:
-        with nodes.said(partial(_waiting, settings, len(artifacts), application.name), tell):
+        with nodes.said(partial(_message, application.name), tell):
             _deploy(settings, application, address.port, front, environment, quiet)
         _await_ready(address)
     except BaseException:  # Ctrl-C too must leave nothing behind
         endpoint.close()
         raise
     return endpoint
-
-
-def _called(artifact: Path) -> str:
-    return rtrain.artifact.read(artifact, verify=False).name
 
 
 def _configured(
@@ -207,30 +202,39 @@ def _configured(
         raise ConfigError(problems)
     if settings.gpus and not device.usable():
         fix = "install a build of torch for GPUs, or write 0"
-        raise ConfigError([Problem("serve.gpus", settings.gpus, "this build of torch cannot use them", fix)])
+        raise ConfigError(
+            [Problem("serve.gpus", settings.gpus, "this build of torch cannot use them", fix, code="unavailable")]
+        )
     if problem := nodes.without_gpus(settings, [*supply.here(labels), *supply.types(labels).values()]):
         raise ConfigError([problem])
     free = [host.has for host in supply.free() if supply.has(host.labels, labels)]
     cpus, line = nodes.reserved(settings, free, supply.here(labels), supply.may("cpu", labels), models)
     if line:
         tell(line)
-    ongoing = most_requests(settings, models)
     configured = ray.serve.deployment(
-        name=DEPLOYMENT,
+        **deployment_options(settings, models),
         **_number(settings),
         ray_actor_options={**declared.actor_options(settings, cpus), **environment},
-        max_ongoing_requests=ongoing,
-        max_queued_requests=ongoing,
         backpressure_config=BackpressureConfig(status_code=503, retry_after_s=1),
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=HEALTH_TIMEOUT_S,
-        max_constructor_retry_count=CONSTRUCTOR_ATTEMPTS,
-        # A request is over by its deadline; what is still running then will not be answered.
-        graceful_shutdown_timeout_s=settings.deadline_s + 1,
         graceful_shutdown_wait_loop_s=0.1,
         logging_config=quiet,
     )
     return configured(Replica)
+
+
+def deployment_options(settings: Serve, models: int) -> dict[str, Any]:
+    """What Ray Serve is told of the replicas, whoever deploys them."""
+    ongoing = most_requests(settings, models)
+    return {
+        "name": DEPLOYMENT,
+        "max_ongoing_requests": ongoing,
+        "max_queued_requests": ongoing,
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "health_check_timeout_s": HEALTH_TIMEOUT_S,
+        "max_constructor_retry_count": CONSTRUCTOR_ATTEMPTS,
+        # A request is over by its deadline; what is still running then will not be answered.
+        "graceful_shutdown_timeout_s": settings.deadline_s + 1,
+    }
 
 
 def _number(settings: Serve) -> dict[str, Any]:
@@ -256,7 +260,9 @@ def _deploy(
     try:
         application.begin()
     except RuntimeError as error:
-        raise UserError(f"the model cannot be served: {cause(_message(application.name) or str(error))}") from None
+        raise UserError(
+            f"the model cannot be served: {cause(_message(application.name) or str(error))}", code="cannot_be_served"
+        ) from None
     with _explained(front):
         proxies_are_up()
 
@@ -267,22 +273,16 @@ def _explained(front: ingress.Ingress | None) -> Iterator[None]:
         yield
     except (ray.exceptions.RayError, TimeoutError) as error:
         hint = "; or write serve.ingress=stock" if front else ""
-        raise UserError(f"the proxy does not start: {cause(str(error))}{hint}") from None
+        raise UserError(f"the proxy does not start: {cause(str(error))}{hint}", code="proxy_failed") from None
 
 
 def _message(application: str) -> str:
-    """What Ray Serve writes of the replicas; empty where it knows of none."""
-    status = ray.serve.status().applications.get(application)
-    return str(status.deployments[DEPLOYMENT].message) if status and status.deployments else ""
-
-
-def _waiting(settings: Serve, models: int, application: str, seconds: float) -> str | None:
-    place = Place("GPU", settings.labels, settings.gpus) if settings.gpus else None
-    place = place or Place("CPU", settings.labels, settings.threads * models)
+    """What Ray Serve writes of the replicas; empty where it knows of none, or does not answer."""
     try:
-        return nodes.waiting(_message(application), place, supply.may_start(), seconds)
-    except ray.exceptions.RayError:  # the controller is starting, or busy; the next look may do better
-        return None
+        status = ray.serve.status().applications.get(application)
+    except ray.exceptions.RayError:  # the controller is starting, or busy
+        return ""
+    return str(status.deployments[DEPLOYMENT].message) if status and status.deployments else ""
 
 
 def _options(settings: Serve, port: int, front: ingress.Ingress | None) -> HTTPOptions:
@@ -312,7 +312,9 @@ def _await_ready(address: Address) -> None:
             connection.close()
 
     if not _until(ready, READY_TIMEOUT_S):
-        raise UserError(f"{address.url} was not ready after {READY_TIMEOUT_S:.0f} s; see the logs of Ray Serve")
+        raise UserError(
+            f"{address.url} was not ready after {READY_TIMEOUT_S:.0f} s; see the logs of Ray Serve", code="not_ready"
+        )
 
 
 def cause(message: str) -> str:

@@ -4,12 +4,16 @@ Nothing here reads a body, and nothing that is counted, logged or traced has a t
 """
 
 import itertools
+import json
 import logging
+import logging.handlers
 import re
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect
@@ -19,9 +23,8 @@ from rtrain.artifact import Artifact
 from rtrain.config import Serve
 from rtrain.predict import Predictor
 from serve.door import guard
-from serve.front import haproxy
+from serve.door.access import STDERR
 from serve.schema import RequestError
-from serve.watching.access_log import AccessLog
 from serve.watching.tracing import Span, Spans
 
 logger = logging.getLogger(__name__)
@@ -32,8 +35,7 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 """What a client may send as x-request-id; in place of anything else it gets one of ours."""
 HAS_LEFT = "has_left"
 """The key of `scope["state"]` that says, where the server knows, whether the client has left."""
-_WAITED, _MS = haproxy.WAITED.encode(), re.compile(rb"[0-9]{1,7}")
-HEADERS = (b"traceparent", b"tracestate", b"x-request-id", _WAITED)
+HEADERS = (b"traceparent", b"tracestate", b"x-request-id")
 
 
 @dataclass
@@ -49,18 +51,61 @@ class Record:
     """Whether the client is known to have left."""
 
 
+class _File(logging.handlers.WatchedFileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Raise what has happened: logging would print a traceback for each line."""
+        raise  # it is called where one was caught
+
+
+class AccessLog:
+    """A line of JSON for each request, where `serve.access_log` names a file. No text of a request is ever in it."""
+
+    def __init__(self, path: str | None):
+        """`path`: a file, which is opened anew when another program has moved it away; `STDERR`; None for no log."""
+        self._logger: logging.Logger | None = None
+        self._failed = False
+        if path is None:
+            return
+        handler = logging.StreamHandler(sys.stderr) if path == STDERR else _File(path, encoding="utf-8", delay=True)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        # It belongs to no hierarchy: a program's settings of logging must not send it elsewhere.
+        self._logger = logging.Logger("rtrain.access")
+        self._logger.addHandler(handler)
+
+    @property
+    def kept(self) -> bool:
+        return self._logger is not None
+
+    def write(self, **fields: Any) -> None:
+        if self._logger is not None:
+            made = time.time()
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(made)) + f".{int(made * 1000) % 1000:03d}Z"
+            try:
+                self._logger.info("%s", json.dumps({"time": stamp, **fields}, ensure_ascii=True))
+            except OSError as error:  # its folder is gone, or its disk full: requests are answered all the same
+                if not self._failed:
+                    sys.stderr.write(f"rtrain: the access log cannot be written: {error}\n")
+                self._failed = True
+            else:
+                self._failed = False
+
+    def close(self) -> None:
+        for handler in self._logger.handlers if self._logger else ():
+            handler.close()
+
+
 class Envelope:
     def __init__(
         self,
         app: ASGIApp,
         predictor: Predictor | None,
         settings: Serve,
-        answered: Callable[[str, int, float, str], None],
+        answered: Callable[[str, int, float], None],
         spans: Spans,
         access_log: AccessLog,
     ):
-        """`answered` is told the route, the status, the seconds and the name of each request's trace, or its own.
-        `predictor`: None where what answers is no model."""
+        """`answered` is told the route, the status and the seconds of each request. `predictor`: None where what
+        answers is no model."""
         self._app, self._answered, self._spans, self._log = app, answered, spans, access_log
         self._security, self._asks_for_keys = guard.security_headers(settings), settings.keys is not None
         # Not random for each: the system's call for that lets the engine's thread in, and waits until it has done.
@@ -81,8 +126,6 @@ class Envelope:
         state = scope.setdefault("state", {})
         state["record"] = record
         record.has_left = state.get(HAS_LEFT, record.has_left)
-        told = given.get(_WAITED, b"")
-        state["waited_s"] = int(told) / 1000 if _MS.fullmatch(told) else 0.0  # who sends it itself waits less for it
 
         async def send_enveloped(message: Message) -> None:
             nonlocal status
@@ -112,7 +155,7 @@ class Envelope:
     def _count(self, scope: Scope, record: Record, span: Span, status: int, seconds: float) -> None:
         """Count by the route's template, never by the path, which may hold anything."""
         route = getattr(scope.get("route"), "path", "other")
-        self._answered(route, status, seconds, span.trace or record.id)
+        self._answered(route, status, seconds)
         if span.trace is None and not self._log.kept:
             return
         tell(record, client_of(scope), scope["method"], route, status, seconds, span, self._log, self._model)

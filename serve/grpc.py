@@ -11,9 +11,9 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Collection
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import numpy as np
@@ -22,6 +22,7 @@ from tritonclient.grpc import service_pb2 as messages, service_pb2_grpc as inter
 import rtrain
 from rtrain.config import Serve
 from serve import protocol, schema
+from serve.base import Desk
 from serve.envelope import CLIENT_GONE, REQUEST_ID, Record, model_of, parts_of, tell
 from serve.front import certificate
 from serve.schema import RequestError
@@ -56,21 +57,6 @@ MAX_STREAMS = 128
 """Calls of one connection at a time; a client keeps further calls until one ends. HTTP/2 recommends 100 or more."""
 OPEN = frozenset({f"{CALLS}ServerLive", f"{CALLS}ServerReady"})
 """Calls that need no key."""
-
-
-class Desk(Protocol):
-    """One model, or several (`base.Desk`)."""
-
-    @property
-    def ready(self) -> bool: ...
-
-    def index(self, ready: bool, only: Collection[str] | None) -> list[dict[str, str]]: ...
-
-    def answering(self, model: str, version: str | None) -> AbstractContextManager["Service"]:
-        """The service for one request, which stays open until the context is left; of the version that the request
-        names, with an empty name of any, with None of what is no question to the model. Raises `RequestError` where
-        there is none."""
-        ...
 
 
 @asynccontextmanager
@@ -289,7 +275,7 @@ def _tell(
 ) -> None:
     """Count, trace and log a request that has ended; `judged` as `Service.answered` has it."""
     seconds = time.monotonic() - began
-    service.answered(route, status, seconds, span.trace or record.id, judged)
+    service.answered(route, status, seconds, judged)
     made = service.predictor.artifact
     tell(record, client, "POST", route, status, seconds, span, service.access_log, model_of(made))
 

@@ -2,7 +2,7 @@
 
 /models/NAME/...     all that the model answers where it is alone, e.g. /models/NAME/predict, and its page
 /v2/models/NAME/...  the same model in the Open Inference Protocol
-anything else        where there is one model, that one; else what is said of all of them (`desk`)
+anything else        where there is one model, that one; else what is said of all of them (`build_desk`)
 """
 
 import asyncio
@@ -14,21 +14,28 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+import rtrain
 from rtrain.config import Serve
 from rtrain.errors import UserError
+from serve import base, pages, protocol
 from serve.answering import Lasting, Service
 from serve.change import scaling
 from serve.change.versions import Versions
 from serve.door import guard, keys
 from serve.door.keys import MOUNT
+from serve.envelope import AccessLog
 from serve.schema import RequestError
-from serve.watching import sums
+from serve.watching import sums, tracing
 from serve.watching.telemetry import Requests
 
 PROTOCOL = "/v2/models/"
+ALONE = ("/predict", "/info")
+"""Routes of a model, which where there are several belong to none."""
+METHODS = ["GET", "POST"]
 Make = Callable[[str, Path], Awaitable[FastAPI]]
 """As `versions.Make`, of the model of that name."""
 Beside = Callable[["Models"], AbstractAsyncContextManager[Any]]
@@ -86,7 +93,9 @@ class Models:
         """Raise `UserError` where these are not the models that there are."""
         if wish.keys() != self.versions.keys():
             made, wanted = (", ".join(sorted(names)) for names in (self.versions, wish))
-            raise UserError(f"args and user_config name the same models; they have {made}, and {wanted}")
+            raise UserError(
+                f"args and user_config name the same models; they have {made}, and {wanted}", code="other_model"
+            )
 
     async def _load(self, name: str, folder: Path) -> FastAPI:
         async with self._one_at_a_time:
@@ -148,9 +157,6 @@ class Models:
     def exposition(self) -> str:
         return sums.exposition(self._registries)
 
-    def open_metrics(self) -> str:
-        return sums.open_metrics(self._registries)
-
     def load(self) -> dict[str, float]:
         """What `scaling.policy` decides by: of the model whose engine has most to do."""
         return scaling.busiest(service.load() for service in self.services())
@@ -163,3 +169,44 @@ class Models:
         for versions in self.versions.values():
             versions.close()
         await send({"type": "lifespan.shutdown.complete"})
+
+
+def build_desk(
+    models: Models, settings: Serve, door: keys.Door | None, exposition: base.Exposition | None = None
+) -> FastAPI:
+    """The application of an address with several models: what is said of all of them, and where each one is asked.
+    `exposition`: as `base.routes` has it."""
+    counters = Requests()
+    models.count_beside(counters)
+    app = base.Application(settings, (protocol.IndexRequest,), title="rtrain", version=rtrain.__version__)
+    app.dress(settings, door, None, counters.count, tracing.spans(settings, None), AccessLog(settings.access_log))
+    app.include_router(base.routes(models, settings, exposition))
+    app.include_router(pages.SEVERAL)
+    if door is not None:
+        app.include_router(pages.MODEL, prefix=MOUNT + "{name}", include_in_schema=False)  # of no model (`keys`)
+
+    def named(request: Request) -> list[str]:
+        """Those that the request's key may ask."""
+        only: Collection[str] | None = request.state.models
+        return [name for name in models.names if only is None or name in only]
+
+    async def which(request: Request) -> Response:
+        """Several models answer at this address, each under a path of its own."""
+        path = f"{MOUNT}NAME{guard.route(request.scope)}"
+        raise RequestError(404, f"several models answer here; ask {path}, where NAME is {' or '.join(named(request))}")
+
+    for path in ALONE:
+        app.add_api_route(path, which, methods=METHODS, include_in_schema=False)
+
+    @app.get(MOUNT + "{name}", include_in_schema=False)
+    async def model(name: str, request: Request) -> Response:
+        if name not in named(request):
+            raise RequestError(404, models.unknown(named(request)), "name")
+        return RedirectResponse(f"{name}/")  # beside this one, whatever the host is called
+
+    @app.api_route(PROTOCOL + "{rest:path}", methods=METHODS, include_in_schema=False)
+    @app.api_route(MOUNT + "{rest:path}", methods=METHODS, include_in_schema=False)
+    async def unknown(request: Request) -> Response:
+        raise RequestError(404, models.unknown(named(request)), "name")
+
+    return app

@@ -22,7 +22,7 @@ def artifacts(given: Sequence[str], find: Callable[[str], Path]) -> dict[str, Pa
 
     Raises `UserError` with all that is wrong, a line for each.
     """
-    wrong: list[str] = []
+    wrong: list[UserError] = []
     found: dict[str, Path] = {}
     for word in given:
         parts = None if Path(word).exists() else _GIVEN.fullmatch(word)
@@ -30,18 +30,20 @@ def artifacts(given: Sequence[str], find: Callable[[str], Path]) -> dict[str, Pa
             folder = find(parts[2] if parts else word)
             name = parts[1] if parts else rtrain.artifact.read(folder, verify=False).name
         except UserError as error:
-            wrong.append(str(error))
+            wrong.append(error)
             continue
         if (parts or len(given) > 1) and not NAME.fullmatch(name):
             fix = f"write NAME={word}" if parts is None else "take another"
-            wrong.append(f"{quoted(name)} is no name for a model: up to 64 letters, digits and . _ -; {fix}")
+            said = f"{quoted(name)} is no name for a model: up to 64 letters, digits and . _ -; {fix}"
+            wrong.append(UserError(said, code="invalid_name"))
         elif name in found:
             both = f"{shown(found[name])} and {shown(folder)}"
-            wrong.append(f"two models are called {name}, {both}; name one of them otherwise: NAME={word}")
+            said = f"two models are called {name}, {both}; name one of them otherwise: NAME={word}"
+            wrong.append(UserError(said, code="already_exists"))
         else:
             found[name] = folder
     if wrong:
-        raise UserError("\n".join(wrong))
+        raise UserError("\n".join(map(str, wrong)), code=wrong[0].code)
     return found
 
 
@@ -51,18 +53,20 @@ def admit(artifacts: Mapping[str, Path], settings: Serve, say: Callable[[str], N
     errors: list[UserError] = []
     if settings.precision == "fp16" and not settings.gpus:
         fix = "write serve.gpus=1 too, or serve.precision=fp32"
-        errors.append(ConfigError([Problem("serve.precision", "fp16", "CPUs answer in fp32", fix)]))
+        errors.append(
+            ConfigError([Problem("serve.precision", "fp16", "CPUs answer in fp32", fix, code="conflicting_settings")])
+        )
     for folder in artifacts.values():
         try:
             artifact = rtrain.artifact.read(folder)
             if settings.gpus and not engines.get(artifact.engine).on_gpu:
                 reason = f"{shown(folder)} answers by {artifact.engine}, on CPUs alone"
                 fix = "serve the float artefact of its run, or write 0"
-                raise ConfigError([Problem("serve.gpus", settings.gpus, reason, fix)])
+                raise ConfigError([Problem("serve.gpus", settings.gpus, reason, fix, code="conflicting_settings")])
             access.admit(artifact, folder, settings, say)
         except UserError as error:
             errors.append(error)
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        raise rtrain.artifact.ArtifactError("\n".join(map(str, errors)))
+        raise rtrain.artifact.ArtifactError("\n".join(map(str, errors)), code=errors[0].code)

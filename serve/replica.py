@@ -2,10 +2,8 @@
 
 import asyncio
 import logging
-import math
 import os
 import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +20,12 @@ from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from serve.answering import Lasting
 from serve.app import build_app
-from serve.change.application import PROVEN, VERSIONS
+from serve.change.application import VERSIONS
 from serve.change.versions import Plan
 from serve.declared import most_replicas, most_requests
-from serve.desk import build_desk
 from serve.door import access, guard
 from serve.front import direct
-from serve.models import Models, over_grpc
+from serve.models import Models, build_desk, over_grpc
 from serve.watching.sums import join_expositions
 
 logger = logging.getLogger(__name__)
@@ -37,13 +34,8 @@ RATE_S = 0.5
 """Seconds in which a replica tells what it has let in of a key's rate, for which a request waits."""
 ANSWER_S = 2.0
 """Seconds in which a replica answers what it knows at once; one that hangs is not waited for."""
-ALL_S, AGAIN_S = 120.0, 0.1
-"""Seconds in which all replicas have loaded what is wished, and between two questions where not all have answered."""
-REFUSED_S = 2 * ALL_S
-"""Seconds for which a replica repeats why it has refused an artefact: all who ask of one change are to decide alike.
-What was a full disk, or storage that did not answer, may be over by the next change."""
 Wish = dict[str, Any]
-"""What Ray hands to replicas as `user_config`: `{"models": {NAME: FOLDER}}`, `VERSIONS` and `PROVEN`."""
+"""What Ray hands to replicas as `user_config`: `{"models": {NAME: FOLDER}}`, and `VERSIONS`."""
 
 
 @ray.serve.ingress()
@@ -60,11 +52,6 @@ class Replica:
         self._joined = self._join_expositions if several else None
         self._name = secrets.token_hex(4)
         self._models = Models(self._lasting, self._make, self._desk, over_grpc(settings, self._door, shared=True))
-        self._reconfigured_s = 0.0
-        """Seconds of the last `reconfigure`."""
-        self._wish: Wish = {}
-        self._refused: dict[tuple[str, str], tuple[str, float]] = {}
-        """Why a model's artefact was refused, here or by another replica, and when."""
         self._changes: set[asyncio.Task[None]] = set()
         if self._door is not None and several:
             self._door.rates.others = self._taken_elsewhere
@@ -87,54 +74,20 @@ class Replica:
         return build_app(predictor, self._settings, self._joined, self._lasting[name])
 
     async def reconfigure(self, wish: Wish) -> None:
-        """At the start, load what is to be served. Later only note the wish: Ray routes nothing to a replica while this
+        """At the start, load what is to be served. Later only begin to: Ray routes nothing to a replica while this
         runs, and ends one in which it raises."""
-        began = time.monotonic()
         if not self._models.loaded:
             await self._models.become(wish["models"], wish.get(VERSIONS, {}))
         else:
-            self._wish = wish
-            # Another replica may have asked for what is wished before this one is told of it.
-            self._refused = {asked: why for asked, why in self._refused.items() if asked in wish["models"].items()}
             change = asyncio.create_task(self._become(wish))
             self._changes.add(change)  # asyncio alone keeps no task from being collected
             change.add_done_callback(self._changes.discard)
-        self._reconfigured_s = time.monotonic() - began
 
     async def _become(self, wish: Wish) -> None:
-        models = wish["models"]
         try:
-            if not wish.get(PROVEN):
-                await self._prove(wish)
-            if self._wish is wish:
-                await self._models.become(models, wish.get(VERSIONS, {}))
+            await self._models.become(wish["models"], wish.get(VERSIONS, {}))
         except Exception:  # whatever it is, what answers goes on
-            logger.exception("the artefacts %s cannot be served", models)
-
-    async def _prove(self, wish: Wish) -> None:
-        """Have all replicas load and prove the artefacts, before this one switches. Each of them asks all, since Ray
-        tells them one after another. Raises `UserError` where one refuses."""
-        models = wish["models"]
-        self._models.check(models)
-        for name, folder in models.items():
-            refusals = [reason for reason in await of_each("proves", name, folder) if reason]
-            if refusals and self._wish is wish:
-                self._refused[name, folder] = refusals[0], time.monotonic()
-                for changed in models:
-                    self._models.versions[changed].drop()
-            if refusals:
-                raise UserError(refusals[0])
-
-    async def proves(self, model: str, artifact: str) -> str:
-        """As `load`, for another replica. A refusal is repeated for `REFUSED_S`, or until Ray tells of another wish."""
-        asked = model, artifact
-        reason, refused_at = self._refused.get(asked, ("", -math.inf))
-        if time.monotonic() - refused_at < REFUSED_S:
-            return reason
-        self._refused.pop(asked, None)
-        if reason := await self.load(*asked):
-            self._refused[asked] = reason, time.monotonic()
-        return reason
+            logger.exception("the artefacts %s cannot be served", wish["models"])
 
     async def load(self, model: str, artifact: str, version: str = "") -> str:
         """Load and prove a candidate; why that fails, or nothing."""
@@ -163,7 +116,7 @@ class Replica:
     async def status(self) -> dict[str, Any]:
         """What `rtrain serve status` tells of a replica."""
         models = {name: versions.status() for name, versions in self._models.versions.items()}
-        return {"process": os.getpid(), "reconfigured_s": self._reconfigured_s, "models": models}
+        return {"process": os.getpid(), "models": models}
 
     async def serves(self) -> dict[str, tuple[str, str]]:
         """Folder and version of what answers, by the model's name."""
@@ -202,19 +155,3 @@ async def of_all(method: str, *given: object, timeout_s: float | None = None) ->
     handle = ray.serve.get_deployment_handle(context.deployment, context.app_name)
     found = await ray_internals.broadcast_results(handle.broadcast(method, *given), timeout_s)
     return [one for one in found if not isinstance(one, BaseException)]
-
-
-async def of_each(method: str, *given: object) -> list[Any]:
-    """The same, and none is missing: Ray asks no replica that it is telling of a change just then. Raises
-    `TimeoutError` where one does not answer."""
-    async with asyncio.timeout(ALL_S):
-        while len(found := await of_all(method, *given)) < await asyncio.to_thread(_number):
-            await asyncio.sleep(AGAIN_S)
-    return found
-
-
-def _number() -> int:
-    """How many replicas of this application answer, or will once they know of a change."""
-    context = ray.serve.get_replica_context()
-    states = ray.serve.status().applications[context.app_name].deployments[context.deployment].replica_states
-    return sum(count for state, count in states.items() if state in ("RUNNING", "UPDATING"))

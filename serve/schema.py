@@ -10,22 +10,44 @@ The answers of /predict are built by `decode` of the model's task (`rtrain.tasks
 """
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from rtrain.tasks.base import Input
-from serve.door.shape import shape
 
 MAX_FIELD_CHARACTERS = 100
 MAX_DEPTH = 32
+"""How deep a document's lists and objects may be nested; a request of ours has 6 at most."""
 DEFAULT_LABELS = 100
 """Most labels that are answered to a text by default. 256 texts with 1,800 labels each were a reply of 23.6 MB."""
-"""How deep a document's lists and objects may be nested; a request of ours has 6 at most."""
+# The end of the document ends a string that has no other: what is inside it must not count. Possessive, so that a
+# hostile string is read once.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _PROTOCOL_PATH = re.compile(r"(/models/[^/]+)?/v2(/|$)")
 """Paths of the Open Inference Protocol: of an address, and of one model."""
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
+
+
+ERROR_TYPES = {
+    400: "malformed",
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "too_slow",
+    413: "too_large",
+    415: "unsupported",
+    421: "misdirected",
+    422: "invalid",
+    429: "rate_limited",
+    431: "too_large",
+    500: "internal",
+    503: "overloaded",
+    504: "expired",
+}
 
 
 class RequestError(Exception):
@@ -250,21 +272,7 @@ class ExplainedReply(pydantic.RootModel[list[ExplainedAnswer]]):
 
 
 class ErrorDetail(Closed):
-    type: Literal[
-        "malformed",
-        "unauthorized",
-        "forbidden",
-        "not_found",
-        "method_not_allowed",
-        "too_slow",
-        "too_large",
-        "unsupported",
-        "invalid",
-        "rate_limited",
-        "internal",
-        "overloaded",
-        "expired",
-    ]
+    type: Annotated[str, Field(json_schema_extra={"enum": list(dict.fromkeys(ERROR_TYPES.values()))})]
     message: str
     field: str | None
     """Where in the request, e.g. `inputs.3.text`."""
@@ -274,26 +282,33 @@ class ErrorReply(Closed):
     error: ErrorDetail
 
 
-ERROR_TYPES = {
-    400: "malformed",
-    401: "unauthorized",
-    403: "forbidden",
-    404: "not_found",
-    405: "method_not_allowed",
-    408: "too_slow",
-    413: "too_large",
-    415: "unsupported",
-    421: "misdirected",
-    422: "invalid",
-    429: "rate_limited",
-    431: "too_large",
-    500: "internal",
-    503: "overloaded",
-    504: "expired",
-}
-
-
 # ---------------------------------------------------------------------------------------------------------- parsing
+
+
+class Shape(NamedTuple):
+    depth: int
+    """Lists and objects within each other; none in a document that is a text or a number."""
+    values: int
+    """Commas and opening brackets, and one: as many values, a few more where lists are empty."""
+
+
+def shape(body: bytes, most_values: int) -> Shape:
+    """The shape of `body`. Nothing is counted further in one that has more than `most_values`, and its depth is 0: what
+    this costs is bounded by the length and by `most_values`."""
+    # A value has a name at most, so that it is two texts.
+    bare, texts = _STRING.subn(b"", body, 2 * most_values + 1)
+    if texts > 2 * most_values:
+        return Shape(0, texts)
+    brackets = bare.translate(None, _NOT_BRACKETS)
+    values = 1 + bare.count(b",") + brackets.count(b"[") + brackets.count(b"{")
+    if max(values, len(brackets) // 2) > most_values:
+        return Shape(0, max(values, len(brackets) // 2))
+    depth = deepest = 0
+    for bracket in brackets:
+        depth += 1 if bracket in b"[{" else -1
+        deepest = max(deepest, depth)
+    return Shape(deepest, values)
+
 
 Request = TypeVar("Request", bound=BaseModel)
 

@@ -10,13 +10,8 @@ import rtrain.artifact
 from rtrain import config, ray_internals
 from rtrain.errors import ConfigError, Problem
 from serve import named
-from serve.declared import actor_options, most_requests
-from serve.deployment import (
-    CONSTRUCTOR_ATTEMPTS,
-    DEPLOYMENT,
-    HEALTH_PERIOD_S,
-    HEALTH_TIMEOUT_S,
-)
+from serve.declared import actor_options
+from serve.deployment import deployment_options
 from serve.door import access
 from serve.replica import Replica
 
@@ -36,17 +31,10 @@ def application(arguments: Mapping[str, Any]) -> ray.serve.Application:
     access.check(settings)
     artifacts = _artifacts(arguments)
     named.admit(artifacts, settings)
-    ongoing = most_requests(settings, len(artifacts))
     configured = ray.serve.deployment(
-        name=DEPLOYMENT,
+        **deployment_options(settings, len(artifacts)),
         user_config={"models": {name: str(folder) for name, folder in artifacts.items()}},
         ray_actor_options=actor_options(settings, settings.threads * len(artifacts)),
-        max_ongoing_requests=ongoing,
-        max_queued_requests=ongoing,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=HEALTH_TIMEOUT_S,
-        max_constructor_retry_count=CONSTRUCTOR_ATTEMPTS,
-        graceful_shutdown_timeout_s=settings.deadline_s + 1,
     )
     # How many replicas there are the file says to Ray alone, and a later one may say otherwise.
     return configured(Replica).bind(settings, list(artifacts), several=True)
@@ -55,13 +43,23 @@ def application(arguments: Mapping[str, Any]) -> ray.serve.Application:
 def _artifacts(arguments: Mapping[str, Any]) -> dict[str, Path]:
     if ("artifact" in arguments) == ("models" in arguments):
         fix = "write artifact, a folder; or models, folders by name"
-        raise ConfigError([Problem("args", None, "it has to say what is served, in one of two ways", fix)])
+        raise ConfigError(
+            [
+                Problem(
+                    "args", None, "it has to say what is served, in one of two ways", fix, code="conflicting_settings"
+                )
+            ]
+        )
     if "models" in arguments:
         models = arguments["models"]
         if not isinstance(models, Mapping) or not all(isinstance(one, str) for one in models.values()):
-            raise ConfigError([Problem("args.models", models, "not folders by names", "write {NAME: FOLDER}")])
+            raise ConfigError(
+                [Problem("args.models", models, "not folders by names", "write {NAME: FOLDER}", code="wrong_type")]
+            )
         return {str(name): Path(folder) for name, folder in models.items()}
     if not isinstance(arguments["artifact"], str):
-        raise ConfigError([Problem("args.artifact", arguments["artifact"], "not a folder", "write its path")])
+        raise ConfigError(
+            [Problem("args.artifact", arguments["artifact"], "not a folder", "write its path", code="wrong_type")]
+        )
     folder = Path(arguments["artifact"])
     return {rtrain.artifact.read(folder, verify=False).name: folder}

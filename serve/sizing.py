@@ -47,13 +47,13 @@ def resolved(settings: Serve, artifacts: Iterable[Path], where: Host) -> tuple[S
 
     A core each, up to `MOST`, beside one for HAProxy where there are more than two: on two, a second replica and
     HAProxy would take the time of the first. On a cluster one, since what its nodes are for is not known here; and one
-    where the number follows the load, or where answers of several have no sum (`serve.exemplars`).
+    where the number follows the load.
     """
     if settings.replicas is not None:
         return settings, ""
     folders = list(artifacts)
     number, line = 1, ""
-    if not where.several and where.cores > 2 and not settings.max_replicas and not settings.exemplars:
+    if not where.several and where.cores > 2 and not settings.max_replicas:
         each_mb = OWN_MB + LOADED * sum(map(_size_mb, folders)) + PLANS_MB * sum(map(_plans_by_shape, folders))
         by_cores = min(MOST, (where.cores - 1) // (settings.threads * len(folders)))
         number = max(1, min(by_cores, int(where.memory_mb / each_mb)))

@@ -116,11 +116,12 @@ def predict(app: FastAPI, inputs: object, **parameters: int) -> Any:
     return response.json()
 
 
-def error(type: str, message: str, field: str | None = None, path: str = "/predict") -> dict[str, Any]:
-    """The reply to a request of that path that is refused."""
-    if path.startswith("/v2"):
-        return {"error": f"{field}: {message}" if field else message}
-    return {"error": {"type": type, "message": message, "field": field}}
+def refusal(response: httpx.Response) -> tuple[int, str, str | None]:
+    """Status, type and field of an answer in the error form; its type is empty under /v2."""
+    error = response.json()["error"]
+    if isinstance(error, str):
+        return response.status_code, "", error.partition(": ")[0]
+    return response.status_code, error["type"], error["field"]
 
 
 def tensor(data: object, shape: list[int], datatype: str = "BYTES") -> dict[str, object]:

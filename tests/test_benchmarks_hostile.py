@@ -1,21 +1,13 @@
-"""The benchmark's floods, guessed keys and unknown input: against a server that says what it is told to."""
+"""The benchmark's floods and guessed keys: against a server that says what it is told to."""
 
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import pytest
 
-from benchmarks.serve import hostile, unknown
-from benchmarks.serve.__main__ import PARTS, parse
-from benchmarks.serve.parts import Work
-from rtrain.predict import Predictor
+from benchmarks.serve import hostile
 from serve.door import keys
-from tests.test_serve_unknown import watched
-from tests.tiny import CORPUS, make_artifact
-
-assert watched  # a fixture
 
 
 def served(answer: bytes, after: int, flood: Callable[[int], Awaitable[str]]) -> str:
@@ -72,29 +64,3 @@ def test_times_that_differ_are_told_apart_and_others_are_not() -> None:
     assert abs(found["t"]["a, b"]) < 4.5 < found["worst_t"]
     assert found["worst_t"] == max(abs(found["t"][pair]) for pair in ("a, c", "b, c"))
     assert found["median_us"]["right"] == pytest.approx(300, rel=0.05)
-
-
-def work(folder: Path, student: Path, *foreign: str) -> Work:
-    return Work(student, student, CORPUS, 1, 1.0, folder, foreign=foreign)
-
-
-def test_unknown_input_is_told_from_what_the_model_was_made_for(
-    tmp_path: Path, watched: Predictor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"STREAMS": 3, "MOST_ROWS": 640, "FOREIGN": 0.3}.items():
-        monkeypatch.setattr(unknown, name, value)
-    monkeypatch.setattr(Predictor, "load", lambda folder, threads: watched)
-    found = unknown.drift(work(tmp_path, tmp_path, "ζζζ ξξξ ψψψ", " "))
-    assert (found["clean_alarms"], found["clean_rows"]) == (0, 3 * 640)
-    assert found["drift_flagged_within_500"] == 1.0
-    assert found["median_rows"] in found["rows_to_alarm"]
-
-
-def test_a_part_without_what_it_needs_says_what_that_is(tmp_path: Path) -> None:
-    student = make_artifact(tmp_path / "student")
-    with pytest.raises(SystemExit, match="--foreign FILE"):
-        unknown.drift(work(tmp_path, student))
-    with pytest.raises(SystemExit, match="has no reference"):
-        unknown.drift(work(tmp_path, student, "a text"))
-    assert parse(["--only", "floods", "--only", "keys", "--only", "drift"]).only == ["floods", "keys", "drift"]
-    assert {"floods", "keys", "drift"} < {*PARTS}

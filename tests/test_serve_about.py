@@ -79,27 +79,6 @@ def test_each_task_has_what_its_page_needs_and_examples_that_are_answered(
         assert all(name.removeprefix("##") in text for name, text in known)
 
 
-def test_a_model_of_pairs_asks_for_two_texts(predictor: Predictor) -> None:
-    paired = Predictor.__new__(Predictor)
-    paired.__dict__ |= predictor.__dict__
-    paired.artifact = replace(predictor.artifact, data={"text": "premise", "text_pair": "hypothesis"})
-    found = describe(paired, Serve())
-    assert found["fields"] == ["text", "text_pair"]
-    assert found["columns"] == {"text": "premise", "text_pair": "hypothesis"}
-    described = call(build_app(paired, Serve()), "GET", "/openapi.json").json()["info"]["description"]
-    assert all(name in described for pair in found["columns"].items() for name in pair)
-    assert all(set(example) == {"text", "text_pair"} for example in found["examples"])
-    answers = call(build_app(paired, Serve()), "POST", "/predict", json={"inputs": found["examples"]})
-    assert len(answers.json()) == len(found["examples"]) > 0
-
-
-def test_an_int8_model_does_not_explain(predictor: Predictor) -> None:
-    int8 = Predictor.__new__(Predictor)
-    int8.__dict__ |= predictor.__dict__
-    int8.artifact = replace(predictor.artifact, engine="openvino")
-    assert describe(int8, Serve())["explains"] is False
-
-
 def test_a_model_says_below_which_score_it_abstains(predictor: Predictor, tmp_path: Path) -> None:
     served = Predictor.__new__(Predictor)
     served.__dict__ |= predictor.__dict__

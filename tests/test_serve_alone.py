@@ -1,7 +1,5 @@
 """`rtrain serve --alone`: the endpoint as one process that can import neither Ray nor torch."""
 
-import contextlib
-import http.client
 import json
 import os
 import re
@@ -15,22 +13,25 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rtrain import artifact
 from rtrain.config import Serve
-from rtrain.errors import ConfigError, UserError
+from rtrain.errors import ConfigError
 from rtrain.predict import Predictor
 from serve import alone
 from serve.about import describe
 from serve.front.address import listening
 from tests.certificates import make_certificate
+from tests.refusals import refused_with
 from tests.reports import write_predictions
+from tests.root import ROOT
 from tests.test_inventory_parcel import ALONE, modules_of
 from tests.test_serve_deployment import openvino_artifact
 
-PROJECT = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 TEXT = "where is my parcel"
 WORDS = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["alone"]]
 
@@ -107,7 +108,7 @@ def test_a_port_in_use_is_refused(int8: Path, several: str) -> None:
     given = [*small(), "serve", str(int8), "--alone", "--ungated", "--port", port]
     done = subprocess.run(given, capture_output=True, text=True, check=False, env=dict(os.environ))
     assert done.returncode == 1
-    assert f"port {port} on 127.0.0.1 is in use by rtrain" in done.stderr
+    assert port in done.stderr
 
 
 def test_a_renewed_certificate_is_that_of_new_connections(int8: Path, tmp_path: Path) -> None:
@@ -133,25 +134,21 @@ def test_it_answers_as_predict_does_and_ends_when_it_is_told(int8: Path, number:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (Serve(replicas=2), r"serve\.replicas=2: --alone is one process; write 1, or leave out --alone"),
-        (Serve(max_replicas=3), r"serve\.max_replicas=3: --alone is one process"),
-        (Serve(gpus=1), r"serve\.gpus=1.*: --alone answers with the processor of this machine; leave it out"),
-        (Serve(labels={"for": "answers"}), r"serve\.labels=.*: --alone answers with the processor of this machine"),
-        (Serve(ingress="haproxy"), r"serve\.ingress=haproxy: --alone answers without a proxy; write auto"),
-    ],
+    "settings",
+    [{"replicas": 2}, {"max_replicas": 3}, {"gpus": 1}, {"labels": {"for": "answers"}}, {"ingress": "haproxy"}],
 )
-def test_what_one_process_cannot_do_is_refused(settings: Serve, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        alone.check(settings)
+def test_what_one_process_cannot_do_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        alone.check(Serve(**settings))
+    found = [(one.field, one.code) for one in refused.value.problems]
+    assert found == [(f"serve.{name}", "conflicting_settings") for name in settings]
 
 
 def test_a_port_of_grpc_s_in_use_is_refused(int8: Path) -> None:
     """gRPC would share it with another endpoint, and each would answer some of the other's clients."""
     with listening("127.0.0.1", 0) as other:
         port = other.getsockname()[1]
-        with pytest.raises(UserError, match=rf"serve\.grpc_port: port {port} on 127\.0\.0\.1 is in use"):
+        with refused_with("port_in_use"):
             alone.run({"tiny": int8}, Serve(port=0, grpc_port=port), lambda address: None)
 
 
@@ -160,19 +157,5 @@ def test_an_endpoint_whose_second_server_does_not_start_does_not_start(
 ) -> None:
     """uvicorn goes on without the application's own start, where it is not told that there has to be one."""
     monkeypatch.setattr(alone, "refuse_grpc_port", lambda host, port: None)  # it was taken a moment later
-    with listening("127.0.0.1", 0) as other, pytest.raises(UserError, match="the HTTP server did not start"):
+    with listening("127.0.0.1", 0) as other, refused_with("port_in_use"):
         alone.run({"tiny": int8}, Serve(port=0, grpc_port=other.getsockname()[1]), lambda address: None)
-
-
-def test_a_connection_without_requests_stays_open_for_as_long_as_is_set(int8: Path) -> None:
-    assert Serve().keep_alive_s >= 75, "load balancers close theirs after 60 s"
-    with answering(small(), int8, None, "--set", "serve.keep_alive_s=1") as (url, _):
-        client = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
-        with contextlib.closing(client):
-            client.connect()
-            connection = client.sock
-            for _ in range(2):
-                client.request("GET", "/v2/health/live")
-                assert client.getresponse().read()
-            assert client.sock is connection
-            assert connection.recv(1) == b""

@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain.batch import Encoded, Floats, Window
 from serve.batching.batcher import Batcher, EngineError, Expired
-from serve.batching.cost import LEAST_CALLS
-from serve.batching.scheduler import Limits, Overloaded
+from serve.batching.scheduler import Limits
 
 BAD = 13
 FAR = 60.0
@@ -91,17 +89,6 @@ def test_a_lone_request_is_one_call_of_its_own() -> None:
     run(main)
 
 
-def test_a_large_request_is_spread_over_calls_and_answered_in_its_order() -> None:
-    async def main() -> None:
-        engine = Engine()
-        with batching(engine, rows=2) as batcher:
-            answer = await batcher.submit([row(1), row(2, 20), row(3), row(4), row(5, 20)], deadline())
-            assert numbers(answer) == [[2], [4], [6], [8], [10]]
-            assert engine.calls == [[1, 3], [2, 5], [4]]
-
-    run(main)
-
-
 def test_requests_that_arrive_while_the_engine_works_share_the_next_call() -> None:
     async def main() -> None:
         engine = Engine()
@@ -120,53 +107,6 @@ def test_requests_that_arrive_while_the_engine_works_share_the_next_call() -> No
     run(main)
 
 
-def test_a_call_holds_one_length_bucket_and_the_oldest_row_chooses_it() -> None:
-    async def main() -> None:
-        engine = Engine()
-        with batching(engine) as batcher:
-            first = await held(batcher, engine)
-            lengths = [(1, 40), (2, 5), (3, 64), (4, 16), (5, 17)]
-            others = [await queued(batcher, row(value, tokens)) for value, tokens in lengths]
-            engine.gate.set()
-            await asyncio.gather(first, *others)
-            assert engine.calls == [[0], [1, 3], [2, 4], [5]]
-
-    run(main)
-
-
-def test_a_long_row_is_overtaken_by_one_call_at_most() -> None:
-    async def main() -> None:
-        engine = Engine()
-        with batching(engine, rows=2) as batcher:
-            first = await held(batcher, engine)
-            lengths = [(1, 5), (2, 5), (3, 5), (4, 500), (5, 5), (6, 5), (7, 5)]
-            others = [await queued(batcher, row(value, tokens)) for value, tokens in lengths]
-            engine.gate.set()
-            await asyncio.gather(first, *others)
-            assert engine.calls == [[0], [1, 2], [3, 5], [4], [6, 7]]
-
-    run(main)
-
-
-def test_rows_of_a_cancelled_request_never_reach_the_engine() -> None:
-    async def main() -> None:
-        engine = Engine()
-        with batching(engine) as batcher:
-            first = await held(batcher, engine)
-            gone = await queued(batcher, row(1), row(2, 40))
-            kept = await queued(batcher, row(3))
-            gone.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await gone
-            assert batcher.waiting == 1
-            engine.gate.set()
-            await asyncio.gather(first, kept)
-            assert engine.calls == [[0], [3]]
-            assert (batcher.stats.rows, batcher.stats.dropped) == (2, 2)
-
-    run(main)
-
-
 def test_rows_past_their_deadline_never_reach_the_engine() -> None:
     async def main() -> None:
         engine = Engine()
@@ -180,135 +120,6 @@ def test_rows_past_their_deadline_never_reach_the_engine() -> None:
             await asyncio.gather(first, kept)
             assert engine.calls == [[0], [2]]
             assert (batcher.stats.dropped, batcher.waiting) == (1, 0)
-
-    run(main)
-
-
-def test_a_request_that_comes_after_its_deadline_is_not_queued() -> None:
-    async def main() -> None:
-        engine = Engine()
-        with batching(engine) as batcher:
-            with pytest.raises(Expired):
-                await batcher.submit([row(1)], deadline(0.0))
-            assert engine.calls == []
-            assert batcher.stats.dropped == 1
-
-    run(main)
-
-
-def test_a_request_inside_the_engine_at_its_deadline_expires_and_the_next_is_served() -> None:
-    async def main() -> None:
-        engine = Engine()
-        with batching(engine) as batcher:
-            engine.gate.clear()
-            with pytest.raises(Expired):
-                await batcher.submit([row(1)], deadline(0.01))
-            engine.gate.set()
-            assert numbers(await batcher.submit([row(2)], deadline())) == [[4]]
-
-    run(main)
-
-
-def test_a_text_that_the_engine_would_answer_too_late_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("serve.batching.batcher.time", SimpleNamespace(monotonic=lambda: clock.now))
-
-    async def main() -> None:
-        engine = Engine()
-
-        def slow(encoded: list[Encoded]) -> Floats:
-            clock.now += 3.0
-            return engine(encoded)
-
-        with batching(slow) as batcher:
-            for _ in range(LEAST_CALLS):
-                await batcher.submit([row(1)], deadline())
-            with pytest.raises(Expired, match="would not have been ready"):
-                await batcher.submit([row(2), row(3, 40)], deadline(2.0))
-            assert (batcher.waiting, batcher.waiting_tokens) == (0, 0)
-            await batcher.submit([row(4)], deadline(20.0))
-            assert engine.calls == [[1]] * LEAST_CALLS + [[4]]
-            assert batcher.stats.dropped == 2
-
-    run(main)
-
-
-def test_a_flood_of_one_client_does_not_hold_up_another() -> None:
-    async def main() -> None:
-        engine = Engine()
-        with batching(engine, rows=2, queue=9) as batcher:
-            first = await held(batcher, engine)
-            flood = [asyncio.create_task(batcher.submit([row(20 + n)], deadline(), "loud")) for n in range(9)]
-            await asyncio.sleep(0)
-            with pytest.raises(Overloaded):
-                await batcher.submit([row(99)], deadline(), "loud")
-            quiet = asyncio.create_task(batcher.submit([row(1), row(2)], deadline(), "quiet"))
-            await asyncio.sleep(0)
-            assert batcher.waiting == 11
-            engine.gate.set()
-            assert numbers(await quiet) == [[2], [4]]
-            assert engine.calls[:3] == [[0], [20, 1], [21, 2]]
-            await asyncio.gather(first, *flood)
-
-    run(main)
-
-
-def test_a_full_queue_refuses_with_the_time_that_the_engine_needs_to_empty_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("serve.batching.batcher.time", SimpleNamespace(monotonic=lambda: clock.now))
-
-    async def main() -> None:
-        engine = Engine()
-
-        def slow(encoded: list[Encoded]) -> Floats:
-            clock.now += 3.0 * len(encoded)
-            return engine(encoded)
-
-        with batching(slow, queue=4) as batcher:
-            for _ in range(LEAST_CALLS):
-                await batcher.submit([row(1)], deadline())
-            engine.calls.clear()
-            first = await held(batcher, engine)
-            waiting = await queued(batcher, row(1), row(2), row(3))
-            with pytest.raises(Overloaded) as refused:
-                await batcher.submit([row(4), row(5)], deadline())
-            assert refused.value.retry_after == 9
-            last = await queued(batcher, row(6))
-            engine.gate.set()
-            await asyncio.gather(first, waiting, last)
-            assert engine.calls == [[0], [1, 2, 3, 6]]
-
-    run(main)
-
-
-def test_a_request_larger_than_the_queue_is_served_when_nothing_waits() -> None:
-    async def main() -> None:
-        engine = Engine()
-        with batching(engine, rows=4, queue=2) as batcher:
-            answer = await batcher.submit([row(value) for value in range(5)], deadline())
-            assert numbers(answer) == [[0], [2], [4], [6], [8]]
-
-    run(main)
-
-
-def test_a_bad_row_fails_its_own_request_alone() -> None:
-    async def main() -> None:
-        engine = Engine()
-        with batching(engine) as batcher:
-            first = await held(batcher, engine)
-            before, bad, after = [await queued(batcher, row(value)) for value in (1, BAD, 3)]
-            engine.gate.set()
-            with pytest.raises(EngineError) as failed:
-                await bad
-            assert repr(failed.value.__cause__) == "ValueError('bad row')"
-            assert [numbers(answer) for answer in await asyncio.gather(first, before, after)] == [
-                [[0]],
-                [[2]],
-                [[6]],
-            ]
-            assert engine.calls == [[0], [1, BAD, 3], [1], [BAD], [3]]
-            assert batcher.stats.failures == 2
-            assert numbers(await batcher.submit([row(5)], deadline())) == [[10]]
 
     run(main)
 

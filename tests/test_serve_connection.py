@@ -137,13 +137,6 @@ def test_a_request_for_another_protocol_is_answered_and_its_body_is_no_request(p
     assert [text.partition(b"\r\n\r\n")[2] for text in texts] == [body, b"hello"]
 
 
-def test_many_requests_for_other_protocols_at_once_are_each_answered() -> None:
-    one = request("POST", b"hi", "connection: upgrade", "upgrade: foo")
-    chunked = one.replace(b"content-length: 2", b"transfer-encoding: chunked").replace(b"hi", b"2\r\nhi\r\n0\r\n\r\n")
-    found = b"".join(asked(b"".join([one, chunked] * 100)).written)
-    assert found.count(b"HTTP/1.1 200 OK") == found.count(b"\r\n\r\nhi") == 200
-
-
 def test_a_tunnel_is_refused() -> None:
     found = asked(b"CONNECT here:80 HTTP/1.1\r\nhost: here\r\n\r\nGET / HTTP/1.1\r\nhost: here\r\n\r\n")
     [text] = found.written

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from serve.batching.cost import LEAST_CALLS, Cost
+from serve.batching.scheduler import LEAST_CALLS, Cost
 
 
 def learned(calls: list[int], base: float, per_token: float, noise: float = 0.0) -> Cost:
@@ -34,13 +34,6 @@ def test_calls_of_several_sizes_tell_the_base_from_the_tokens() -> None:
     assert cost.seconds(1000, calls=10) - cost.seconds(1000) == pytest.approx(9 * 0.002, rel=0.25)
 
 
-def test_calls_of_one_size_are_taken_for_tokens_alone() -> None:
-    """Nothing else can be told from them; of a longer call they expect too much rather than too little."""
-    cost = learned([64] * 1000, 0.002, 20e-6)
-    assert cost.seconds(64) == pytest.approx(0.002 + 20e-6 * 64)
-    assert cost.seconds(6400) == pytest.approx(100 * cost.seconds(64))
-
-
 def test_a_machine_that_becomes_slower_is_learned_anew() -> None:
     cost = learned([64, 256] * 100, 0.001, 10e-6)
     for tokens in [64, 256] * 100:
@@ -54,10 +47,3 @@ def test_a_longer_call_never_costs_less_and_none_costs_nothing() -> None:
     for tokens, seconds in [(16, 0.5), (1024, 0.01), (16, 0.4), (1024, 0.012)] * 10:
         cost.learn(tokens, seconds)
     assert 0 < cost.seconds(16) <= cost.seconds(1024) <= cost.seconds(16_384)
-
-
-def test_doubt_makes_the_estimate_smaller_as_a_whole() -> None:
-    cost = learned([16, 1024] * 50, 0.002, 20e-6)
-    before = cost.seconds(500)
-    cost.doubt()
-    assert cost.seconds(500) == pytest.approx(0.8 * before)

@@ -4,7 +4,6 @@ import importlib.resources
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,16 +71,6 @@ def test_every_metric_of_ours_is_looked_at(board: dict[str, Any], samples: dict[
     assert {name for name in bare if name not in asked} == set()
 
 
-def test_panels_stand_beside_each_other_and_ask_one_data_source(board: dict[str, Any]) -> None:
-    places = [tuple(panel["gridPos"][name] for name in ("x", "y")) for panel in board["panels"]]
-    assert len(set(places)) == len(places)
-    assert len({panel["id"] for panel in board["panels"]}) == len(places)
-    sources = {part["datasource"]["uid"] for panel in board["panels"] for part in (panel, *panel["targets"])}
-    assert sources == {"${datasource}"}
-    source, model = board["templating"]["list"]
-    assert (source["name"], model["name"], model["datasource"]["uid"]) == ("datasource", "model", "${datasource}")
-
-
 def test_every_query_is_of_the_models_that_are_chosen(board: dict[str, Any], samples: dict[str, set[str]]) -> None:
     """All of them is what has no model too: the requests to the address itself. HAProxy knows no models."""
     chosen = board["templating"]["list"][1]
@@ -90,10 +79,3 @@ def test_every_query_is_of_the_models_that_are_chosen(board: dict[str, Any], sam
     assert label in samples[metric]
     for query in queries(board):
         assert re.findall(r"rtrain_(?!haproxy)\w+(?!\w|\{[^}]*model=~\"\$model\"\})", query) == [], query
-
-
-def test_it_is_part_of_the_package() -> None:
-    import tomllib
-
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
-    assert "dashboard.json" in project["tool"]["setuptools"]["package-data"]["serve"]

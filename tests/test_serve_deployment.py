@@ -2,16 +2,10 @@
 
 import atexit
 import contextlib
-import inspect
 import json
-import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -19,36 +13,33 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import httpx
-import numpy as np
 import psutil
 import pytest
 import ray
 import ray.serve
-import tritonclient.grpc
-from huggingface_hub import InferenceClient, constants
+from huggingface_hub import constants
 
 import rtrain.artifact
 import rtrain.predict
 from rtrain import manifest
 from rtrain.artifact import ArtifactError
-from rtrain.cluster import supply
-from rtrain.cluster.demand import Place
 from rtrain.compress.graphs import unreported
 from rtrain.config import Serve
 from rtrain.errors import ConfigError, UserError
 from rtrain.predict import Predictor
 from serve.change import nodes
 from serve.change.nodes import reserved
-from serve.deployment import Endpoint, cause, start
+from serve.deployment import Endpoint, start
 from serve.front import ingress
 from serve.front.address import Address, free_address
+from tests import contract
+from tests.root import ROOT
 from tests.test_serve_clients import triton_asks_over_grpc, triton_asks_over_http
 from tests.test_serve_unknown import reference_of
-from tests.tiny import CORPUS, make_artifact
+from tests.tiny import make_artifact
 
 LABELS = ("a", "b", "c")
 REPLICAS = 2
-MAX_BODY_BYTES = 50_000
 
 
 def openvino_artifact(folder: Path, seed: int = 0) -> Path:
@@ -87,12 +78,6 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def is_listening(url: str) -> bool:
-    host, port = url.removeprefix("http://").split(":")
-    with socket.socket() as client:
-        return client.connect_ex((host, int(port))) == 0
-
-
 def serve_actors() -> list[str]:
     return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == "serve"]
 
@@ -117,20 +102,14 @@ def test_a_port_in_use_is_refused_with_what_to_do_about_it() -> None:
         port = other.getsockname()[1]
         with pytest.raises(UserError) as refused:
             free_address("127.0.0.1", port)
-        text = f"port {port} on 127.0.0.1 is in use; end the program that has it, or write --port "
-        assert str(refused.value).startswith(text)
+        assert refused.value.code == "port_in_use"
     assert free_address("127.0.0.1", port) == Address("127.0.0.1", port)
 
 
-def test_port_0_takes_a_free_one() -> None:
-    address = free_address("127.0.0.1", 0)
-    assert address.port > 0
-    assert address.is_free()
-
-
 def test_a_host_that_is_not_this_machine_is_refused() -> None:
-    with pytest.raises(UserError, match=r"cannot listen on 192\.0\.2\.77, port 0: .*; correct serve\.host"):
+    with pytest.raises(UserError) as refused:
         free_address("192.0.2.77", 0)
+    assert refused.value.code == "cannot_listen"
 
 
 @pytest.mark.parametrize(
@@ -144,12 +123,6 @@ def test_a_host_that_is_not_this_machine_is_refused() -> None:
 )
 def test_the_url_is_one_that_can_be_opened_here(host: str, url: str) -> None:
     assert Address(host, 80).url == url
-
-
-def test_the_cause_of_a_failed_start_is_the_end_of_the_traceback() -> None:
-    message = 'Failed 1 times. Error:\n  File "a.py", line 1\n    call()\nrtrain.artifact.ArtifactError: first\nsecond'
-    assert cause(message) == "first\nsecond"
-    assert cause("no traceback at all") == "no traceback at all"
 
 
 @pytest.mark.parametrize(
@@ -173,45 +146,6 @@ def test_a_replica_reserves_its_threads_where_they_are_or_can_come(
     assert bool(line) == bool(expected[1])
 
 
-def test_replicas_that_wait_for_nodes_say_for_which(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray.serve._private import deployment_state
-
-    # The words of Ray Serve, as its own code has them.
-    source = re.sub(r'"\s+f?"', "", inspect.getsource(deployment_state))
-    [words] = [line for line in source.splitlines() if "s to be scheduled." in line]
-    words = words.replace("{SLOW_STARTUP_WARNING_S}", "30").replace("{len(pending_allocation)}", "2")
-    kinds = {"worker": {"resources": {"CPU": 8}, "labels": {"for": "answers"}}, "other": {"resources": {"CPU": 8}}}
-    may, place = (
-        supply.startable({"max_workers": 4, "available_node_types": kinds}),
-        Place("CPU", {"for": "answers"}, 2),
-    )
-    text = "2 replicas wait for nodes: the autoscaler is asked for 4 CPUs on worker nodes, for 42 s now"
-    assert nodes.waiting(words, place, may, 42.0) == text
-    assert nodes.waiting(words, place, supply.startable({}), 42.0) is None
-    assert nodes.waiting("", place, may, 42.0) is None
-    said: list[str] = []
-    monkeypatch.setattr(nodes, "SAY_EVERY_S", 0.01)
-    with nodes.said(lambda seconds: "waits" if said else said.append("looked"), said.append):
-        while len(said) < 3:
-            time.sleep(0.01)
-    assert said[:3] == ["looked", "waits", "waits"]
-
-
-def test_serving_an_int8_artefact_imports_no_torch(artifact: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path; import serve.deployment; from rtrain.config import Serve\n"
-        "from rtrain.predict import Predictor; from serve.app import build_app\n"
-        "predictor = Predictor.load(Path(sys.argv[1]), threads=1); build_app(predictor, Serve())\n"
-        "assert predictor(['hello']) and 'openvino' in sys.modules\n"
-        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(artifact)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
-
-
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
@@ -221,12 +155,12 @@ def test_refusals_leave_nothing_behind(artifact: Path, tmp_path: Path, monkeypat
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        with pytest.raises(UserError, match="is in use; end the program that has it"):
-            start(artifact, Serve(ungated=True, port=other.getsockname()[1]))
         port = other.getsockname()[1]
-        with pytest.raises(UserError, match=f"serve.grpc_port: port {port} on 127.0.0.1 is in use; end the program"):
-            start(artifact, Serve(ungated=True, port=0, grpc_port=port))
-    with pytest.raises(ArtifactError, match="is no artefact"):
+        for ports in ({"port": port}, {"port": 0, "grpc_port": port}):
+            with pytest.raises(UserError) as refused:
+                start(artifact, Serve(ungated=True, **ports))
+            assert refused.value.code == "port_in_use"
+    with pytest.raises(ArtifactError):
         start(tmp_path, Serve(ungated=True, port=0), name="given")
     monkeypatch.setattr(ingress, "TEMPORARY", str(tmp_path))
     monkeypatch.setattr(nodes, "reserved", lambda *_: 1 / 0)
@@ -248,10 +182,7 @@ def test_an_artefact_that_answers_otherwise_than_recorded_is_refused(artifact: P
     address = free_address("127.0.0.1", 0)
     with pytest.raises(UserError) as refused:
         start(tmp_path, Serve(ungated=True, port=address.port))
-    assert str(refused.value) == (
-        f"the model cannot be served: artefact tiny {document['version']} does not reproduce its golden answers: "
-        "logits differ by 1 (at most 0.1). Its tokenizer, weights or engine are not its maker's."
-    )
+    assert refused.value.code == "cannot_be_served"
     assert serve_actors() == []
     assert address.is_free()
 
@@ -262,17 +193,17 @@ def test_without_haproxy_the_stock_proxy_takes_over_and_one_line_says_so(
     artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", "/nowhere/haproxy")
-    with pytest.raises(ConfigError, match=r"serve\.ingress.*write auto or stock"):
+    with pytest.raises(ConfigError) as refused:
         start(artifact, Serve(ungated=True, port=0, ingress="haproxy"))
+    assert [(one.field, one.code) for one in refused.value.problems] == [("serve.ingress", "unavailable")]
     told: list[str] = []
-    busy = Serve(ungated=True, port=0, threads=1 + int(ray.cluster_resources()["CPU"]))
+    cpus = 1 + int(ray.cluster_resources()["CPU"])
+    busy = Serve(ungated=True, port=0, threads=cpus, **contract.SETTINGS)
     with start(artifact, busy, name="stock", tell=told.append) as endpoint:
-        assert httpx.post(endpoint.url + "/predict", json={"inputs": "hello"}).status_code == 200
+        contract.ask(endpoint.url)
         assert processes("haproxy.cfg") == processes("ray::HAProxyManager") == []
-    proxy, cpus = told
-    assert proxy.startswith("requests go through Ray Serve's own proxy, which takes longer than HAProxy: ")
-    assert "/nowhere/haproxy" in proxy
-    assert cpus.startswith(f"serve.replicas=1 with serve.threads={busy.threads} ask for more CPUs than Ray has free")
+    assert len(told) == 2, "the slower proxy, and replicas that reserve no CPUs"
+    assert "/nowhere/haproxy" in told[0]
     assert serve_actors() == []
 
 
@@ -292,43 +223,9 @@ def told() -> list[str]:
 
 @pytest.fixture(scope="module")
 def endpoint(artifact: Path, grpc_port: int, told: list[str], ray_session: Path) -> Iterator[Endpoint]:
-    settings = Serve(ungated=True, port=0, grpc_port=grpc_port, replicas=REPLICAS, max_body_bytes=MAX_BODY_BYTES)
+    settings = Serve(ungated=True, port=0, grpc_port=grpc_port, replicas=REPLICAS, **contract.SETTINGS)
     with start(artifact, settings, tell=told.append) as endpoint:
         yield endpoint
-
-
-@pytest.mark.serve
-def test_the_hugging_face_client_works_as_it_is(
-    endpoint: Endpoint, artifact: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # as the tests' own process is
-    client = InferenceClient(model=endpoint.url + "/predict")
-    expected = Predictor.load(artifact, threads=1)(CORPUS)
-    for text, scores in zip(CORPUS, expected, strict=True):
-        found = client.text_classification(text)
-        assert [element.label for element in found] == [score["label"] for score in scores]
-        assert [element.score for element in found] == pytest.approx([score["score"] for score in scores], abs=1e-5)
-    best = client.text_classification(CORPUS[0], top_k=1)
-    assert [element.label for element in best] == [expected[0][0]["label"]]
-
-
-@pytest.mark.serve
-def test_replicas_share_a_port_for_grpc_and_tell_their_metrics(
-    endpoint: Endpoint, artifact: Path, grpc_port: int
-) -> None:
-    def answered() -> float:
-        """Requests over gRPC, by the sum of all replicas."""
-        lines = httpx.get(endpoint.url + "/metrics").text.splitlines()
-        return sum(float(line.split()[1]) for line in lines if "_requests_total" in line and "GRPCInference" in line)
-
-    before, best = answered(), Predictor.load(artifact, threads=1)([CORPUS[0]])[0][0]["label"]
-    tensor = tritonclient.grpc.InferInput("text", [1], "BYTES")
-    tensor.set_data_from_numpy(np.array([CORPUS[0].encode()], dtype=np.object_))
-    for _ in range(8):
-        with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{grpc_port}") as client:
-            assert client.is_server_ready()
-            assert client.infer("tiny", [tensor]).as_numpy("label").tolist() == [best.encode()]
-    assert answered() - before == 8
 
 
 @pytest.mark.serve
@@ -336,7 +233,7 @@ def test_the_example_of_the_page_runs_as_it_stands(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # as the tests' own process is
-    page = (Path(__file__).resolve().parents[1] / "docs" / "endpoint.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "endpoint.md").read_text(encoding="utf-8")
     [example] = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     assert "http://127.0.0.1:8000/predict" in example
     exec(example.replace("http://127.0.0.1:8000", endpoint.url), {})
@@ -346,63 +243,29 @@ def test_the_example_of_the_page_runs_as_it_stands(
 
 
 @pytest.mark.serve
-def test_a_port_that_an_endpoint_of_ours_has_is_refused_by_the_model_s_name_with_a_free_one(
-    endpoint: Endpoint, artifact: Path
-) -> None:
-    port = int(endpoint.url.rsplit(":", 1)[1])
-    with pytest.raises(UserError) as caught:
-        free_address("127.0.0.1", port)
-    version = rtrain.artifact.read(artifact).version
-    text = str(caught.value)
-    assert text.startswith(f"port {port} on 127.0.0.1 is in use by rtrain, which serves 'tiny' (version '{version}');")
-    [other] = re.findall(r"or write --port (\d+), which is free$", text)
-    assert free_address("127.0.0.1", int(other)).port == int(other) > port
-
-
-@pytest.mark.parametrize("says", [b"", b"hello\r\n", b"HTTP/1.1 200 OK\r\n\r\n[1]", b"HTTP/1.1 200 OK\r\n\r\n{"])
-def test_whatever_else_has_a_port_is_not_named(says: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer() -> None:
-            client, _ = server.accept()
-            with client:
-                client.recv(1 << 12)
-                client.sendall(says)
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        port = server.getsockname()[1]
-        with pytest.raises(
-            UserError, match=rf"^port {port} on 127.0.0.1 is in use; end the program .* write --port \d+"
-        ):
-            free_address("127.0.0.1", port)
-        thread.join()
+def test_the_contract_holds_through_haproxy(endpoint: Endpoint) -> None:
+    contract.ask(endpoint.url)
+    # On Ray Serve's own way through a replica there would be a second one.
+    assert len(httpx.get(f"{endpoint.url}/v2").headers.get_list("x-request-id")) == 1
+    haproxy = [
+        line for line in httpx.get(f"{endpoint.url}/metrics").text.splitlines() if "haproxy_errors_total{" in line
+    ]
+    assert haproxy == [f'rtrain_haproxy_errors_total{{status="{status}"}} 0.0' for status in (503, 504)]
 
 
 @pytest.mark.serve
-def test_routes_answer_through_the_proxy(endpoint: Endpoint, artifact: Path) -> None:
-    version = rtrain.artifact.read(artifact).version
-    with httpx.Client(base_url=endpoint.url) as client:
-        answer = client.post("/predict", json={"inputs": list(CORPUS)})
-        assert (answer.status_code, len(answer.json())) == (200, len(CORPUS))
-        assert (answer.headers["x-model-name"], answer.headers["x-model-version"]) == ("tiny", version)
-        # On Ray Serve's own way through a replica there would be a second one.
-        assert len(answer.headers.get_list("x-request-id")) == 1
-        infer = client.post(
-            "/v2/models/tiny/infer",
-            json={"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": [CORPUS[0]]}]},
-        )
-        assert infer.json()["outputs"][0]["data"] == [answer.json()[0][0]["label"]]
-        assert client.get("/v2/models/tiny/ready").json() == {"name": "tiny", "ready": True}
-        assert "<title>Try the model</title>" in client.get("/").text
-        assert client.get("/docs").status_code == 200
-        missing = client.get("/nowhere")
-        assert missing.status_code == 404
-        assert missing.json()["error"]["type"] == "not_found"
-        told = client.get("/metrics").text
-        assert [line for line in told.splitlines() if line.startswith("rtrain_haproxy_errors_total")] == [
-            f'rtrain_haproxy_errors_total{{status="{status}"}} 0.0' for status in (503, 504)
-        ]
+def test_tritons_clients_ask_replicas_as_they_ask_a_server(endpoint: Endpoint, artifact: Path, grpc_port: int) -> None:
+    """Over HTTP through HAProxy, over gRPC each connection to some replica; the metrics are those of all of them."""
+
+    def answered() -> float:
+        lines = httpx.get(endpoint.url + "/metrics").text.splitlines()
+        return sum(float(line.split()[1]) for line in lines if "_requests_total" in line and "GRPCInference" in line)
+
+    predictor, before = Predictor.load(artifact, threads=1), answered()
+    triton_asks_over_http(endpoint.url, predictor, binary=True)
+    for _ in range(4):
+        triton_asks_over_grpc(f"127.0.0.1:{grpc_port}", predictor)
+    assert answered() > before
 
 
 @pytest.mark.serve
@@ -417,29 +280,14 @@ def test_a_client_cannot_switch_limits_off_through_the_proxy(endpoint: Endpoint)
     with httpx.Client(base_url=endpoint.url, headers=headers) as client:
         large = client.post("/predict", content=chunks())
         assert large.status_code == 413
-        message = f"the body has more than {MAX_BODY_BYTES} bytes"
-        assert large.json() == {"error": {"type": "too_large", "message": message, "field": None}}
+        assert large.json()["error"]["type"] == "too_large"
     # On another connection: the proxy ends this one some moments later, since not all of the body was read.
     assert httpx.post(f"{endpoint.url}/predict", json={"inputs": "next"}, headers=headers).status_code == 200
 
 
 @pytest.mark.serve
-def test_metrics_are_those_of_each_replica(endpoint: Endpoint) -> None:
-    def answered() -> float:
-        lines = httpx.get(endpoint.url + "/metrics").text.splitlines()
-        counts = [float(line.split()[1]) for line in lines if re.match(r"rtrain_rows_total{.*replica=", line)]
-        assert len(counts) == REPLICAS
-        return sum(counts)
-
-    before = answered()
-    for _ in range(20):  # each on a connection of its own, so that both replicas get some
-        assert httpx.post(endpoint.url + "/predict", json={"inputs": ["one", "two"]}).status_code == 200
-    assert answered() == before + 40
-
-
-@pytest.mark.serve
 def test_replicas_tell_their_own_drift_and_alarms(endpoint: Endpoint) -> None:
-    for _ in range(20):
+    for _ in range(30):
         unknown = ["ζζζ ξξξ ψψψ"] * 50
         assert httpx.post(endpoint.url + "/predict", json={"inputs": unknown}).status_code == 200
     told = httpx.get(endpoint.url + "/metrics").text.splitlines()
@@ -451,19 +299,8 @@ def test_replicas_tell_their_own_drift_and_alarms(endpoint: Endpoint) -> None:
         assert len({re.findall(r'replica="(.*?)"', line)[0] for line in lines}) == REPLICAS
         found = sorted(float(line.split()[1]) for line in lines)
         assert found == pytest.approx(sorted(one["distance"][feature] for one in drifts))
-    alarms = [float(line.split()[1]) for line in told if line.startswith("rtrain_drift_alarms_total{")]
-    assert sorted(alarms) == sorted(one["alarms"] for one in drifts)
-    assert min(alarms) >= 1
-
-
-@pytest.mark.serve
-def test_tritons_clients_ask_replicas_as_they_ask_a_server(endpoint: Endpoint, artifact: Path, grpc_port: int) -> None:
-    """Over HTTP through HAProxy, over gRPC each connection to some replica."""
-    predictor = Predictor.load(artifact, threads=1)
-    for binary in (True, False):
-        triton_asks_over_http(endpoint.url, predictor, binary)
-    for _ in range(4):
-        triton_asks_over_grpc(f"127.0.0.1:{grpc_port}", predictor)
+    alarms = [float(line.split()[1]) for line in told if line.startswith("rtrain_drift_alarm{")]
+    assert alarms == [1.0] * REPLICAS == [one["alarm"] for one in drifts]
 
 
 @pytest.mark.serve
@@ -478,8 +315,9 @@ def test_replicas_of_an_int8_artefact_do_not_load_torch(endpoint: Endpoint) -> N
 
 @pytest.mark.serve
 def test_a_second_endpoint_on_the_same_ray_is_refused_and_the_first_goes_on(endpoint: Endpoint, artifact: Path) -> None:
-    with pytest.raises(UserError, match="runs Ray Serve already; close that endpoint first"):
+    with pytest.raises(UserError) as refused:
         start(artifact, Serve(ungated=True, port=0))
+    assert refused.value.code == "already_serving"
     assert httpx.post(endpoint.url + "/predict", json={"inputs": "hello"}).status_code == 200
 
 
@@ -496,7 +334,7 @@ def test_close_leaves_no_actor_process_port_or_folder(endpoint: Endpoint, told: 
     endpoint.close()
     assert told == []
     assert serve_actors() == []
-    assert not is_listening(endpoint.url)
+    assert Address("127.0.0.1", endpoint.port).is_free()
     assert not folder.exists()
     assert psutil.wait_procs([*actors, *proxies], timeout=20)[1] == []
     endpoint.close()

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -14,7 +13,6 @@ import uvloop
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rtrain import ray_internals
 from rtrain.batch import Encoded
 from rtrain.config import Serve
 from rtrain.predict import Predictor
@@ -61,7 +59,7 @@ async def serving(application: ASGIApp, counted: list[int], most: int = MOST) ->
     port = free_address("127.0.0.1", 0).port
     options = SimpleNamespace(host="127.0.0.1", port=port, root_path="", keep_alive_timeout_s=60)
     given = ReplicaServer(proxy_s, counted.append, options, asyncio.get_running_loop())
-    task, server = await direct._serving(given, direct.Direct(application, given, most))
+    task, server = await direct.start_server(given, direct.Direct(application, given, most))
     try:
         yield port
     finally:
@@ -259,28 +257,3 @@ def test_texts_of_clients_that_have_left_are_not_tokenised(
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(main())
-
-
-def test_a_port_in_use_is_told_as_ray_expects_it() -> None:
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as other:
-            port = other.getsockname()[1]
-            options = SimpleNamespace(host="127.0.0.1", port=port, root_path="", keep_alive_timeout_s=5)
-            given = ReplicaServer(proxy_s, list[int]().append, options, asyncio.get_running_loop())
-            with pytest.raises(RuntimeError, match=f"cannot listen on 127.0.0.1, port {port}") as refused:
-                await direct._serving(given, proxy_s)
-            assert isinstance(refused.value.__cause__, OSError)
-
-    asyncio.run(main())
-
-
-def test_on_another_event_loop_ray_s_own_server_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced: list[Any] = []
-    monkeypatch.setattr(ray_internals, "replace_replica_server", replaced.append)
-
-    async def main() -> None:
-        direct.install(proxy_s, MOST)
-        [start] = replaced
-        assert await start(ReplicaServer(proxy_s, list[int]().append, None, object())) is None
-
-    asyncio.run(main())

@@ -93,22 +93,6 @@ def test_texts_of_who_has_left_or_whose_deadline_has_passed_are_counted_and_not_
     assert sorted(dropped) == [1, 2, 4]
 
 
-def test_a_request_that_nobody_awaits_is_not_tokenised(calls: Calls, predictor: Predictor) -> None:
-    dropped: list[int] = []
-
-    async def main() -> None:
-        encoder = Encoder(predictor, dropped.append)
-        gone = asyncio.create_task(encoder.encode([CORPUS[0]]))
-        kept = asyncio.create_task(encoder.encode([CORPUS[1]]))
-        await asyncio.sleep(0)
-        gone.cancel()
-        assert await kept == predictor.encode([CORPUS[1]])
-
-    asyncio.run(main())
-    assert calls.texts[0] == [CORPUS[1]]
-    assert dropped == [1]
-
-
 def test_long_texts_that_wait_for_a_thread_are_not_tokenised_once_nobody_awaits_them(
     calls: Calls, predictor: Predictor
 ) -> None:
@@ -129,22 +113,3 @@ def test_long_texts_that_wait_for_a_thread_are_not_tokenised_once_nobody_awaits_
     asyncio.run(main())
     assert calls.texts == []
     assert dropped == [1]
-
-
-@pytest.mark.parametrize("failing", ["has_left", "on_drop"])
-def test_an_error_about_one_request_is_its_own_and_the_queue_goes_on(
-    calls: Calls, predictor: Predictor, failing: str
-) -> None:
-    def fails(*_: object) -> Any:
-        raise RuntimeError("no such connection")
-
-    async def main() -> list[Any]:
-        encoder = Encoder(predictor, fails) if failing == "on_drop" else Encoder(predictor)
-        bad = encoder.encode([CORPUS[0]], has_left=fails if failing == "has_left" else lambda: True)
-        requests = [encoder.encode([CORPUS[1]]), bad, encoder.encode([CORPUS[2]])]
-        found = await asyncio.gather(*requests, return_exceptions=True)
-        return [*found, await encoder.encode([CORPUS[3]])]
-
-    before, found, after, later = asyncio.run(asyncio.wait_for(main(), 10))
-    assert isinstance(found, RuntimeError if failing == "has_left" else asyncio.CancelledError)
-    assert [before, after, later] == [predictor.encode([CORPUS[place]]) for place in (1, 2, 3)]

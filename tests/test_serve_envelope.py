@@ -1,4 +1,4 @@
-"""Numbers of requests, lines of the access log, exemplars."""
+"""Numbers of requests, lines of the access log."""
 
 import asyncio
 import json
@@ -15,7 +15,6 @@ from rtrain.predict import Predictor
 from serve.app import build_app
 from serve.door import keys
 from serve.front import haproxy
-from serve.watching.sums import with_haproxy
 from tests import serving
 from tests.serving import INFER, TEXT, Gate, call, client, tensor
 
@@ -130,35 +129,10 @@ def test_requests_are_answered_where_the_log_cannot_be_written(
     assert capsys.readouterr().err == ""
 
 
-def test_a_log_to_stderr(predictor: Predictor, capsys: pytest.CaptureFixture[str]) -> None:
-    call(build_app(predictor, Serve(access_log="-")), "GET", "/v2")
-    written = capsys.readouterr()
-    assert json.loads(written.err)["route"] == "/v2"
-    call(build_app(predictor, Serve()), "GET", "/v2")
-    assert capsys.readouterr() == ("", "")
-
-
-def test_exemplars_are_off_and_name_a_request_where_they_are_on(predictor: Predictor) -> None:
-    for wanted in (False, True):
-        app = build_app(predictor, Serve(exemplars=wanted))
-        call(app, "POST", "/predict", json={"inputs": TEXT}, headers={"x-request-id": "mine"})
-        response = call(app, "GET", "/metrics")
-        assert ('# {trace_id="mine"}' in response.text) == wanted
-        assert response.headers["content-type"].startswith("application/openmetrics-text" if wanted else "text/plain")
-        assert response.text.endswith("# EOF\n") == wanted
-
-
-@pytest.mark.parametrize("exemplars", [False, True])
-def test_errors_of_haproxy_s_own_stand_beside_those_of_the_replica(predictor: Predictor, exemplars: bool) -> None:
-    app = build_app(predictor, Serve(exemplars=exemplars))
+def test_errors_of_haproxy_s_own_stand_beside_those_of_the_replica(predictor: Predictor) -> None:
+    app = build_app(predictor, Serve())
     alone = call(app, "GET", "/metrics", headers={haproxy.ERRORS: "nothing"}).text
     assert "haproxy" not in alone
     both = call(app, "GET", "/metrics", headers={haproxy.ERRORS: "503=12 504=0"}).text
     assert 'rtrain_haproxy_errors_total{status="503"} 12.0' in both.splitlines()
     assert 'rtrain_requests_total{model="tiny",route="/metrics",status="200"} 1.0' in both.splitlines()
-    assert (both.count("# EOF\n"), both.endswith("# EOF\n")) == (exemplars, exemplars)
-
-
-@pytest.mark.parametrize("said", ["503=" + "9" * digits for digits in (16, 400, 5000)] + ["9" * 400 + "=1"])
-def test_numbers_that_haproxy_never_tells_are_none(said: str) -> None:
-    assert with_haproxy("as it was", said) == "as it was"

@@ -4,7 +4,6 @@ the figures are on stderr."""
 import http.client
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -14,23 +13,48 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
+import ray
+import ray.serve
 
-from benchmarks.serve import load as loops
 from rtrain.cluster import session
 from rtrain.config import Serve
-from serve import deployment
+from serve import declared, deployment
 from serve.deployment import start
 from serve.front.address import Address
-from tests.test_serve_deployment import openvino_artifact
-from tests.test_serve_lossless import BETWEEN, tell, wait_for
-from tests.test_serve_rollout import CLIENTS, answering, load, replicas
+from tests.test_serve_deployment import openvino_artifact, processes
+from tests.test_serve_haproxy import wait_until
+from tests.test_serve_rollout import CLIENTS, Seen, answering, load, replicas
 
 pytestmark = [pytest.mark.slow, pytest.mark.serve]
 
-NAMES = ("rtrain_requests", "rtrain_haproxy_errors")
+BETWEEN = ("ConnectionRefusedError", "RemoteDisconnected", "ConnectionResetError", "BrokenPipeError")
+"""How a client learns that the endpoint has ended between two of its questions."""
+RETRY_AFTER_S = 1.0
+"""What a 503 of HAProxy's own says."""
+
+
+def tell(what: str, seen: Seen, **others: object) -> None:
+    errors, again = (Counter(one[:60] for one in found) for found in (seen.errors, seen.again))
+    asked = {"requests": seen.versions.total() + len(seen.errors), "slowest_s": round(seen.slowest_s, 2)}
+    told = {**asked, "outage_s": round(seen.outage_s, 2), "load": os.getloadavg()[0], **others}
+    sys.stderr.write(f"\n{what}: {told}, raw {dict(errors)}, after one more try {dict(again)}\n")
+
+
+def wait_for(count: int) -> float:
+    """Seconds until so many replicas are up."""
+
+    def up() -> bool:
+        states = ray.serve.status().applications[declared.APPLICATION].deployments[deployment.DEPLOYMENT].replica_states
+        running = sum(number for state, number in states.items() if str(state).endswith("RUNNING"))
+        return running == count == len(replicas())
+
+    began = time.monotonic()
+    assert wait_until(up, 120), f"not {count} replicas"
+    return time.monotonic() - began
+
+
 LONG = "where is my parcel " * 2000
 """A text that takes so long that a client of this machine can ask for more than the engine does."""
 
@@ -81,7 +105,7 @@ def test_the_only_replica_that_hangs_is_replaced(tmp_path: Path) -> None:
         victim.suspend()
         time.sleep(1)
         before = seen.versions.total()
-        assert deployment._until(lambda: seen.versions.total() > before, 90), "none takes its place"
+        assert wait_until(lambda: seen.versions.total() > before, 90), "none takes its place"
         back = time.monotonic() - began
         victim.wait(60)
         ended = time.monotonic() - began
@@ -142,7 +166,7 @@ def test_a_command_that_is_ended_under_load_answers_what_it_has_accepted_and_lea
         with load(port, pause_s=0.02) as seen:
             done = [pool.submit(ask, port, client) for client in range(CLIENTS)]
             time.sleep(3)
-            assert deployment._until(in_hand, 30)
+            assert wait_until(in_hand, 30)
             assert seen.errors == []
             told = time.monotonic()
             send(process.pid, number)
@@ -162,44 +186,6 @@ def test_a_command_that_is_ended_under_load_answers_what_it_has_accepted_and_lea
     assert [line for line in err.splitlines() if not line.startswith("next: ")] == ["ending Ray", f"rtrain: {said}"]
     assert (names, folder.parent.exists()) == ([], False)
     assert Address("127.0.0.1", port).is_free()
-
-
-@pytest.mark.usefixtures("ray_session")
-def test_more_than_can_be_answered_is_refused_at_once_and_what_is_accepted_is_answered(tmp_path: Path) -> None:
-    with start(openvino_artifact(tmp_path), Serve(ungated=True, port=0, max_queue_rows=32)) as endpoint:
-        url = f"{endpoint.url}/predict"
-
-        def ask_for(seconds: float) -> int:
-            give_up, answered = time.monotonic() + seconds, 0
-            with httpx.Client(timeout=60, trust_env=False) as client:
-                while time.monotonic() < give_up:
-                    answered += client.post(url, json={"inputs": LONG}).status_code == 200
-            return answered
-
-        with ThreadPoolExecutor(4) as pool:
-            most = sum(pool.map(ask_for, [5.0] * 4)) / 5.0
-        seen = 0
-        for factor in (4, 20):
-            before = replicas()[0].memory_info().rss
-            found = loops.opened_on(None, url=url, texts=[LONG], rate=factor * most, seconds=8.0, void=False)
-            grown = (replicas()[0].memory_info().rss - before) / 1e6
-            counts = {status: len(ms) for status, ms in sorted(found.ms.items())}
-            times = {status: round(found.percentile(0.99, status)) for status in found.ms}
-            told = {"capacity": round(most, 1), "p99_ms": times, "memory_mb": round(grown), "late": found.share_late()}
-            sys.stderr.write(f"\n{factor} times the load: {counts}, {told}\n")
-            seen += counts[503] + found.again.get(503, 0)
-            cut = counts.pop(0, 0)  # refused before their bodies were whole
-            assert cut <= 0.01 * found.requests
-            assert set(counts) <= {200, 503, 504}
-            assert counts[200] > 0
-            assert counts[503] > 0
-        metrics = httpx.get(f"{endpoint.url}/metrics", trust_env=False).text
-        by = {
-            name: sum(map(float, re.findall(rf'^{name}_total{{.*status="503"}} (.*)$', metrics, re.M)))
-            for name in NAMES
-        }
-        sys.stderr.write(f"\n{seen} refusals, counted: {by}\n")
-        assert seen <= sum(by.values()) <= 1.01 * seen + 50  # some were cut, or asked while the capacity was measured
 
 
 @pytest.mark.parametrize("told_after_s", [5, None])
@@ -228,3 +214,39 @@ def test_an_endpoint_whose_cluster_store_dies_answers_on_and_ends_with_nothing_l
     assert seen.errors == []
     assert (names, folder.exists()) == ([], False)
     assert process.returncode == (143 if told_after_s else 1)
+
+
+HAPROXY, SUPERVISOR, MANAGER, CONTROLLER = (
+    "haproxy.cfg.",
+    "haproxy.cfg -d",
+    "ray::HAProxyManager",
+    "ray::ServeController",
+)
+
+
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize("what", [HAPROXY, SUPERVISOR, MANAGER, CONTROLLER])
+def test_the_proxy_and_the_controller_are_killed_under_load(tmp_path: Path, what: str) -> None:
+    def up() -> list[psutil.Process]:
+        return [one for one in processes(what) if one.status() != psutil.STATUS_ZOMBIE]
+
+    with (
+        start(openvino_artifact(tmp_path), Serve(ungated=True, port=0, replicas=2)) as endpoint,
+        load(endpoint.port, pause_s=0.02, again_s=RETRY_AFTER_S) as seen,
+    ):
+        time.sleep(2)
+        [victim] = up()
+        victim.kill()
+        began = time.monotonic()
+        assert wait_until(lambda: up() not in ([], [victim]), 120), "none takes its place"
+        back = time.monotonic() - began
+        time.sleep(10)
+        late = len(seen.errors)
+        time.sleep(5)
+        assert len(seen.errors) == late, "it does not come back"
+    tell(f"{what} killed", seen, back_s=round(back, 1))
+    assert len(seen.labels) == 1
+    if what in (MANAGER, CONTROLLER):
+        assert seen.errors == []
+    if what == HAPROXY:
+        assert seen.again == []

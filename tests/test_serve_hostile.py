@@ -16,7 +16,8 @@ from rtrain.batch import Head
 from rtrain.config import Serve
 from rtrain.predict import Predictor
 from serve.app import build_app
-from serve.door import keys, security
+from serve.door import keys
+from serve.front import haproxy
 from tests import hostile, serving
 from tests.hostile import Case
 from tests.serving import TEXT, predict
@@ -46,7 +47,7 @@ class Asker:
             assert case.leaves
             return
         assert reply.status in ANSWERS, reply
-        assert {name: reply.headers[name] for name in security.HEADERS} == security.HEADERS
+        assert {name: reply.headers[name] for name in haproxy.SECURITY_HEADERS} == haproxy.SECURITY_HEADERS
         assert not any("\r" in value or "\n" in value for value in reply.headers.values())
         if reply.status >= 400:
             told = json.loads(reply.body)["error"]

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -104,30 +103,3 @@ def test_five_thousand_hostile_requests_are_the_client_s_fault(endpoint: Endpoin
     assert statuses.total() >= 5000
     assert [status for status in statuses if status >= 500] == []
     assert len(statuses) >= 8, "the cases reach too little"
-
-
-def test_requests_made_from_the_openapi_document_are_answered_as_it_says(
-    endpoint: Endpoint, nothing_dies: None
-) -> None:
-    import schemathesis
-    from schemathesis import GenerationMode
-    from schemathesis.checks import CHECKS
-
-    document: Any = schemathesis.openapi.from_url(f"{endpoint.url}/openapi.json")
-    # No schema says which labels there are, nor that a text is not empty.
-    excluded = [CHECKS.get_one("positive_data_acceptance")]
-    asked: Counter[int] = Counter()
-
-    def ask(case: Any) -> None:
-        asked[case.call_and_validate(excluded_checks=excluded).status_code] += 1
-
-    examples = settings(max_examples=550, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
-    for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-        for operation in (found.ok() for found in document.get_all_operations()):
-            if mode == GenerationMode.POSITIVE or operation.method == "post":  # without a body nothing can be wrong
-                name = {"name": "tiny"} if "{name}" in operation.path else None
-                cases: Any = given(operation.as_strategy(mode, path_parameters=name))
-                examples(cases(ask))()
-    sys.stderr.write(f"\n{asked.total()} requests by schemathesis: {dict(sorted(asked.items()))}\n")
-    assert asked.total() >= 2000
-    assert [status for status in asked if status >= 500] == []

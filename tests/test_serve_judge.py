@@ -1,26 +1,16 @@
 """What becomes of a candidate, as a table of what was seen of it."""
 
-import functools
-import math
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from rtrain import config
-from rtrain.config import Serve
 from rtrain.errors import ConfigError
-from serve.change import judge
-from serve.change.judge import DOUBT, WEIGHTED_REQUESTS, WEIGHTED_S, WEIGHTS, Aim, State, Tally, chance, follow, total
+from serve.change.judge import DOUBT, WEIGHTED_REQUESTS, WEIGHTED_S, WEIGHTS, Aim, State, Tally, follow, total
 
 AIM = Aim(share=0.2, rows=500, agreement=0.9, slower=1.25, seconds=600.0)
 GOOD = Tally(rows=500, agreed=490, slower=200)
-
-
-def test_the_settings_are_the_aim() -> None:
-    found = Aim.of(Serve(shadow=0.2))
-    assert found == Aim(0.2, 500, 0.9, 1.25, 600.0)
 
 
 def test_a_good_candidate_gets_more_and_more_requests_and_then_all() -> None:
@@ -35,7 +25,6 @@ def test_a_good_candidate_gets_more_and_more_requests_and_then_all() -> None:
         state = follow(state, few._replace(requests=few.requests + 1), AIM, now + 1)
     assert weights == list(WEIGHTS)
     assert (state.stage, state.weight) == ("promoted", 0.0)
-    assert state.reason == "the same answer to 490 of 500 texts; 100 requests answered"
     assert follow(state, GOOD._replace(failed=1), AIM, now) == state
 
 
@@ -52,23 +41,21 @@ def test_the_clock_promotes_nothing_that_failed_more_often(requests: int, errors
     state = follow(State(began=0.0), GOOD, AIM, 10.0)
     assert follow(state, seen, AIM, 10.0 + WEIGHTED_S).weight == state.weight
     found = follow(state, seen, AIM, 10.0 + AIM.seconds)
-    told = f"it failed on {errors} of {requests} requests, the other version on 0 of {old}, and no more came in 600 s"
-    assert (found.stage, found.reason) == ("dropped", told)
+    assert found.stage == "dropped"
 
 
 @pytest.mark.parametrize(
-    ("seen", "reason"),
+    "seen",
     [
-        (Tally(rows=3, agreed=3, failed=1), "it failed on 1 of 4 texts"),
-        (GOOD._replace(agreed=465), "the same answer to 465 of 500 texts: too few to be sure of 90 %"),
-        (GOOD._replace(slower=300), "more than 1.25 times as long as the other version for 300 of 500 texts"),
-        (Tally(rows=20, agreed=20), "20 of 500 texts came while the engines had nothing else to do, in 600 s"),
+        Tally(rows=3, agreed=3, failed=1),
+        GOOD._replace(agreed=465),
+        GOOD._replace(slower=300),
+        Tally(rows=20, agreed=20),
     ],
 )
-def test_a_candidate_is_dropped_for_what_it_lacks(seen: Tally, reason: str) -> None:
+def test_a_candidate_is_dropped_for_what_it_lacks(seen: Tally) -> None:
     found = follow(State(began=0.0), seen, AIM, 601.0)
-    assert (found.stage, found.weight) == ("dropped", 0.0)
-    assert found.reason.startswith(reason)
+    assert (found.stage, found.weight, found.reason == "") == ("dropped", 0.0, False)
 
 
 def weighted(seen: Tally) -> State:
@@ -79,7 +66,6 @@ def weighted(seen: Tally) -> State:
 def test_one_that_fails_more_often_is_dropped() -> None:
     found = weighted(GOOD._replace(requests=10, errors=3, old_requests=90))
     assert (found.stage, found.weight) == ("dropped", 0.0)
-    assert found.reason.startswith("it failed on 3 of 10 requests, the other version on 0")
 
 
 def test_just_enough_is_enough() -> None:
@@ -126,16 +112,10 @@ def test_after_the_end_of_a_replica_both_versions_are_counted_anew() -> None:
     assert follow(state, later, AIM, 4.0).stage == "dropped"
 
 
-def drawn(failing: tuple[float, float], runs: int, monkeypatch: pytest.MonkeyPatch) -> float:
+def drawn(failing: tuple[float, float], runs: int) -> float:
     """The share of trials that end with the candidate dropped, where it and the other version fail on such shares of
     twenty requests a second, and both are looked at every second."""
-    draw, exact = np.random.default_rng(0), judge._more_often
-
-    @functools.cache
-    def known(*counts: int) -> float:
-        return exact(Tally(0, 0, 0, 0, *counts))
-
-    monkeypatch.setattr(judge, "_more_often", lambda seen: known(*seen[4:]))
+    draw = np.random.default_rng(0)
     dropped = 0
     for _ in range(runs):
         counts, now = np.array([0, 0, 600, draw.binomial(600, failing[1])]), 0.0
@@ -152,36 +132,19 @@ def drawn(failing: tuple[float, float], runs: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("failing", [0.02, 0.1])
-def test_an_equal_candidate_is_rarely_dropped_however_often_it_is_looked_at(
-    failing: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert drawn((failing, failing), 300, monkeypatch) <= DOUBT
+def test_an_equal_candidate_is_rarely_dropped_however_often_it_is_looked_at(failing: float) -> None:
+    assert drawn((failing, failing), 300) <= DOUBT
 
 
-def test_one_that_fails_far_more_often_nearly_always_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert drawn((0.2, 0.02), 100, monkeypatch) > 0.9
-    assert drawn((1.0, 0.0), 30, monkeypatch) == 1.0
+def test_one_that_fails_far_more_often_nearly_always_is() -> None:
+    assert drawn((0.2, 0.02), 100) > 0.9
+    assert drawn((1.0, 0.0), 30) == 1.0
 
 
 def test_a_replica_that_has_gone_takes_what_it_saw_with_it() -> None:
     both = total([GOOD, Tally(rows=100, agreed=90, old_requests=5)])
     assert both == Tally(rows=600, agreed=580, slower=200, old_requests=5)
     assert total([]) == Tally()
-
-
-def test_a_dropped_one_keeps_its_reason() -> None:
-    state = judge.dropped(State(began=0.0), "by hand")
-    assert (state.stage, state.reason) == ("dropped", "by hand")
-    assert judge.dropped(state, "again") == state
-    assert judge.dropped(replace(state, stage="promoted"), "late").stage == "promoted"
-
-
-def test_the_sign_test_is_that_of_coins() -> None:
-    assert chance(0, 7) == 1.0
-    for count in range(501):
-        ways = sum(math.comb(500, heads) for heads in range(count, 501))
-        assert chance(count, 500) == pytest.approx(ways / 2**500)
-    assert chance(50_000, 100_000) == pytest.approx(0.5 + math.comb(100_000, 50_000) / 2**100_001)
 
 
 def test_one_that_is_exactly_as_slow_as_it_may_be_is_rarely_dropped_and_a_slower_one_always() -> None:
@@ -196,10 +159,13 @@ def test_one_that_is_exactly_as_slow_as_it_may_be_is_rarely_dropped_and_a_slower
 
 
 def test_texts_that_could_never_show_the_share_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"serve\.shadow_rows=100: .* 0\.98 .*write 228 or more"):
-        config.load("intent", {"serve.shadow_agreement": 0.98, "serve.shadow_rows": 100})
-    with pytest.raises(ConfigError, match=r"serve\.shadow_agreement=1\.0: no number of texts"):
-        config.load("intent", {"serve.shadow_agreement": 1.0})
+    for field, given in (
+        ("serve.shadow_rows", {"serve.shadow_agreement": 0.98, "serve.shadow_rows": 227}),
+        ("serve.shadow_agreement", {"serve.shadow_agreement": 1.0}),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            config.load("intent", given)
+        assert [one.field for one in refused.value.problems] == [field]
     aim = Aim(0.2, 228, 0.98, 1.25, 600.0)
     assert follow(State(0.0), Tally(rows=228, agreed=228), aim, 1.0).stage == "weighted"
     assert follow(State(0.0), Tally(rows=227, agreed=227), aim._replace(rows=227), 1.0).stage == "dropped"

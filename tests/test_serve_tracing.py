@@ -2,8 +2,6 @@
 
 import asyncio
 import gzip
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +14,6 @@ from fastapi import FastAPI
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from rtrain.config import Serve
-from rtrain.errors import ConfigError
 from rtrain.predict import Predictor
 from serve.answering import Service
 from serve.app import build_app
@@ -24,6 +21,7 @@ from serve.change.versions import Versions
 from serve.grpc import ROUTE
 from serve.watching import tracing
 from tests import serving
+from tests.refusals import refused_with
 from tests.serving import TEXT, client
 from tests.test_serve_grpc import asking, question
 
@@ -131,29 +129,6 @@ def test_a_request_over_grpc_is_a_span_of_its_client_s_trace_too(predictor: Pred
     )
 
 
-def test_requests_beside_each_other_have_traces_of_their_own(predictor: Predictor, collector: Collector) -> None:
-    app = build_app(predictor, Serve(traces=collector.address))
-
-    async def main() -> None:
-        async with client(app) as session:
-            await asyncio.gather(*(session.post("/predict", json={"inputs": TEXT}) for _ in range(5)))
-
-    asyncio.run(main())
-    app.state.service.close()
-    every = [
-        span
-        for sent in collector.received
-        for resource in sent.resource_spans
-        for scope in resource.scope_spans
-        for span in scope.spans
-    ]
-    owners = {span.span_id: span.trace_id for span in every if not span.parent_span_id}
-    assert len(set(owners.values())) == 5
-    parts = [span for span in every if span.parent_span_id]
-    assert len(parts) == 15
-    assert all(owners[span.parent_span_id] == span.trace_id for span in parts)
-
-
 def test_no_request_waits_for_the_last_spans_of_a_version_that_has_ended(
     predictor: Predictor, collector: Collector
 ) -> None:
@@ -179,20 +154,12 @@ def test_no_request_waits_for_the_last_spans_of_a_version_that_has_ended(
 
 
 def test_traces_that_cannot_be_sent_are_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"serve\.traces=127\.0\.0\.1:4318: no address of a collector over HTTP"):
+    with refused_with("malformed"):
         tracing.check(Serve(traces="127.0.0.1:4318"))
     monkeypatch.setattr(tracing, "LIBRARIES", ("opentelemetry.sdk", "opentelemetry.nowhere.at_all"))
-    with pytest.raises(ConfigError, match=r"pip install 'rtrain\[traces\]'"):
+    with refused_with("not_installed"):
         tracing.check(Serve(traces="http://127.0.0.1:4318/v1/traces"))
     tracing.check(Serve())
-
-
-def test_nothing_that_sends_spans_is_imported_without_the_switch() -> None:
-    """Its interface may be: a library that we use asks for it."""
-    heavy = "('opentelemetry.sdk', 'opentelemetry.exporter', 'google.protobuf')"
-    script = f"import sys, serve.app; print([name for name in sys.modules if name.startswith({heavy})])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 OTHERS = """
@@ -217,9 +184,3 @@ scope = {"type": "http", "method": "GET", "path": "/there", "headers": [], "quer
 asyncio.run(app(scope, receive, send))
 print([span.name for span in kept.get_finished_spans()])
 """
-
-
-def test_where_a_process_traces_for_others_requests_are_not_in_it() -> None:
-    """FastAPI would tell of paths, and of what was raised."""
-    done = subprocess.run([sys.executable, "-c", OTHERS], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

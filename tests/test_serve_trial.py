@@ -19,11 +19,11 @@ from rtrain.predict import Predictor
 from rtrain.tasks import base
 from serve.answering import Lasting, Service
 from serve.app import build_app
-from serve.batching.batcher import Expired
-from serve.change import agreement
+from serve.change.trial import same
 from serve.change.versions import Plan, Versions
-from serve.front.haproxy import WAITED
+from serve.envelope import Record
 from serve.grpc import ROUTE
+from serve.schema import RequestError
 from tests.serving import HEADS, predictor_of
 from tests.tiny import CORPUS, make_artifact
 
@@ -167,25 +167,6 @@ def test_a_candidate_that_fails_unseen_is_counted_and_hurts_nobody(
     run(check)
 
 
-def test_answers_that_cannot_be_compared_are_the_candidate_s_failure(
-    folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = folders
-    monkeypatch.setattr(agreement, "same", lambda *given: 1 / 0)
-
-    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
-        await versions.become(first)
-        await versions.follow(Plan(second, 1.0, 1.25, 0.0))
-        assert versions.trial is not None
-        versions.trial.offer([CORPUS[0]] * 3)
-        async with asyncio.timeout(30):
-            while versions.trial.tally().failed < 3:
-                await asyncio.sleep(0.01)
-        assert versions.trial.tally().rows == 0
-
-    run(check)
-
-
 def test_a_dropped_candidate_answers_what_it_has_accepted(folders: tuple[str, str]) -> None:
     first, second = folders
     old, new = versions_of(folders)
@@ -215,52 +196,34 @@ def test_a_dropped_candidate_answers_what_it_has_accepted(folders: tuple[str, st
 def test_a_version_is_judged_by_questions_that_it_answered_or_failed_on(folders: tuple[str, str]) -> None:
     service = Service(Predictor.load(Path(folders[0]), 1), Serve())
     for status in (200, 500, 503, 504, 401, 404, 413, 422, 429, 499):
-        service.answered("/predict", status, 0.1, "")
+        service.answered("/predict", status, 0.1)
     for route in ("/info", "/v2/health/ready", "/metrics", "/v2/models/{name}/versions/{version}"):
-        service.answered(route, 200, 0.1, "")
+        service.answered(route, 200, 0.1)
     assert (service.requests, service.errors) == (4, 3)
     for route in ("/v2/models/{name}/infer", ROUTE):
-        service.answered(route, 504, 0.1, "")
+        service.answered(route, 504, 0.1)
     assert (service.requests, service.errors) == (6, 5)
-    service.answered("/v2/models/{name}/versions/{version}/infer", 500, 0.1, "")  # a client has chosen it
-    service.answered(ROUTE, 500, 0.1, "", judged=False)
+    service.answered("/v2/models/{name}/versions/{version}/infer", 500, 0.1)  # a client has chosen it
+    service.answered(ROUTE, 500, 0.1, judged=False)
     assert (service.requests, service.errors) == (6, 5)
     service.close()
 
 
 def test_clients_do_not_judge_a_version_by_their_own_deadlines(folders: tuple[str, str]) -> None:
-    first, second = folders
+    """gRPC carries a client's deadline, and a body that is sent slowly uses the endpoint's."""
+    service = Service(Predictor.load(Path(folders[0]), 1), Serve())
 
-    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
-        await versions.become(first)
-        await versions.follow(Plan(second, 0.0, 1.25, 1.0))
-        assert versions.trial is not None
-        headers = {WAITED: str(int(1000 * Serve().deadline_s))}  # as if HAProxy had waited for the body for so long
-        for _ in range(5):
-            assert (await client.post("/predict", json={"inputs": CORPUS[0]}, headers=headers)).status_code == 504
-        assert versions.trial.tally()[4:] == (0, 0, 0, 0)
-        version = versions.status()["candidate"]["version"]
-        assert await ask(client, f"/v2/models/tiny/versions/{version}/infer") == version
-        assert versions.trial.tally()[4:] == (0, 0, 0, 0)
-        await ask(client)
-        assert versions.trial.tally()[4:] == (1, 0, 0, 0)
-        candidate = versions.candidate
-        assert candidate is not None
-        service, batcher = candidate.service, candidate.service.batcher
+    async def ask_within(seconds: float) -> None:
+        deadline = asyncio.get_running_loop().time() + seconds
+        with pytest.raises(RequestError) as late:
+            await service.answers([CORPUS[0]], deadline, "inputs.{}".format, {"top_k": None}, Record("a"))
+        service.answered(ROUTE, late.value.status, 0.1)
 
-        async def too_late(*given: object) -> Any:
-            raise Expired("late")
-
-        batcher.submit = too_late  # type: ignore[method-assign, assignment]
-        assert (await client.post("/predict", json={"inputs": CORPUS[0]})).status_code == 504
-        assert versions.trial.tally()[4:] == (2, 1, 0, 0)  # by the endpoint's own deadline
-        batcher.stalled_s = lambda: 2 * Serve().deadline_s  # type: ignore[method-assign]
-        assert not service.ready
-        headers = {WAITED: str(int(900 * Serve().deadline_s))}
-        assert (await client.post("/predict", json={"inputs": CORPUS[0]}, headers=headers)).status_code == 504
-        assert versions.trial.tally()[4:] == (3, 2, 0, 0)  # its engine hangs, whatever the client's deadline
-
-    run(check)
+    asyncio.run(ask_within(0.0))
+    assert (service.requests, service.errors) == (0, 0)
+    service.answered(ROUTE, 504, 0.1)  # by the endpoint's own deadline
+    assert (service.requests, service.errors) == (1, 1)
+    service.close()
 
 
 def test_counters_last_over_versions_and_name_each(folders: tuple[str, str]) -> None:
@@ -292,9 +255,9 @@ def test_an_answer_agrees_with_itself_and_not_with_another(task: str, tmp_path: 
     answers = predictor(texts)
     head = predictor.head
     for answer in answers:
-        assert agreement.same(predictor.task, head, answer, head, answer)
-    same = [agreement.same(predictor.task, head, answers[0], head, answer) for answer in answers]
-    assert not all(same) or task in CLOSE
+        assert same(predictor.task, head, answer, head, answer)
+    agreed = [same(predictor.task, head, answers[0], head, answer) for answer in answers]
+    assert not all(agreed) or task in CLOSE
 
 
 @pytest.mark.parametrize(
@@ -313,7 +276,7 @@ def test_of_several_labels_each_version_gives_those_from_its_own_threshold_on(
         [{"label": "spam", "score": one}, {"label": "rude", "score": other}]
         for one, other in ((0.8, 0.35), (spam, rude))
     )
-    assert agreement.same(task, old, first, new, second) is agreed
+    assert same(task, old, first, new, second) is agreed
 
 
 def test_a_word_is_the_same_whatever_its_number_in_a_trimmed_vocabulary() -> None:
@@ -322,8 +285,8 @@ def test_a_word_is_the_same_whatever_its_number_in_a_trimmed_vocabulary() -> Non
     def answer(token: int, word: str) -> list[list[dict[str, object]]]:
         return [[{"token": token, "token_str": word, "score": 0.5, "sequence": f"a {word}"}]]
 
-    same = [agreement.same(task, head, answer(70, "cat"), head, answer(*other)) for other in ((7, "cat"), (70, "dog"))]
-    assert same == [True, False]
+    agreed = [same(task, head, answer(70, "cat"), head, answer(*other)) for other in ((7, "cat"), (70, "dog"))]
+    assert agreed == [True, False]
 
 
 CLOSE = {"multi_head", "regression", "span_qa", "classification", "multi_label"}

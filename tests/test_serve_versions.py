@@ -1,7 +1,6 @@
 """Two versions of a real (tiny) model in one process: what answers while one takes the other's place."""
 
 import asyncio
-import pickle
 import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -14,12 +13,12 @@ from fastapi import FastAPI
 import rtrain.artifact
 from rtrain.artifact import ArtifactError
 from rtrain.config import Serve
-from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from serve.app import build_app
 from serve.batching.batcher import EngineError
 from serve.change.versions import Plan, Versions
 from serve.schema import RequestError
+from tests.refusals import refused_with
 from tests.tiny import CORPUS, make_artifact
 
 Check = Callable[[Versions, httpx.AsyncClient], Coroutine[Any, Any, None]]
@@ -132,7 +131,7 @@ def test_a_candidate_that_was_given_up_while_it_loaded_answers_nobody(folders: t
         while not versions._one_at_a_time.locked():
             await asyncio.sleep(0)
         versions.drop()
-        with pytest.raises(UserError, match="was given up while it was loaded"):
+        with refused_with("given_up"):
             await late
         assert (versions.candidate, versions.trial, versions.weight) == (None, None, 0.0)
         assert versions.current is answering
@@ -142,34 +141,13 @@ def test_a_candidate_that_was_given_up_while_it_loaded_answers_nobody(folders: t
     run(check)
 
 
-class Bomb:
-    """Leaves a file where it is unpickled."""
-
-    def __init__(self, place: Path):
-        self.place = place
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Path]]:
-        return Path.touch, (self.place,)
-
-
-def test_files_that_its_maker_did_not_record_are_never_read(folders: tuple[str, str], tmp_path: Path) -> None:
-    added, place = shutil.copytree(folders[0], tmp_path / "added"), tmp_path / "exploded"
-    for name in ("pytorch_model.bin", "model.pkl", "adapter_model.bin", "tokenizer.pkl"):
-        (added / name).write_bytes(pickle.dumps(Bomb(place)))
-    (added / "modeling_bert.py").write_text(f"import pathlib; pathlib.Path({str(place)!r}).touch()")
-    assert Predictor.load(added, 1)([CORPUS[0]]) == Predictor.load(Path(folders[0]), 1)([CORPUS[0]])
-    assert not place.exists()
-    pickle.loads((added / "model.pkl").read_bytes())
-    assert place.exists(), "the test's own pickle does nothing"
-
-
 def test_what_was_decided_is_a_version_and_not_a_folder(folders: tuple[str, str], tmp_path: Path) -> None:
     old, new = (rtrain.artifact.read(Path(folder)).version for folder in folders)
     place = shutil.copytree(folders[0], tmp_path / "served")
 
     async def check(versions: Versions, client: httpx.AsyncClient) -> None:
         for change in (versions.load, versions.become):  # of a replica that starts when it has been replaced
-            with pytest.raises(UserError, match=rf"served holds the version {old} now, and not {new}, which is to"):
+            with refused_with("other_version"):
                 await change(str(place), new)
             assert (versions.current, versions.candidate) == (None, None)
         await versions.become(str(place), old)
@@ -202,9 +180,9 @@ def test_a_wish_that_was_taken_back_while_it_was_loaded_is_not_carried_out(folde
 
 def test_before_the_first_version_there_is_no_answer() -> None:
     async def check(versions: Versions, client: httpx.AsyncClient) -> None:
-        with pytest.raises(RuntimeError, match="no artefact is loaded yet"):
+        with pytest.raises(RuntimeError):
             await client.get("/v2")
-        with pytest.raises(RequestError, match="no model is loaded yet") as refused, versions.answering(""):
+        with pytest.raises(RequestError) as refused, versions.answering(""):
             pass
         assert (refused.value.status, refused.value.headers) == (503, {"retry-after": "1"})
 

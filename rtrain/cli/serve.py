@@ -204,11 +204,11 @@ def status(
     model: Model = None,
     as_json: Json = False,
 ) -> None:
-    """Tell what the endpoint of this user's on a port does: versions, trial, replicas, queue, rates, drift."""
-    from serve.change import control, overview
+    """Tell what the endpoint of this user's on a port does: versions, trial, replicas, queue, drift."""
+    from serve.change import control
 
     document = json.loads(control.ask(_port(port, None), {"status": True, "model": model}))
-    print(json.dumps(document, ensure_ascii=False) if as_json else overview.text(document))
+    print(json.dumps(document, ensure_ascii=False) if as_json else control.format_status(document))
 
 
 def _port(port: int | None, assignments: list[str] | None) -> int:

@@ -196,8 +196,6 @@ class Serve(Section):
     """Most characters of one text; a request with a longer one is answered 413."""
     max_body_bytes: Positive = 1_000_000
     """Most bytes of a request's body; a larger one is answered 413."""
-    min_body_rate: Positive = 1_000
-    """Least bytes a second at which a body must arrive, after its first 2 seconds; a slower one is answered 408."""
     max_header_bytes: Positive = 8_192
     """Most bytes of a request's address and headers; more is answered 431. HAProxy itself answers 400 beyond 15,360."""
     keep_alive_s: Annotated[int, Field(ge=1)] = 90
@@ -224,9 +222,6 @@ class Serve(Section):
     traces: str | None = None
     """Address to which a collector of OpenTelemetry takes spans over HTTP, e.g. http://127.0.0.1:4318/v1/traces; it
     needs the extra `traces`. Default: no spans."""
-    exemplars: bool = False
-    """Name a request's trace beside the bucket of its latency on /metrics, which is in the form of OpenMetrics then;
-    with one replica."""
 
     @property
     def copies(self) -> int:

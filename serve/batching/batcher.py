@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rtrain.batch import Encoded, Floats, Outputs
-from serve.batching.cost import Cost
 from serve.batching.engine import EngineThread
-from serve.batching.scheduler import Limits, Row, Scheduler, padded
+from serve.batching.scheduler import Cost, Limits, Row, Scheduler, padded
 
 Value = TypeVar("Value")
 

@@ -17,8 +17,6 @@ from rtrain.config import Serve
 ASK_S = 30.0
 """Seconds in which every replica answers a question that it answers at once."""
 
-PROVEN = "proven"
-"""The name in a deployment's `user_config` that says that all replicas have loaded and proven what it names."""
 VERSIONS = "versions"
 """The name there of the version of each model: what a folder holds may have been replaced since."""
 
@@ -68,17 +66,10 @@ class Application:
         found: list[Any] = handle.broadcast(method, *given).results(timeout_s=timeout_s, return_exceptions=True)
         return found
 
-    def asked(self, method: str, *given: Any, timeout_s: float = ASK_S) -> list[Any]:
-        """What each replica answers. Raises what one of them raises."""
-        handle: Any = ray.serve.get_app_handle(self.name)
-        found: list[Any] = handle.broadcast(method, *given).results(timeout_s=timeout_s)
-        return found
-
     def _run(self, artifacts: Mapping[str, Served]) -> None:
         wish = {
             "models": {name: str(one.folder) for name, one in artifacts.items()},
             VERSIONS: {name: one.made.version for name, one in artifacts.items()},
-            PROVEN: True,
         }
         decided = self._deployment.options(user_config=wish).bind(self._settings, list(artifacts))
         ray.serve.run(decided, name=self.name, route_prefix="/", logging_config=self._logging)

@@ -10,12 +10,12 @@ requests itself, a few at first (`weighted`). What it must show for each step is
 thing that it lacks, and promoted if nothing is left to show.
 """
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from rtrain.config import Serve
-from serve.watching.drift import most_likely
 
 WEIGHTS = (0.05, 0.25)
 """Shares of the requests that a candidate answers before it answers all of them."""
@@ -167,7 +167,7 @@ def _shadowed(state: State, seen: Tally, aim: Aim, now: float) -> State:
         few = f"{seen.rows} of {aim.rows} texts came while the engines had nothing else to do, in {aim.seconds:g} s"
         return replace(state, stage="dropped", reason=few)
     same = f"the same answer to {seen.agreed} of {seen.rows} texts"
-    if most_likely(seen.rows - seen.agreed, seen.rows, DOUBT) > 1 - aim.agreement:
+    if upper_bound(seen.rows - seen.agreed, seen.rows) > 1 - aim.agreement:
         reason = f"{same}: too few to be sure of {100 * aim.agreement:g} %"
         return replace(state, stage="dropped", reason=reason)
     if chance(seen.slower, seen.rows) < DOUBT:
@@ -176,6 +176,7 @@ def _shadowed(state: State, seen: Tally, aim: Aim, now: float) -> State:
     return replace(state, stage="weighted", step=0, step_began=now, before=seen, last=seen, reason=same)
 
 
+@functools.lru_cache(1 << 14)
 def _more_often(seen: Tally) -> float:
     """The chance of so many of all errors among the candidate's requests where both versions fail equally often
     (Fisher's exact test, one-sided)."""
@@ -183,6 +184,14 @@ def _more_often(seen: Tally) -> float:
 
     errors, requests = seen.errors + seen.old_errors, seen.requests + seen.old_requests
     return float(hypergeom.sf(seen.errors - 1, requests, errors, seen.requests))
+
+
+def upper_bound(count: int, rows: int) -> float:
+    """The chance of what was seen `count` times in `rows` is above this with the chance `DOUBT` at most (Clopper and
+    Pearson 1934)."""
+    from scipy.stats import beta
+
+    return 1.0 if count == rows else float(beta.ppf(1 - DOUBT, count + 1, rows - count))
 
 
 def chance(count: int, rows: int) -> float:

@@ -1,19 +1,15 @@
 """CPUs of replicas: how many one reserves, and what is said while replicas wait for nodes."""
 
-import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rtrain.cluster import demand, supply
+from rtrain.cluster import supply
 from rtrain.config import Serve
 from rtrain.errors import Problem
 
 Nodes = Sequence[supply.Node]
 SAY_EVERY_S = 30.0
-UNPLACED = re.compile(r"has (\d+) replicas that have taken more than \S+ to be scheduled")
-"""What Ray Serve writes into the status of a deployment, some of whose replicas have no node."""
 
 
 def reserved(settings: Serve, free: Nodes, up: Nodes, may: Nodes, models: int = 1) -> tuple[int, str]:
@@ -42,7 +38,9 @@ def without_gpus(settings: Serve, nodes: Nodes) -> Problem | None:
     if settings.gpus <= most:
         return None
     reason = f"the node with most GPUs has {most:g}, and no node with more can come"
-    return Problem("serve.gpus", settings.gpus, reason, f"write {most:g}, or start nodes with GPUs")
+    return Problem(
+        "serve.gpus", settings.gpus, reason, f"write {most:g}, or start nodes with GPUs", code="too_few_gpus"
+    )
 
 
 def _room(nodes: Nodes, cpus: int) -> int:
@@ -50,25 +48,14 @@ def _room(nodes: Nodes, cpus: int) -> int:
     return sum(int(node.get("CPU", 0.0) // cpus) for node in nodes)
 
 
-def waiting(message: str, place: demand.Place, may: supply.Startable, seconds: float) -> str | None:
-    """What to say of replicas that have no node yet, by the message of their deployment's status; None where all have
-    one. `place`: what one of them takes."""
-    found = UNPLACED.search(message)
-    if found is None or not may.kinds:
-        return None
-    count = int(found[1])
-    asked = demand.told([place] * count, may, seconds)
-    return f"{count} replica{' waits' if count == 1 else 's wait'} for nodes: {asked}"
-
-
 @contextmanager
-def said(what: Callable[[float], str | None], tell: Callable[[str], None]) -> Iterator[None]:
-    """While the block runs, tell every 30 s what `what` returns, if anything, of the seconds since it began."""
-    begun, ended = time.monotonic(), threading.Event()
+def said(what: Callable[[], str], tell: Callable[[str], None]) -> Iterator[None]:
+    """While the block runs, tell every 30 s what `what` returns, if anything."""
+    ended = threading.Event()
 
     def look() -> None:
         while not ended.wait(SAY_EVERY_S):
-            if text := what(time.monotonic() - begun):
+            if text := what():
                 tell(text)
 
     thread = threading.Thread(target=look, daemon=True, name="rtrain-waiting")

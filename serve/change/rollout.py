@@ -43,8 +43,6 @@ END_S = 2 * LOAD_S + SWITCH_S
 POLL_S = 0.02
 WATCH_S = 1.0
 """Seconds between two looks at a trial."""
-RATE_S = 1.0
-"""Seconds over which rates are measured for `status`."""
 SILENCE = (ray.exceptions.RayError, RayServeException, TimeoutError)
 """What is raised where replicas do not answer."""
 UNKNOWN: Mapping[str, Any] = {"version": None}
@@ -85,19 +83,6 @@ class Standing:
         }
 
 
-def rates(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Requests and texts a second, and the share of the time in which engines worked, of the replicas in both."""
-    earlier = {one["replica"]: one for one in before if one["version"]}
-    found = {"requests": 0.0, "texts": 0.0, "busy": 0.0}
-    both = [(earlier[one["replica"]], one) for one in after if one["version"] and one["replica"] in earlier]
-    for old, new in both:
-        seconds = new["seconds"] - old["seconds"]
-        found["requests"] += (sum(new["requests"].values()) - sum(old["requests"].values())) / seconds
-        found["texts"] += (new["texts"] - old["texts"]) / seconds
-        found["busy"] += (new["engine_seconds"] - old["engine_seconds"]) / seconds / len(both)
-    return found
-
-
 class Rollout:
     """What an application answers with for one model, and what it answered with before."""
 
@@ -124,7 +109,9 @@ class Rollout:
             new, old = self._admitted(artifact, said.append), self._served[-1].made
             made = new.made
             if (artifact, made.version) == (self.artifact, old.version):
-                raise UserError(f"{shown(artifact)} is what answers already; an update is another version")
+                raise UserError(
+                    f"{shown(artifact)} is what answers already; an update is another version", code="already_serving"
+                )
             if aim is None:
                 self._load(new, old)
                 return "\n".join([*said, self._switch([*self._served, new], old)])
@@ -145,31 +132,29 @@ class Rollout:
             if self.on_trial and (ended := self._ended_by_hand()):
                 return ended
             if len(self._served) < 2:
-                raise UserError("nothing was served before: there is nothing to go back to")
+                raise UserError("nothing was served before: there is nothing to go back to", code="nothing_before")
             before, old = self._served[-2], self._served[-1].made
             found = self._admitted(before.folder)
             if found.made.version != before.made.version:
                 raise UserError(
                     f"{shown(before.folder)} holds {found.made.version} now, and not {before.made.version}, which was "
-                    "served before; serve it by --update, if it is meant"
+                    "served before; serve it by --update, if it is meant",
+                    code="other_version",
                 )
             self._load(before, old)
             return self._switch(self._served[:-1], old)
 
-    def document(self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What is served and tried, from what the replicas have told of themselves, twice."""
-        earlier, now = self._own(before), self._own(after)
+    def document(self, told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What is served and tried, from what the replicas have told of themselves; of one that has ended nothing is
+        known."""
         return {
             "name": self.model,
             "artifact": str(self.artifact),
             "trial": self._trial.document() if self._trial else None,
-            "replicas": now,
-            "rates": rates(earlier, now),
+            "replicas": [
+                {"process": one.get("process"), **one.get("models", {}).get(self.model, UNKNOWN)} for one in told
+            ],
         }
-
-    def _own(self, told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """What is told of this model; of a replica that has ended nothing is."""
-        return [{"process": one.get("process"), **one.get("models", {}).get(self.model, UNKNOWN)} for one in told]
 
     def close(self, wait_s: float = SWITCH_S) -> None:
         """End the trial, if there is one; what answers goes on. It is over at the latest when its replicas answer."""
@@ -182,7 +167,9 @@ class Rollout:
         """One that waited would change something else than was meant when it was asked for: what is served before it
         is known when the other has ended."""
         if not self._one_at_a_time.acquire(blocking=False):
-            raise UserError(f"{self.model} is being changed just now; look at `rtrain serve status`, and ask again")
+            raise UserError(
+                f"{self.model} is being changed just now; look at `rtrain serve status`, and ask again", code="busy"
+            )
         try:
             yield
         finally:
@@ -194,7 +181,10 @@ class Rollout:
         assert self._trial is not None
         if self.on_trial:
             late = f"the replicas have not answered for {END_S:.0f} s"
-            raise UserError(f"{self._trial.version} is dropped as soon as its replicas answer: {late}; see Ray's logs")
+            raise UserError(
+                f"{self._trial.version} is dropped as soon as its replicas answer: {late}; see Ray's logs",
+                code="no_answer",
+            )
         state = self._trial.state
         return "" if state.stage == "promoted" else f"{self._trial.version}: {state.reason}"
 
@@ -204,7 +194,9 @@ class Rollout:
 
     def _refuse_during_trial(self) -> None:
         if self.on_trial and self._trial is not None:
-            raise UserError(f"{self._trial.version} is on trial; wait for its end, or end it by --rollback")
+            raise UserError(
+                f"{self._trial.version} is on trial; wait for its end, or end it by --rollback", code="busy"
+            )
 
     def _admitted(self, artifact: Path, say: Callable[[str], None] = lambda line: None) -> Served:
         """The artefact as it is now; `say` is told what speaks against it. Raises `UserError` where it may not take the
@@ -214,19 +206,21 @@ class Rollout:
         if made.name != old.name:
             raise UserError(
                 f"{shown(artifact)} is called {made.name}, and what answers as {self.model} is called {old.name}; "
-                "serve it under another name, or at another port"
+                "serve it under another name, or at another port",
+                code="other_model",
             )
         if made.task != old.task:
             raise UserError(
                 f"{shown(artifact)} answers {made.task}, and what answers as {self.model} answers {old.task}; serve it "
-                "under another name, or at another port"
+                "under another name, or at another port",
+                code="other_task",
             )
         return Served(artifact, made)
 
     def _load(self, new: Served, old: Artifact) -> None:
         if refusals := self._refusals(new):
             self._drop()
-            raise UserError(f"{shown(new.folder)} is not served, {old.version} goes on: {refusals[0]}")
+            raise UserError(f"{shown(new.folder)} is not served, {old.version} goes on: {refusals[0]}", code="refused")
 
     def _drop(self) -> None:
         """The candidate. Where a replica does not answer, the next one takes its place."""
@@ -242,16 +236,20 @@ class Rollout:
         while not self._all_serve(served[-1]):
             if time.monotonic() > give_up:
                 late = f"not every replica answers with {made.version} after {SWITCH_S:.0f} s"
-                raise UserError(f"{late}, which they are to do; see Ray's logs, or go back by --rollback")
+                raise UserError(
+                    f"{late}, which they are to do; see Ray's logs, or go back by --rollback", code="no_answer"
+                )
             time.sleep(POLL_S)
         return f"{made.version} answers in place of {old.version}"
 
     def _all_serve(self, new: Served) -> bool:
         try:
-            found = self._application.asked("serves")
-        except SILENCE:  # one has ended; what comes in its place serves what is decided
+            told = self._application.told("serves")
+        except SILENCE:
             return False
-        return {one.get(self.model) for one in found} == {(str(new.folder), new.made.version)}
+        # One that has ended tells nothing; what comes in its place serves what is decided.
+        versions = {one if isinstance(one, BaseException) else one.get(self.model) for one in told}
+        return versions == {(str(new.folder), new.made.version)}
 
     def _watch(self, new: Served, old: Artifact, trial: Standing) -> None:
         """Carry the trial out, to its end."""
@@ -306,10 +304,6 @@ class Rollout:
 
 
 def status(application: Application, rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
-    """What is served and tried of each model, and what each replica tells of it; `rates` are those of one second."""
-    looks = []
-    for pause_s in (RATE_S, 0.0):
-        told = application.told("status")
-        looks.append([{} if isinstance(one, BaseException) else one for one in told])
-        time.sleep(pause_s)
-    return [rollout.document(*looks) for rollout in rollouts]
+    """What is served and tried of each model, and what each replica tells of it."""
+    told = [{} if isinstance(one, BaseException) else one for one in application.told("status")]
+    return [rollout.document(told) for rollout in rollouts]

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rtrain.tasks.base import Input
-from serve.change import agreement
+from rtrain.batch import Head
+from rtrain.tasks.base import Input, Task
 from serve.change.judge import Tally
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ IDLE_S = 0.005
 """Seconds between two looks at a busy engine."""
 KEPT = 500
 """Ratios of seconds, of which the median is told."""
+NEAR = 0.1
+"""Two numbers are the same within this share of the training scores' standard deviation."""
 
 
 class Trial:
@@ -107,7 +109,7 @@ class Trial:
         """Seconds and answer of both versions."""
         (old_s, old_answer), (new_s, new_answer) = old, new
         predictor, candidate = self._current.predictor, self._candidate.predictor
-        agreed = agreement.same(predictor.task, predictor.head, old_answer, candidate.head, new_answer)
+        agreed = same(predictor.task, predictor.head, old_answer, candidate.head, new_answer)
         self._current.telemetry.shadow.labels("same" if agreed else "other").inc()
         self._ratios.append(new_s / old_s)
         self._seen = self._seen._replace(
@@ -124,3 +126,31 @@ def _answer(service: "Service", text: Input) -> tuple[float, Any]:
     outputs = service.run(encoded)
     seconds = time.perf_counter() - began
     return seconds, predictor.decode(outputs, [text], encoded, {})[0]
+
+
+def same(task: Task, head: Head, first: Any, other: Head, second: Any) -> bool:
+    """Whether two versions of a model give a text the same answer: what a client would act on, not how sure it is.
+    `first`, `second`: answers to one text, by `Predictor.decode`; `head`, `other`: those of the versions that gave
+    them. Of several labels each version has given those from its own thresholds on."""
+    if task.output == "number":
+        return bool(abs(first - second) <= NEAR * head.facts.get("std", 1.0))
+    return bool(_essence(task, head, first) == _essence(task, other, second))
+
+
+def _essence(task: Task, head: Head, answer: Any) -> Any:
+    output = task.output
+    if output == "classes":
+        return answer[0]["label"]
+    if output == "labels":
+        thresholds = task.thresholds(head) or {}
+        return {entry["label"] for entry in answer if entry["score"] >= thresholds.get(entry["label"], 0.0)}
+    if output == "heads":
+        return {head: entries[0]["label"] for head, entries in answer.items()}
+    if output == "tags":
+        return {(entity["entity_group"], entity["start"], entity["end"]) for entity in answer}
+    if output == "spans":
+        return (answer["start"], answer["end"])
+    if output == "summary":
+        return [(sentence["start"], sentence["end"]) for sentence in answer["sentences"]]
+    # Not its number: in a trimmed vocabulary the same word has another.
+    return [mask[0]["token_str"] for mask in answer]

@@ -88,7 +88,7 @@ class Versions:
             found = (await self._loaded(folder, name)).name
             if self._dropped != dropped:  # by a rollout that waits no longer: the late one must not answer anybody
                 self._forget()
-                raise UserError(f"{folder} was given up while it was loaded")
+                raise UserError(f"{folder} was given up while it was loaded", code="given_up")
             return found
 
     async def _loaded(self, folder: str, name: str) -> Version:
@@ -99,7 +99,8 @@ class Versions:
                 found.service.close(wait=False)
                 fix = "serve it by --update, if it is meant, or put the other one back"
                 raise UserError(
-                    f"{folder} holds the version {found.name} now, and not {name}, which is to answer; {fix}"
+                    f"{folder} holds the version {found.name} now, and not {name}, which is to answer; {fix}",
+                    code="other_version",
                 )
             self.candidate = found
         return self.candidate

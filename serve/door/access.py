@@ -13,7 +13,9 @@ from rtrain.config import Serve
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import int8
 from rtrain.run import shown
-from serve.watching.access_log import STDERR
+
+STDERR = "-"
+"""`serve.access_log` where lines go to stderr."""
 
 
 def check(settings: Serve, say: Callable[[str], None] = lambda line: None) -> None:
@@ -26,7 +28,7 @@ def check(settings: Serve, say: Callable[[str], None] = lambda line: None) -> No
     if settings.keys is None and not settings.insecure:
         reason = "whoever reaches this address may ask the model, without a key"
         fix = "make keys (rtrain serve keys add FILE NAME) and write --keys FILE, or listen on 127.0.0.1, or write"
-        raise ConfigError([Problem("serve.host", settings.host, reason, f"{fix} --insecure")])
+        raise ConfigError([Problem("serve.host", settings.host, reason, f"{fix} --insecure", code="open_to_others")])
     if settings.keys is None:
         say(f"insecure: whoever reaches {settings.host} may ask the model without a key")
     if settings.tls_cert is None:
@@ -44,7 +46,11 @@ def _check_files(settings: Serve) -> None:
         try:
             keys.read(Path(settings.keys))
         except UserError as error:
-            problems.append(Problem("serve.keys", settings.keys, str(error), "correct the file, or name another"))
+            problems.append(
+                Problem(
+                    "serve.keys", settings.keys, str(error), "correct the file, or name another", code="unreadable_keys"
+                )
+            )
     if settings.tls_cert is not None and settings.tls_key is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
@@ -53,14 +59,14 @@ def _check_files(settings: Serve) -> None:
         except OSError as error:  # ssl's own errors are among them
             reason = f"with serve.tls_key={settings.tls_key} it cannot be used: {error.strerror or error}"
             fix = "both are files in PEM, the key without a passphrase, and belong together"
-            problems.append(Problem("serve.tls_cert", settings.tls_cert, reason, fix))
+            problems.append(Problem("serve.tls_cert", settings.tls_cert, reason, fix, code="unusable_certificate"))
     if settings.access_log is not None and settings.access_log != STDERR:
         try:
             Path(settings.access_log).open("ab").close()
         except OSError as error:
             fix = "name a file in a folder that is there and that this user may write, or - for stderr"
             reason = f"no line can be written to it: {error.strerror}"
-            problems.append(Problem("serve.access_log", settings.access_log, reason, fix))
+            problems.append(Problem("serve.access_log", settings.access_log, reason, fix, code="unwritable"))
     if problems:
         raise ConfigError(problems)
 
@@ -79,7 +85,7 @@ def check_grpc(settings: Serve) -> None:
     if settings.grpc_port is not None and importlib.util.find_spec("tritonclient") is None:
         reason = "gRPC needs tritonclient, which is not installed"
         fix = "pip install 'rtrain[grpc]', or leave the setting out"
-        raise ConfigError([Problem("serve.grpc_port", settings.grpc_port, reason, fix)])
+        raise ConfigError([Problem("serve.grpc_port", settings.grpc_port, reason, fix, code="not_installed")])
 
 
 def admit(made: Artifact, folder: Path, settings: Serve, say: Callable[[str], None] = lambda line: None) -> None:
@@ -96,17 +102,23 @@ def admit(made: Artifact, folder: Path, settings: Serve, say: Callable[[str], No
         gate = "it is a copy: gate it where it is made, and publish it with its verdict"
     ways = f"{gate}; or serve it all the same, by --ungated"
     if made.gate is None:
-        raise ArtifactError(f"artefact {folder} was made smaller, and no gate has looked at it; {ways}")
+        raise ArtifactError(
+            f"artefact {folder} was made smaller, and no gate has looked at it; {ways}", code="not_gated"
+        )
     if made.gate.get("version") != made.version:
         raise ArtifactError(
-            f"the verdict in artefact {folder} is that of another one, {made.gate.get('version')}; {ways}"
+            f"the verdict in artefact {folder} is that of another one, {made.gate.get('version')}; {ways}",
+            code="not_gated",
         )
     word, reasons = made.gate.get("verdict"), "; ".join(made.gate.get("reasons") or ["no reason given"])
     if word == "hold":
         say(f"the gate could not tell whether artefact {folder} is good enough: {reasons}")
     elif word != "promote":
         said = "refused" if word == "refuse" else "not promoted"
-        raise ArtifactError(f"artefact {folder} was {said} by the gate: {reasons}. To serve it all the same: --ungated")
+        raise ArtifactError(
+            f"artefact {folder} was {said} by the gate: {reasons}. To serve it all the same: --ungated",
+            code="refused_by_gate",
+        )
 
 
 def _slower_here(made: Artifact) -> str | None:

@@ -2,8 +2,8 @@
 
 Of a request: size of its head -> its host -> declared length -> key, scope, rate (`keys`) -> the body, read whole under
 its limits when the application first asks for it. Whatever is refused is answered here, in the error form that every
-route shares. How deep a document is nested and how many values it has is told by `shape` before it is parsed
-(`schema.parse`).
+route shares. How deep a document is nested and how many values it has is told before it is parsed
+(`schema.shape`).
 """
 
 import asyncio
@@ -15,7 +15,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rtrain.config import Serve
-from serve.door import access, keys, security
+from serve.door import access, keys
+from serve.front import haproxy
 from serve.schema import RequestError
 
 MOST_HEADERS = 100
@@ -23,8 +24,6 @@ READ = (b"authorization", b"content-encoding", b"content-length", b"host", b"tra
 """The headers that are looked at here."""
 REFUSED = "refused"
 """In a request's state: the `RequestError` with which the server has it refused before anything of it is looked at."""
-GRACE_S = 2.0
-"""Seconds in which a body may stand still, whatever its rate: a lost packet is sent again within them."""
 Pairs = list[tuple[bytes, bytes]]
 """Headers, as ASGI has them."""
 
@@ -38,7 +37,7 @@ def door(settings: Serve) -> keys.Door | None:
 
 def security_headers(settings: Serve) -> Pairs:
     """What `hardened` adds to each answer."""
-    added = security.of(settings.tls_cert is not None)
+    added = haproxy.security_headers(settings.tls_cert is not None)
     return [(name.encode(), value.encode()) for name, value in added.items()]
 
 
@@ -74,8 +73,7 @@ class Guard:
             return
         try:
             await self._check(scope)
-            waited_s = scope.get("state", {}).get("waited_s", 0.0)
-            await self._app(scope, _Body(receive, self._settings, waited_s), send)
+            await self._app(scope, _Body(receive, self._settings), send)
         except RequestError as error:
             await answer(error, route(scope))(scope, receive, send)
 
@@ -115,11 +113,9 @@ class Guard:
 class _Body:
     """`receive` whose first message is the whole body, or the client's leaving."""
 
-    def __init__(self, receive: Receive, settings: Serve, waited_s: float = 0.0):
-        """`waited_s`: how long HAProxy has waited for the first part of the body, which counts in the deadline."""
+    def __init__(self, receive: Receive, settings: Serve):
         self._receive, self._settings = receive, settings
-        self._began = asyncio.get_running_loop().time()
-        self._deadline = self._began + settings.deadline_s - waited_s
+        self._deadline = asyncio.get_running_loop().time() + settings.deadline_s
         self._read = False
 
     async def __call__(self) -> Message:
@@ -128,7 +124,7 @@ class _Body:
         self._read = True
         body = bytearray()
         while True:
-            message = await self._next(len(body))
+            message = await self._next()
             if message["type"] != "http.request":
                 return message
             body += message.get("body", b"")
@@ -137,18 +133,13 @@ class _Body:
             if not message.get("more_body", False):
                 return {"type": "http.request", "body": bytes(body), "more_body": False}
 
-    async def _next(self, received: int) -> Message:
-        """The next message, within the deadline and at the least rate."""
-        due = self._began + GRACE_S + received / self._settings.min_body_rate
+    async def _next(self) -> Message:
         try:
-            async with asyncio.timeout_at(min(self._deadline, due)):
+            async with asyncio.timeout_at(self._deadline):
                 return await self._receive()
         except TimeoutError:
-            reason = "the deadline passed before the body had arrived"
-            if due < self._deadline:
-                reason = f"the body arrives at less than {self._settings.min_body_rate} bytes a second"
             # Never 5xx, by which a version on trial is judged: it has not been asked yet.
-            raise _last(RequestError(408, reason)) from None
+            raise _last(RequestError(408, "the deadline passed before the body had arrived")) from None
 
 
 def _too_large(settings: Serve) -> RequestError:

@@ -118,24 +118,33 @@ def read(path: Path) -> tuple[Key, ...]:
         folder = Path(os.path.realpath(path)).parent.stat()
     except FileNotFoundError:
         hint = meant(path) or f"make one: rtrain serve keys add {path} NAME"
-        raise UserError(f"there is no file of keys {path}; {hint}") from None
+        raise UserError(f"there is no file of keys {path}; {hint}", code="not_found") from None
     except OSError as error:
-        raise UserError(f"the file of keys {path} cannot be read: {error.strerror}") from None
+        raise UserError(f"the file of keys {path} cannot be read: {error.strerror}", code="unreadable") from None
     if facts.st_mode & _FOREIGN_WRITES:
-        raise UserError(f"others may write the file of keys {path}, and so let themselves in; chmod 600 {path}")
+        raise UserError(
+            f"others may write the file of keys {path}, and so let themselves in; chmod 600 {path}",
+            code="open_to_others",
+        )
     if facts.st_uid not in (os.getuid(), 0):
-        raise UserError(f"the file of keys {path} is another user's, who may write it; make a copy that is this user's")
+        raise UserError(
+            f"the file of keys {path} is another user's, who may write it; make a copy that is this user's",
+            code="open_to_others",
+        )
     if folder.st_mode & stat.S_IWOTH and not folder.st_mode & stat.S_ISVTX:
-        raise UserError(f"others may replace the file of keys {path}: its folder is open to all; chmod o-w the folder")
+        raise UserError(
+            f"others may replace the file of keys {path}: its folder is open to all; chmod o-w the folder",
+            code="open_to_others",
+        )
     if len(data) > MOST_BYTES:
-        raise UserError(f"the file of keys {path} has more than {MOST_BYTES:,} bytes")
+        raise UserError(f"the file of keys {path} has more than {MOST_BYTES:,} bytes", code="too_large")
     try:
         return _File.model_validate_json(data).keys
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         reason = f"{place}: {first['msg']}" if place else first["msg"]
-        raise UserError(f"the file of keys {path} is torn or is none: {reason}") from None
+        raise UserError(f"the file of keys {path} is torn or is none: {reason}", code="malformed") from None
 
 
 def add(
@@ -158,12 +167,17 @@ def add(
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         if first["loc"] == ("name",):
-            raise UserError(f"{quoted(name)} is no name; take up to 64 letters, digits and . _ -") from None
-        raise UserError(first["msg"].removeprefix("Value error, ")) from None
+            raise UserError(
+                f"{quoted(name)} is no name; take up to 64 letters, digits and . _ -", code="invalid_name"
+            ) from None
+        raise UserError(first["msg"].removeprefix("Value error, "), code="invalid") from None
     with _alone(path) as real:
         keys = read(real) if real.exists() else ()
         if any(other.name == name for other in keys):
-            raise UserError(f"{path} has a key named {name} already; take another name, or revoke that one first")
+            raise UserError(
+                f"{path} has a key named {name} already; take another name, or revoke that one first",
+                code="already_exists",
+            )
         _write(real, (*keys, key))
     return plain
 
@@ -175,29 +189,23 @@ def revoke(path: Path, name: str) -> None:
         left = tuple(key for key in keys if key.name != name)
         if len(left) == len(keys):
             names = ", ".join(key.name for key in keys) or "none"
-            raise UserError(f"{path} has no key named {quoted(name)}; it has {names}")
+            raise UserError(f"{path} has no key named {quoted(name)}; it has {names}", code="unknown_name")
         _write(real, left)
 
 
 @contextmanager
 def _alone(path: Path) -> Iterator[Path]:
     """While it is entered, no other `add` or `revoke` writes there. The folder is locked, since the file is another one
-    after each of them; a file in it where NFS locks nothing that is open for reading alone. Gives the path without
-    links, which stay as they are."""
+    after each of them. Gives the path without links, which stay as they are."""
     real = Path(os.path.realpath(path))
     with ExitStack() as opened:
         try:
             folder = os.open(real.parent, os.O_RDONLY)
             opened.callback(os.close, folder)
-            try:
+            with suppress(OSError):  # storage that locks no folder
                 fcntl.flock(folder, fcntl.LOCK_EX)
-            except OSError:
-                lock = os.open(real.with_name(f".{real.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
-                opened.callback(os.close, lock)
-                with suppress(OSError):  # storage without locks
-                    fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
-            raise UserError(f"the folder of {path} cannot be opened: {error.strerror}") from None
+            raise UserError(f"the folder of {path} cannot be opened: {error.strerror}", code="unreadable") from None
         yield real
 
 
@@ -212,7 +220,7 @@ def _write(path: Path, keys: Sequence[Key]) -> None:
         draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)
-        raise UserError(f"the file of keys {path} cannot be written: {error.strerror}") from None
+        raise UserError(f"the file of keys {path} cannot be written: {error.strerror}", code="unwritable") from None
     drafts.sync(path.parent)
 
 

@@ -2,18 +2,14 @@
 
 import errno
 import http.client
-import json
 import socket
 import ssl
 from dataclasses import dataclass
-from urllib.parse import unquote
 
-from rtrain.errors import UserError, quoted
+from rtrain.errors import UserError
 
 PORTS_TRIED = 20
 """How many ports above one in use are tried, to name a free one."""
-ASK_S = 2.0
-"""Seconds in which an endpoint of ours says which model it serves."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +50,11 @@ def free_address(host: str, port: int) -> Address:
         return Address(host, _bind(host, port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise UserError(_in_use(host, port)) from None
+            raise UserError(_in_use(host, port), code="port_in_use") from None
         reason = error.strerror or error
-        raise UserError(f"cannot listen on {host}, port {port}: {reason}; correct serve.host or serve.port") from None
+        raise UserError(
+            f"cannot listen on {host}, port {port}: {reason}; correct serve.host or serve.port", code="cannot_listen"
+        ) from None
 
 
 def listening(host: str, port: int, backlog: int | None = None) -> socket.socket:
@@ -74,33 +72,16 @@ def refuse_grpc_port(host: str, port: int | None) -> None:
     program that shares it too, and their requests would go to either."""
     if port and not Address(host, port).is_free():
         place = f"port {port} on {host} is in use"
-        raise UserError(f"serve.grpc_port: {place}; end the program that has it, or write another port")
+        raise UserError(
+            f"serve.grpc_port: {place}; end the program that has it, or write another port", code="port_in_use"
+        )
 
 
 def _in_use(host: str, port: int) -> str:
-    """What holds a port, where it is an endpoint of ours, and which one is free instead."""
-    model = _model_at(Address(host, port))
-    holder = f" by rtrain, which serves {model}" if model else ""
+    """That a port is in use, and which one is free instead."""
     after = next((one for one in range(port + 1, port + 1 + PORTS_TRIED) if Address(host, one).is_free()), 0)
     free = f"--port {after}, which is free" if after else "--port 0, which takes a free one"
-    return f"port {port} on {host} is in use{holder}; end the program that has it, or write {free}"
-
-
-def _model_at(address: Address) -> str | None:
-    """Name and version of the model that an endpoint of rtrain's serves there; None where anything else answers."""
-    connection = address.connection(ASK_S)
-    try:
-        connection.request("GET", "/v2")
-        answer = connection.getresponse()
-        document = json.loads(answer.read(1 << 12))
-        name, version = answer.headers["x-model-name"], answer.headers["x-model-version"]
-    except (OSError, ValueError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
-    if not isinstance(document, dict) or document.get("name") != "rtrain":
-        return None
-    return f"{quoted(unquote(name))} (version {quoted(version)})" if name else "several models"
+    return f"port {port} on {host} is in use; end the program that has it, or write {free}"
 
 
 def _bind(host: str, port: int) -> int:

@@ -36,12 +36,12 @@ def install(application: ASGIApp, most: int) -> None:
     own = asyncio.get_running_loop()
 
     async def start(given: ReplicaServer) -> tuple[Any, Any] | None:
-        return await _serving(given, Direct(application, given, most)) if given.loop is own else None
+        return await start_server(given, Direct(application, given, most)) if given.loop is own else None
 
     ray_internals.replace_replica_server(start)
 
 
-async def _serving(given: ReplicaServer, application: ASGIApp) -> tuple[Any, Any]:
+async def start_server(given: ReplicaServer, application: ASGIApp) -> tuple[Any, Any]:
     options = given.options
     config = uvicorn.Config(
         application,

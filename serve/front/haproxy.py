@@ -8,8 +8,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve.door import security
-
 PATIENCE_S = 2
 """Seconds after a request's deadline for which the only replica may still answer a health check."""
 PAGES = (500, 502, 503, 504)
@@ -18,8 +16,6 @@ COUNTED = (503, 504)
 """The statuses of those answers, by which HAProxy counts them since it has begun; it tells replicas that are asked for
 their metrics, in the header ERRORS, e.g. `503=12 504=0`."""
 ERRORS = "x-haproxy-errors"
-WAITED = "x-haproxy-waited-ms"
-"""The header by which a replica is told for how long HAProxy has waited for the body: its deadline counts that too."""
 LATER = "%[var(txn.later)]"
 """The seconds after which to come again, in what HAProxy answers where the replicas are full."""
 TOLD_S = 10
@@ -29,6 +25,19 @@ MOST_LOOKS = 2
 BUSY, BUSY_V2, DOWN_V2 = "busy.json", "busy-v2.json", "down-v2.json"
 """The files that answer, with status 503, what is more than the replicas take, and where none is up. Those of `/v2`
 have its form of an error, which its clients read; a file by a status alone, of `PAGES`, has one form for all paths."""
+
+SECURITY_HEADERS = {
+    "cache-control": "no-store",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+"""On every answer: it is nobody's to store, to embed or to take for another type."""
+CONTENT_POLICY = "content-security-policy"
+NO_CONTENT = "default-src 'none'; frame-ancestors 'none'"
+"""The content security policy of answers that are no page."""
+ONLY_TLS = "max-age=31536000"
 
 
 class UnknownFile(ValueError):
@@ -76,12 +85,9 @@ def rewrite(text: str, front: Front, socket: Path) -> str:
     # HAProxy can give to another replica only what it had whole before it gave it to the first.
     tls = f" ssl crt {front.certificate} alpn http/1.1 ssl-min-ver TLSv1.2" if front.certificate else ""
     body = [
-        "http-request set-var(txn.began) date(0,ms) if METH_POST",
         f"http-request wait-for-body time {front.body_s}s if METH_POST",
         # A replica's parser would take its head for the whole request, and the body for others' requests.
         "http-request del-header upgrade",
-        f"http-request del-header {WAITED}",  # a client's
-        f"http-request set-header {WAITED} %[date(0,ms),sub(txn.began)] if METH_POST",
     ]
     address = "\n    ".join([rf"\g<1>{front.host}:\2{tls}", *body, *_secured(front)])
     header = f"    timeout http-request {front.header_s}s\n    option http-ignore-probes"
@@ -154,8 +160,14 @@ def _secured(front: Front) -> list[str]:
     """What HAProxy answers itself has the headers that the replicas' answers have."""
     return [
         f'http-after-response set-header {name} "{value}" if !{{ var(txn.theirs) -m found }}'
-        for name, value in security.of(bool(front.certificate)).items()
+        for name, value in security_headers(bool(front.certificate)).items()
     ]
+
+
+def security_headers(tls: bool) -> dict[str, str]:
+    """Those of an answer that is no page; `tls`: clients encrypt."""
+    more = {"strict-transport-security": ONLY_TLS} if tls else {}
+    return {**SECURITY_HEADERS, **more, CONTENT_POLICY: NO_CONTENT}
 
 
 def _limited(front: Front) -> list[str]:

@@ -100,7 +100,7 @@ def choose(settings: Serve, most: int, replicas: int, tell: Tell, *, before_ray:
             tell(line)
         return Ingress(host, environment(found, settings, taken), found.folder)
     if settings.ingress == "haproxy":
-        raise ConfigError([Problem("serve.ingress", "haproxy", found, "write auto or stock")])
+        raise ConfigError([Problem("serve.ingress", "haproxy", found, "write auto or stock", code="unavailable")])
     tell(f"requests go through Ray Serve's own proxy, which takes longer than HAProxy: {found}")
     return None
 

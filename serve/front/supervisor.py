@@ -6,10 +6,11 @@ anew, which takes many seconds in which nobody listens. To Ray this program is H
 knows, hands signals on, ends with HAProxy where that was told to end, and answers on the admin socket, since Ray asks
 there which process answers. HAProxy that dies too often is left to Ray.
 
-Where the process that manages it dies, HAProxy goes on with the replicas it knows until its successor takes over. What
-a successor is given first names no replica yet, and would answer 404; and while a replica is told of another model, Ray
-takes it out, though it answers, and has a file without replicas where it is the only one. In place of such a file the
-one before is taken: a replica that has really gone refuses connections, and is answered for at once.
+Where the process that manages it dies, HAProxy goes on until the one that Ray starts in its place takes over, or until
+the node's Ray has ended too. The first file of a successor names no replica yet, and would answer 404; and while a
+replica is told of another model, Ray takes it out, though it answers, and has a file without replicas where it is the
+only one. In place of such a file the one before is taken: a replica that has really gone refuses connections, and is
+answered for at once.
 
 The standard library alone is imported, since each change of replicas waits for it.
 """
@@ -35,12 +36,8 @@ from serve.front.haproxy import Front, UnknownFile, admin_socket, key_of, names_
 
 MOST_DEATHS, WITHIN_S = 5, 10.0
 """HAProxy that dies for this time in so many seconds is not started again."""
-MOST_LEFT_S = 120.0
-"""Seconds for which HAProxy goes on without the process that manages it."""
-LOOK_S = 0.25
-"""Seconds between two looks whether the node's Ray is still there, once the process that manages HAProxy is not."""
-MOST_MISSES = 3
-"""Such looks at which HAProxy gives no answer, before it is taken for hung."""
+LOOK_S = 1.0
+"""Seconds between two looks whether HAProxy's files have changed, and whether somebody can still manage it."""
 READY_S = 0.01
 """Seconds between two looks whether a HAProxy that was started answers."""
 ANSWER_S = 4.0
@@ -49,8 +46,6 @@ MOST_BYTES = 1 << 16
 """Largest size of a command, and of a part of an answer."""
 ENDING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 """HAProxy ends by them, by the first one softly: it takes no more connections, and ends with the last answer."""
-LEFT = signal.SIGHUP
-"""The process that has started this one has died."""
 PAUSING = (signal.SIGTTOU, signal.SIGTTIN)
 """By them a HAProxy that takes over has the one before let go of its ports, and take them again."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -106,10 +101,7 @@ class Supervisor:
         self._command, self._successor = [binary, *given], [binary, *_alone(given)]
         self._haproxy: subprocess.Popen[bytes] | None = None
         self._answers = self._told = False
-        self._node = int((_stat(self._parent) or ["", "1"])[1])
-        self._node_began = _stat(self._node)[19:20]
-        self._left: float | None = None
-        self._misses = 0
+        self._node = int((_stat(self._parent) or ["", "0"])[1])
         self._listener: socket.socket | None = None
         self._deaths: collections.deque[float] = collections.deque(maxlen=MOST_DEATHS)
 
@@ -121,17 +113,14 @@ class Supervisor:
         signal.set_wakeup_fd(wakes.fileno())
         for number in (*ENDING, *PAUSING):
             signal.signal(number, self._hand_on)
-        signal.signal(LEFT, self._is_left)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         os.setpgid(0, 0)  # Ray kills the group of a process that has died
-        _when_parent_dies(LEFT)
-        self._is_left()  # it may have died before
         selector = selectors.DefaultSelector()
         selector.register(woken, selectors.EVENT_READ)
         try:
             self._haproxy = self._started(self._command)
             while (code := self._haproxy.poll()) is None or self._starts_again(code):
-                ready = selector.select(self._wait_s())
+                ready = selector.select(LOOK_S if self._answers else READY_S)
                 with contextlib.suppress(BlockingIOError):
                     woken.recv(MOST_BYTES)
                 if not self._answers:
@@ -139,22 +128,14 @@ class Supervisor:
                 for key, _ in ready:
                     if key.fileobj is self._listener:
                         self._relay()
-                if self._left and not self._told:
-                    self._look(self._left)
+                if self._is_abandoned() and not self._told:
+                    self._hand_on(signal.SIGUSR1)
                 if self._answers:
                     self._renew()
             return code if code >= 0 else 128 - code
         finally:
             for made in (self._file, self._socket):
                 made.unlink(missing_ok=True)
-
-    def _wait_s(self) -> float | None:
-        """Seconds until there may be something to do although nobody has sent anything."""
-        if not self._answers:
-            return READY_S
-        if self._left:
-            return LOOK_S
-        return certificate.LOOK_S if self._certificate else None
 
     def _renew(self) -> None:
         """Have HAProxy take a renewed certificate for connections that come from now on."""
@@ -169,10 +150,9 @@ class Supervisor:
             sys.stderr.write(f"HAProxy does not take the renewed certificate: {answer.decode(errors='replace')}\n")
             sys.stderr.flush()
 
-    def _is_left(self, number: int = LEFT, frame: object = None) -> None:
-        """Whatever has sent the signal, or none: it is what it says where this process has another parent."""
-        if os.getppid() != self._parent or self._parent == 1:
-            self._left = time.monotonic()
+    def _is_abandoned(self) -> bool:
+        """Whether the process that has started this one has ended, and the node's Ray, which would start another."""
+        return (os.getppid() != self._parent or self._parent == 1) and not _stat(self._node)
 
     @staticmethod
     def _started(command: list[str]) -> "subprocess.Popen[bytes]":
@@ -227,18 +207,6 @@ class Supervisor:
                 own = f"Pid: {self._haproxy.pid}\n".encode()
                 client.sendall(re.sub(rb"^" + own, f"Pid: {os.getpid()}\n".encode(), answer, flags=re.MULTILINE))
 
-    def _look(self, left: float) -> None:
-        """Since then nobody manages HAProxy: end it where no successor can come, or could not listen beside it."""
-        assert self._haproxy is not None
-        began = _stat(self._node)[19:20]
-        if time.monotonic() - left > MOST_LEFT_S or not began or began != self._node_began:
-            self._hand_on(signal.SIGUSR1)
-        elif self._answers:
-            self._misses = 0 if _ask(self._socket) else self._misses + 1
-            if self._misses == MOST_MISSES:
-                self._told = True
-                self._haproxy.kill()
-
 
 def _ask(at: Path, command: bytes = b"show info\n") -> bytes:
     """What HAProxy answers to a command on a socket; nothing, where it gives no answer in time."""
@@ -292,22 +260,17 @@ def _alone(given: list[str]) -> list[str]:
 
 
 def _stat(process: int) -> list[str]:
-    """What Linux tells of a process, from its state on (proc_pid_stat(5)): the second is its parent, the 20th when it
-    has begun. Nothing where it has ended."""
+    """What Linux tells of a process, from its state on (proc_pid_stat(5)): the second is its parent. Nothing where it
+    has ended."""
     try:
-        found = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
-    return [] if found[0] == "Z" else found
-
-
-def _when_parent_dies(number: int) -> None:
-    """Have this process get that signal."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    return [] if fields[0] == "Z" else fields
 
 
 def _end_with_parent(parent: int) -> None:
     """HAProxy would go on with servers that are gone."""
-    _when_parent_dies(signal.SIGUSR1)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
     if os.getppid() != parent:  # it has died before
         os._exit(1)

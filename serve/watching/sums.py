@@ -7,11 +7,7 @@ from typing import NamedTuple
 import prometheus_client
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily
-from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
-
-END = "# EOF\n"
-"""The last line of OpenMetrics' form, which the other one has not."""
 
 
 class Joined(NamedTuple):
@@ -36,12 +32,6 @@ def exposition(registries: Mapping[str, CollectorRegistry]) -> str:
     return prometheus_client.generate_latest(Joined(registries)).decode()
 
 
-def open_metrics(registries: Mapping[str, CollectorRegistry]) -> str:
-    """The form that has exemplars."""
-    found: bytes = openmetrics.generate_latest(Joined(registries))  # type: ignore[no-untyped-call]
-    return found.decode()
-
-
 class _Families(NamedTuple):
     families: list[Metric]
 
@@ -64,7 +54,7 @@ def join_expositions(texts: Mapping[str, str]) -> str:
 
 
 def with_haproxy(text: str, told: str) -> str:
-    """An exposition in either form, and the errors that HAProxy has answered itself; `told`: by itself, in the header
+    """An exposition, and the errors that HAProxy has answered itself; `told`: by itself, in the header
     `haproxy.ERRORS`, or by a client where no HAProxy has replaced it. Where it has told nothing that it could the
     exposition is as it was."""
     found = re.findall(r"\b(\d{3})=(\d{1,15})\b", told)
@@ -75,8 +65,4 @@ def with_haproxy(text: str, told: str) -> str:
     )
     for status, count in found:
         family.add_metric([status], int(count))
-    if text.endswith(END):
-        added: bytes = openmetrics.generate_latest(_Families([family]))  # type: ignore[no-untyped-call]
-    else:
-        added = prometheus_client.generate_latest(_Families([family]))
-    return text.removesuffix(END) + added.decode()
+    return text + prometheus_client.generate_latest(_Families([family])).decode()

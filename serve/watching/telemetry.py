@@ -1,14 +1,12 @@
 """What an endpoint counts of itself, for Prometheus; `sums` joins models and replicas."""
 
 import functools
-import time
-import uuid
 from collections import Counter as Counted
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 
 from rtrain import reference
 from rtrain.batch import Encoded, Floats
@@ -18,9 +16,6 @@ from serve.watching.drift import Drift
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SECONDS_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0, 4.0, 8.0, 16.0)
-OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-MOST_EXEMPLAR = 100
-"""Characters; OpenMetrics allows 128 with the name."""
 WATCHED_ROWS = 64
 """Answers whose drift is computed at a time: one by one it would cost each request a tenth of a millisecond."""
 
@@ -49,25 +44,22 @@ class Watch:
         if self._drift is None:
             return None
         self._catch_up(self._drift)
-        found = {"distance": self._drift.distances(), "evidence": self._drift.evidence, "alarms": self._drift.alarms}
-        return {**found, "rows": self._drift.rows}
+        distances = self._drift.distances()
+        return {"distance": distances, "alarm": self._drift.is_alarming(distances), "rows": self._drift.rows}
 
     def collect(self) -> Iterator[Metric]:
-        if self._drift is None:
+        status = self.status()
+        if status is None:
             return
-        self._catch_up(self._drift)
         distance = GaugeMetricFamily(
             "rtrain_drift_distance",
             "Population stability index of the last 1,000 rows against the validation rows.",
             labels=["feature"],
         )
-        for feature, value in self._drift.distances().items():
+        for feature, value in status["distance"].items():
             distance.add_metric([feature], value)
-        evidence = GaugeMetricFamily(
-            "rtrain_drift_evidence", "Evidence of unknown input; an alarm at 100,000.", value=self._drift.evidence
-        )
-        alarms = CounterMetricFamily("rtrain_drift_alarms", "Alarms of unknown input.", value=self._drift.alarms)
-        yield from (distance, evidence, alarms)
+        alarm = "1 while a distance other than that of labels is 0.25 or more, by 200 rows or more."
+        yield from (distance, GaugeMetricFamily("rtrain_drift_alarm", alarm, value=status["alarm"]))
 
     def _catch_up(self, drift: Drift) -> None:
         outputs, encoded, self._outputs, self._encoded = self._outputs, self._encoded, [], []
@@ -78,9 +70,7 @@ class Watch:
 class Requests:
     """How many requests were answered and how fast, in a registry of their own."""
 
-    def __init__(self, exemplars: bool = False):
-        """`exemplars`: a request's trace, or its number, beside the bucket that it fell into."""
-        self._exemplars = exemplars
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "rtrain_requests", "Requests by route and status.", ["route", "status"], registry=self.registry
@@ -93,21 +83,18 @@ class Requests:
             lambda route, status: (self.requests.labels(route, str(status)), self.seconds.labels(route))
         )
 
-    def count(self, route: str, status: int, seconds: float, name: str) -> None:
-        """A request has ended; `name` is that of its trace, or its own."""
+    def count(self, route: str, status: int, seconds: float) -> None:
+        """A request has ended."""
         requests, took = self._labelled(route, status)
         requests.inc()
-        took.observe(seconds, {"trace_id": name[:MOST_EXEMPLAR]} if self._exemplars else None)
+        took.observe(seconds)
 
 
 class Telemetry(Requests):
     """The metrics of one model in one replica, whatever versions of it there are."""
 
-    def __init__(self, exemplars: bool = False):
-        super().__init__(exemplars)
-        self._began = time.monotonic()
-        # Not the process' number: two containers, or nodes, may have the same.
-        self._replica = uuid.uuid4().hex
+    def __init__(self) -> None:
+        super().__init__()
         counter = functools.partial(Counter, registry=self.registry)
         histogram = functools.partial(Histogram, registry=self.registry)
         self.versions = counter("rtrain_version_requests", "Requests by version of the model.", ["version", "status"])
@@ -130,10 +117,10 @@ class Telemetry(Requests):
         )
         self.registry.register(self)
 
-    def answered(self, version: str, route: str, status: int, seconds: float, name: str) -> None:
+    def answered(self, version: str, route: str, status: int, seconds: float) -> None:
         """A request of that version has ended (`count`)."""
         self._version(version, status).inc()
-        self.count(route, status, seconds, name)
+        self.count(route, status, seconds)
 
     def on_call(self, rows: int, tokens: int, seconds: float) -> None:
         """An engine call has ended."""
@@ -155,20 +142,11 @@ class Telemetry(Requests):
             yield from drift.collect()
 
     def totals(self) -> dict[str, Any]:
-        """The replica's own name; since its start: seconds, requests by status, texts, seconds of the engine."""
+        """Since the replica's start: requests by status, and texts."""
         requests: Counted[str] = Counted()
         for family in self.requests.collect():
             for sample in family.samples:
                 if sample.name.endswith("_total"):
                     requests[sample.labels["status"]] += int(sample.value)
-        return {
-            "replica": self._replica,
-            "seconds": time.monotonic() - self._began,
-            "requests": dict(requests),
-            "texts": int(_value(self.rows)),
-            "engine_seconds": _value(self.engine_seconds),
-        }
-
-
-def _value(counter: Counter) -> float:
-    return next(sample.value for family in counter.collect() for sample in family.samples)
+        texts = next(sample.value for family in self.rows.collect() for sample in family.samples)
+        return {"requests": dict(requests), "texts": int(texts)}

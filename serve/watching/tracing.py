@@ -59,14 +59,18 @@ def check(settings: Serve) -> None:
         return
     if not settings.traces.startswith(("http://", "https://")):
         fix = "write e.g. http://127.0.0.1:4318/v1/traces"
-        raise ConfigError([Problem("serve.traces", settings.traces, "no address of a collector over HTTP", fix)])
+        raise ConfigError(
+            [Problem("serve.traces", settings.traces, "no address of a collector over HTTP", fix, code="malformed")]
+        )
     try:
         absent = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     except ModuleNotFoundError:  # of a parent package
         absent = list(LIBRARIES)
     if absent:
         reason = "traces need OpenTelemetry, which is not installed"
-        raise ConfigError([Problem("serve.traces", settings.traces, reason, "pip install 'rtrain[traces]'")])
+        raise ConfigError(
+            [Problem("serve.traces", settings.traces, reason, "pip install 'rtrain[traces]'", code="not_installed")]
+        )
 
 
 class NoSpans:

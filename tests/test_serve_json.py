@@ -1,11 +1,33 @@
-"""The shape of a document from its bytes is the one that a parser finds."""
+"""Answers as JSON, byte for byte as the standard library writes them; and the shape of a document from its bytes."""
 
 import json
+import math
 from typing import Any
 
+import pytest
 from hypothesis import given, strategies as st
 
-from serve.door.shape import Shape, shape
+from serve.base import labels_to_json, to_json
+from serve.schema import Shape, shape
+
+LABELS = st.text(st.characters(exclude_categories=["Cs"]))
+SCORES = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e300, max_value=1e300)
+ANSWER = st.tuples(LABELS, SCORES).map(lambda one: {"label": one[0], "score": one[1]})
+ANSWERS = st.lists(st.lists(ANSWER, max_size=4), max_size=4)
+
+
+@given(ANSWERS)
+def test_labels_with_scores_are_written_as_any_json(answers: list[list[dict[str, object]]]) -> None:
+    assert labels_to_json(answers) == to_json(answers)
+    assert json.loads(labels_to_json(answers)) == answers
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_no_number_is_not_written(score: float) -> None:
+    for write in (to_json, labels_to_json):
+        with pytest.raises(ValueError):  # noqa: PT011  # it has no code
+            write([[{"label": "a", "score": 0.5}, {"label": "b", "score": score}]])
+
 
 MOST = 100
 DOCUMENTS = st.recursive(
