@@ -1,6 +1,5 @@
 """The charts: places that can be computed by hand, and no text that becomes markup."""
 
-import itertools
 import re
 import xml.etree.ElementTree as ET
 
@@ -8,14 +7,11 @@ import numpy as np
 import pytest
 from markupsafe import Markup
 
-from rtrain.report.drawing import charts, parallel, surface, svg
+from rtrain.report.drawing import charts, svg
 from rtrain.report.drawing.charts import Bar, Dot, Line, Mark, Stacked
-from rtrain.report.drawing.parallel import Strand, Upright
-from rtrain.report.drawing.surface import Grid, Spot
 from rtrain.report.stats import Box
 
 HOSTILE = '</text><script>alert("x")</script>&\u202e'
-GRID = Grid(np.array([0.0, 1.0, 2.0]), np.array([0.0, 2.0]), np.array([[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]))
 BOX = Box(1.0, 2.0, 3.0, 4.0, 5.0, 7)
 
 
@@ -101,11 +97,7 @@ def test_a_long_name_is_cut_and_told_in_full_by_the_pointer() -> None:
         charts.scatter(np.array([1.0]), np.array([2.0]), HOSTILE, HOSTILE, diagonal=True),
         charts.stack([(HOSTILE, 1.0)], HOSTILE),
         charts.heat(np.array([[1, 2], [0, 3]]), [HOSTILE, "b"]),
-        charts.dots([Dot(1.0, 2.0, 0, HOSTILE, HOSTILE)], [HOSTILE, "b"], HOSTILE, HOSTILE, [(1.0, 2.0)]),
-        surface.contour(GRID, [Spot(1.0, 1.0, HOSTILE, HOSTILE)], HOSTILE, HOSTILE, HOSTILE, log=(False, False)),
-        parallel.parallel(
-            [Upright(HOSTILE, [(0.5, HOSTILE)])] * 3, [Strand([0.0, 1.0, 0.5], 0.5, HOSTILE)], HOSTILE, (HOSTILE, "1")
-        ),
+        charts.dots([Dot(1.0, 2.0, 0, HOSTILE, HOSTILE)], [HOSTILE, "b"], HOSTILE, HOSTILE),
     ],
 )
 def test_text_never_becomes_markup(chart: Markup) -> None:
@@ -239,89 +231,5 @@ def test_points_are_named_where_there_is_room_and_always_told_to_a_pointer() -> 
     assert "<script" not in str(chart)
 
 
-# -------------------------------------------------------------------------------------------- surfaces, upright axes
-
-
-def size_of(path: str) -> float:
-    """Area of all polygons of a path together, by the shoelace formula."""
-    total = 0.0
-    for part in path.removeprefix("M").removesuffix("Z").split("ZM") if path else []:
-        x, y, corners = 0.0, 0.0, []
-        for kind, numbers in re.findall(r"([A-Z]?)([-\d. ]+)", part):
-            values = [float(value) for value in numbers.split()]
-            x, y = (values[0], y) if kind == "H" else (x, values[0]) if kind == "V" else (values[0], values[1])
-            corners.append((x, y))
-        ends = zip(corners, [*corners[1:], corners[0]], strict=True)
-        total += abs(sum(x1 * y2 - x2 * y1 for (x1, y1), (x2, y2) in ends)) / 2
-    return total
-
-
-@pytest.mark.parametrize(("level", "size"), [(0.0, 800.0), (1.0, 600.0), (2.5, 300.0), (4.5, 0.0)])
-def test_a_band_of_a_slope_is_as_large_as_the_part_above_its_level(level: float, size: float) -> None:
-    """Heights 0 to 4 over a width of 40 and a height of 20: above level h lies (4 - h) / 4 of the plane."""
-    xs, ys = np.linspace(0, 40, 5), np.linspace(0, 20, 3)
-    assert size_of(surface.area(xs, ys, np.tile(np.arange(5.0), (3, 1)), level)) == pytest.approx(size)
-
-
-def test_a_band_of_a_dome_is_a_disc() -> None:
-    xs = ys = np.linspace(-100, 100, 81)
-    heights = 1 - (xs[None, :] ** 2 + ys[:, None] ** 2) / 1e4
-    assert size_of(surface.area(xs, ys, heights, 0.51)) == pytest.approx(np.pi * 70**2, rel=0.01)
-    assert surface.area(xs, ys, heights, 2.0) == ""
-
-
-def test_a_band_is_named_by_its_level_and_that_of_an_error_by_what_it_is_below() -> None:
-    def highest(sign: int) -> str | None:
-        chart = surface.contour(GRID, [], "x", "y", "RMSE", log=(False, False), sign=sign)
-        return of_class(chart, "path", "band")[-1][0].text
-
-    assert (highest(1), highest(-1)) == ("RMSE above 2", "RMSE below -2")
-    bare = surface.contour(Grid(GRID.xs, GRID.ys, None), [], "x", "y", "z", log=(False, False))
-    assert of_class(bare, "path", "band") == []
-
-
-def test_names_of_points_lie_on_no_other_point_and_the_best_one_keeps_its_own() -> None:
-    spots = [Spot(1, 1, "3", ""), Spot(1, 1, "8", "", best=True), Spot(0.2, 0.5, "5", "", scored=False)]
-    chart = surface.contour(GRID, spots, "x", "y", "z", log=(False, False))
-    assert [found.text for found in of_class(chart, "text", "halo")] == ["8", "5"]
-    assert of_class(chart, "circle", "spot")[-1].get("r") == "5"  # the best one lies on the others
-    assert [len(of_class(chart, "circle", css)) for css in ("spot", "best", "none")] == [3, 1, 1]
-
-
 def test_few_values_are_the_ticks_of_an_upright_axis() -> None:
     assert svg.Logarithmic.over([1, 2, 4, 8], 200, 20, pad=0.1).ticks() == [1, 2, 4, 8]
-
-
-def test_a_strand_goes_through_its_places_and_one_without_a_value_ends_early() -> None:
-    uprights = [Upright("lr", [(0.0, "0.0001")]), Upright("k", []), Upright("accuracy", [(1.0, "0.9")])]
-    strands = [
-        Strand([0.0, 1.0, 1.0], 1.0, "trial 1", best=True),
-        Strand([0.5, 0.5], None, "trial 2"),
-        Strand([0.5, 0.5, 0.25], 0.25, "trial 3"),
-    ]
-    chart = parallel.parallel(uprights, strands, "trials", ("0.1", "0.9"))
-    (best,) = of_class(chart, "polyline", "best")
-    ys = [float(point.split(",")[1]) for point in best.get("points", "").split()]
-    assert ys[0] > ys[1] == ys[2]
-    shaded = [found.get("style") for found in of_class(chart, "polyline", "strand") if found.get("style")]
-    assert shaded == ["stroke:color-mix(in oklab, var(--c0) 25%, var(--c1));stroke-opacity:0.80"]
-    (failed,) = of_class(chart, "polyline", "none")
-    assert len(failed.get("points", "").split()) == 2
-    assert {"lr", "k", "accuracy", "0.0001", "0.9"} <= set(texts(chart))
-
-
-def test_many_upright_axes_are_scrolled_and_not_squeezed() -> None:
-    chart = parallel.parallel([Upright(f"a{place}", []) for place in range(9)], [], "trials")
-    assert "min-width" in (parse(chart).get("style") or "")
-    xs = sorted(float(found.get("x1", "")) for found in of_class(chart, "line", "axis"))
-    assert min(b - a for a, b in itertools.pairwise(xs)) >= parallel.APART
-
-
-def test_faint_curves_have_no_name_in_the_legend_and_lie_on_the_same_axes() -> None:
-    curves = [Line("8", [0, 1], [1.0, 2.0]), Line("9", [0, 1], [1.0, 2.0])]
-    chart = charts.lines(curves, "x", "y", faint=[Line("trial 3", [0, 2], [0.0, 4.0])])
-    (faint,) = of_class(chart, "polyline", "faint")
-    assert faint[0].text == "trial 3"
-    assert faint.get("points", "").split()[-1].startswith(f"{svg.WIDTH - svg.RIGHT:.1f},")
-    assert "8" in texts(chart)
-    assert "trial 3" not in texts(chart)

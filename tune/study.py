@@ -24,7 +24,7 @@ from tune import slots
 from tune.known.history import Trial
 from tune.known.journal import Journal
 from tune.record import Record
-from tune.results import study_page, study_table
+from tune.results import study_table
 from tune.results.study_table import FIRST, Cell, Table
 from tune.trial import Order, Task, headline_of, held, refused
 
@@ -193,7 +193,7 @@ def run(
         networks = study_table.measured(documents.read(study.study_table)) if study.study_table.is_file() else {}
         found = Studied(study, study_table.table(results, headline_of(settled), planned.left_out, networks))
         study_table.keep(study, found.table.document)
-        driver.add(study, "page", study_page.write, on_event or (lambda event: None))
+        driver.add(study, "page", study_table.write, on_event or (lambda event: None))
     return found
 
 

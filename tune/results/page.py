@@ -1,24 +1,30 @@
-"""search.html of a search: the verdict, the trials, what was searched, the curves, the cost, and what to do next."""
+"""search.html of a search: the verdict, the trials, learning rate and aggregation frequency, the best score over time,
+the cost, and what to do next. All else that can be drawn of trials is in Optuna's dashboard (`dashboard`).
+"""
 
+import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rtrain import config as configuration
+from rtrain.config import Config
 from rtrain.errors import UserError
 from rtrain.metrics.by_output import metric_for
 from rtrain.report.drawing import charts
-from rtrain.report.drawing.blocks import Block, Cell, Figure, Section, Step, Steps, Table, Tile
-from rtrain.report.drawing.charts import Dot
+from rtrain.report.drawing.blocks import Block, Cell, Figure, Note, Section, Step, Steps, Table, Tile
+from rtrain.report.drawing.charts import Dot, Line
 from rtrain.report.drawing.page import render, write as write_page
-from rtrain.report.drawing.svg import duration, short
+from rtrain.report.drawing.svg import duration, score_name, short
 from rtrain.run import Run
 from rtrain.tasks import base
 from tune.known import journal
 from tune.known.aim import at
 from tune.known.history import History, Trial, numbered, replay
-from tune.results import drawn, figures, verdict
-from tune.results.drawn import Known
+from tune.results import figures, verdict
+from tune.results.figures import Dimension
 
 LONGEST = 300
 WORDS = (
@@ -28,29 +34,55 @@ WORDS = (
     ("frozen", "at a rung, with a checkpoint: it can go on from there"),
     ("finished", "trained to its end"),
 )
-COSTS: Mapping[str, tuple[str, str, Callable[[float], str]]] = {
-    "training": ("seconds of training", "time", lambda cost: f"after {duration(cost)}"),
-    "latency": ("milliseconds for a text", "latency", lambda cost: f"in {cost:.2f} ms"),
-    "bytes": ("megabytes of weights", "size", lambda cost: f"with {cost:.1f} MB"),
-}
-"""By `tune.cost`: the cost, in a word, and what a trial costs."""
+COSTS: Mapping[str, str] = {"latency": "ms for a text", "bytes": "MB of weights"}
+"""By `tune.cost`: the head of the column with what a trial's model costs."""
 K = ("k", "passes of a worker between two exchanges of gradients (train.aggregation_frequency)")
+
+
+PAIR = ("optim.lr", "train.aggregation_frequency")
+
+
+@dataclass(frozen=True)
+class Known:
+    """All that the page is made from."""
+
+    search: Run
+    config: Config
+    history: History
+    dimensions: tuple[Dimension, ...]
+    headline: str
+
+    @property
+    def score(self) -> str:
+        """The headline as a reader writes it; of the negative of an error, the error."""
+        return score_name(self.headline.removeprefix("neg_"))
+
+    @property
+    def sign(self) -> int:
+        return -1 if self.headline.startswith("neg_") else 1
+
+    def figure(self, value: float) -> str:
+        return f"{self.sign * value:.4f}"
+
+    def named(self, trial: Trial) -> str:
+        return figures.named(trial, {one.name: one.short for one in self.dimensions})
 
 
 def write(search: Run) -> Path:
     """Make the search's search.html. Raises `UserError` for a search of which no trial has begun."""
-    history = replay(journal.read(search.trials))
-    if not history.trials:
-        raise UserError(f"{search} is a search of which no trial has begun; {search.resumed_by} goes on")
-    return write_page(search.search_page, page(search, history, verdict.of(search)))
+    events = journal.read(search.trials)
+    if not replay(events).trials:
+        text = f"{search} is a search of which no trial has begun; {search.resumed_by} goes on"
+        raise UserError(text, code="not_begun")
+    return write_page(search.search_page, page(search, events, verdict.of(search)))
 
 
-def page(search: Run, history: History, told: str) -> str:
-    """`told` is the verdict in one sentence."""
-    config = configuration.load(str(search.config))
-    output = base.get(config.recipe.task).output
-    known = Known(search, config, history, figures.dimensions(history, config), output, metric_for(output).headline)
-    sections = [_trials(known), drawn.space(known), drawn.curves(known), _cost(known), _next(known)]
+def page(search: Run, events: Sequence[Mapping[str, Any]], told: str) -> str:
+    """The page by the journal's events; `told` is the verdict in one sentence."""
+    config, history = configuration.load(str(search.config)), replay(events)
+    headline = metric_for(base.get(config.recipe.task).output).headline
+    known = Known(search, config, history, figures.dimensions(history, config), headline)
+    sections = [_trials(known), _pictures(known, events), _cost(known), _next(known)]
     about = f"A search from the recipe {config.recipe.name} by rtrain, {_count(len(history.own), 'trial')}"
     lead = f"{told[:1].upper()}{told[1:].removesuffix('.')}."
     return render(search.name, about, _tiles(known), sections, lead=lead)
@@ -108,9 +140,10 @@ def _scores(known: Known) -> list[Tile]:
 def _trials(known: Known) -> Section:
     history = known.history
     rungs = range(max((one.rung for trial in history.trials for one in trial.reached), default=-1) + 1)
+    cost = COSTS.get(known.config.deploy.tune.cost)
     head = (
         *("trial", *(one.short for one in known.dimensions), "by", "reached", *(f"rung {rung + 1}" for rung in rungs)),
-        *("held back", "status", "seconds", "seeds"),
+        *("held back", "status", "seconds", "seeds", *([cost] if cost else [])),
     )
     note = (
         f"Under each rung: {known.score} on the steering rows. Held back: on the held-back rows, the mean over the "
@@ -146,6 +179,7 @@ def _row(known: Known, trial: Trial, rungs: Sequence[int]) -> tuple[Cell, ...]:
         trial.status,
         f"{seconds:,.0f}" if seconds else "-",
         str(held.seeds) if held else "-",
+        *([] if known.config.deploy.tune.cost == "training" else [figures.figure(trial.cost)]),
     )
 
 
@@ -167,6 +201,54 @@ def _again(known: Known, trials: Sequence[Trial]) -> Table:
     return Table("The same settings with other seeds", head, rows, f"Figures are {known.score}.", wide=True)
 
 
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+
+def _pictures(known: Known, events: Sequence[Mapping[str, Any]]) -> Section:
+    blocks = [*_best(known, events), *_pair(known)]
+    return Section("space", "What was found", "", blocks or [Note("No trial has come to a score yet.")])
+
+
+def _best(known: Known, events: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
+    """The best score at each rung by the time at which it was reached."""
+    lines = dict[int, tuple[list[float], list[float]]]()
+    for event in events:
+        if event["kind"] == "reached" and math.isfinite(event["score"]):
+            seconds, scores = lines.setdefault(event["rung"], ([], []))
+            seconds.append(event["time"] - events[0]["time"])
+            scores.append(max([*scores[-1:], event["score"]]))
+    drawn = [
+        Line(f"rung {rung + 1}", seconds, [known.sign * score for score in scores], dots=True)
+        for rung, (seconds, scores) in sorted(lines.items())
+    ]
+    if drawn:
+        note = "On the steering rows. Scores of one rung are of trials that were trained on equally many rows."
+        chart = charts.lines(drawn, "seconds since the search began", f"best {known.score}")
+        yield Figure(f"The best {known.score} over time", chart, note)
+
+
+def _pair(known: Known) -> Iterator[Block]:
+    """The trials over learning rate and aggregation frequency, where both were searched."""
+    pair = [one for name in PAIR for one in known.dimensions if one.name == name]
+    if len(pair) < len(PAIR):
+        return
+    scores = {trial.number: score for trial, score in figures.first_rung(known.history) if math.isfinite(score)}
+    middle = sorted(scores.values())[len(scores) // 2] if scores else 0.0
+    names = ("better half", "others", "no score", "winner")
+    dots = []
+    for trial in known.history.own:
+        score = scores.get(trial.number)
+        series = 2 if score is None else 3 if trial.number == known.history.chosen else int(score < middle)
+        came = trial.status if score is None else f"{known.score} {known.figure(score)}"
+        rate, frequency = (float(one.value(trial)) for one in pair)
+        dots.append(
+            Dot(rate, frequency, series, str(trial.number), f"trial {trial.number}, {known.named(trial)}: {came}")
+        )
+    chart = charts.dots(dots, names, pair[0].name, pair[1].name)
+    note = "A point is a trial, with its number; its color is its place by the score at the first rung."
+    yield Figure("Trials over learning rate and aggregation frequency", chart, note)
+
+
 # ---------------------------------------------------------------------------------------------------------------- cost
 
 
@@ -186,7 +268,6 @@ def _cost(known: Known) -> Section:
             "done since its last rung is not known."
         )
         blocks.append(Figure(title, charts.stack([(name, float(rows)) for name, rows in parts], "rows"), note))
-    blocks += _front(known)
     rows = [("seconds of training, over all trials", f"{spent.seconds:,.0f}")]
     if known.history.seconds:
         rows.insert(0, ("time of the search", duration(known.history.seconds)))
@@ -199,26 +280,6 @@ def _cost(known: Known) -> Section:
         rows.append((f"money, at {tune.price:g} an hour of a worker", f"{money:.2f}"))
     blocks.append(Table("What it has cost", ("", ""), rows))
     return Section("cost", "What it has cost", "", blocks)
-
-
-def _front(known: Known) -> Iterator[Block]:
-    ended = [(trial, trial.finished) for trial in known.history.own if trial.finished]
-    if len(ended) < 2 or min(trial.price(end.seconds) for trial, end in ended) <= 0:
-        return
-    cost, short, how = COSTS[known.config.deploy.tune.cost]
-    best = figures.front(known.history)
-    items = [
-        Dot(
-            *(trial.price(end.seconds), known.sign * end.held, int(trial not in best), str(trial.number)),
-            known.hint(trial, end.held, f"on held-back rows, {how(trial.price(end.seconds))}"),
-        )
-        for trial, end in ended
-    ]
-    joined = [(one.price(end.seconds), known.sign * end.held) for one in best if (end := one.finished)]
-    label, names = f"held-back {known.score}", ["front", "others"] if len(best) < len(ended) else []
-    chart = charts.dots(items, names, cost, label, joined)
-    note = "Trials that were trained to their ends. On the front: no other trial is both as cheap and as good."
-    yield Figure(f"The {known.score} for the {short}: {len(best)} of {len(ended)} trials are on the front", chart, note)
 
 
 # ---------------------------------------------------------------------------------------------------------------- next

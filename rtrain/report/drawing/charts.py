@@ -89,19 +89,12 @@ def lines(
     y_label: str,
     marks: Sequence[Mark] = (),
     ticks_at: Sequence[float] = (),
-    faint: Sequence[Line] = (),
 ) -> Markup:
-    """Curves over a common axis. `ticks_at`: small ticks on the axis, e.g. checkpoints; `faint`: curves behind the
-    others, without a name in the legend."""
-    every = [*series, *faint]
+    """Curves over a common axis. `ticks_at`: small ticks on the axis, e.g. checkpoints."""
     x, y = _plane(
-        [v for one in every for v in one.xs] + [mark.x for mark in marks], [v for one in every for v in one.ys]
+        [v for one in series for v in one.xs] + [mark.x for mark in marks], [v for one in series for v in one.ys]
     )
     parts = [axes(x, y, x_label, y_label), legend([one.name for one in series])]
-    for one in faint:
-        path = points([x(v) for v in one.xs], [y(v) for v in one.ys])
-        opacity = f"stroke-opacity:{min(0.4, 12 / len(faint)):.2f}"  # many on each other are no darker than few
-        parts.append(tag("polyline", tag("title", one.name), points=path, class_="faint", style=opacity))
     parts += [line(x(at), y.start, x(at), y.start - 5, "tick") for at in ticks_at]
     taken: dict[float, list[tuple[float, float]]] = {}
     for mark in sorted(marks, key=lambda mark: -mark.x):  # the last one's name is kept
@@ -257,16 +250,12 @@ def dots(
     names: Sequence[str],
     x_label: str,
     y_label: str,
-    front: Sequence[tuple[float, float]] = (),
 ) -> Markup:
     """A named point per item over a logarithmic axis, coloured by series. A name that would lie on another one is left
-    to the pointer. The points of `front` are joined."""
+    to the pointer."""
     _, y = _plane([], [dot.y for dot in items], pad=0.1)
     x = Logarithmic.over([dot.x for dot in items], LEFT + 14, WIDTH - RIGHT - 14, pad=0.04)
     parts, taken = [axes(x, y, x_label, y_label), legend(names)], list[tuple[float, float]]()
-    if front:
-        path = points([x(at) for at, _ in front], [y(up) for _, up in front])
-        parts.append(tag("polyline", points=path, class_="front"))
     for dot in items:
         at, up, wide = x(dot.x), y(dot.y), text_width(dot.name)
         css = f"bubble s{dot.series % SERIES}"
