@@ -108,7 +108,7 @@ def trained(made: Up, folder: Path, workers: int, say: Callable[[str], None]) ->
     """A run that loses every second node with a worker."""
     run = Run(folder / "runs" / "many")
     settings = [f"train.epochs={UPDATES}", f"train.rows_per_update={ROWS}", "train.precision=fp32", "train.log_every=1"]
-    settings += ["train.save_every=10", "train.evaluate_every=100000", "report.attributions=0", "cluster.data_cpus=4"]
+    settings += ["train.save_every=10", "train.evaluate_every=100000", "cluster.data_cpus=4"]
     words = ["train", "intent", "--data", str(folder / "rows.csv"), "--model", str(folder / "encoder")]
     words += ["--workers", str(workers), "--out", str(run.folder)]
     words += [word for setting in settings for word in ("--set", setting)]

@@ -71,7 +71,7 @@ def test_a_file_of_other_columns_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["scores-test.json", "artifact/artifact.json"])
 def test_a_file_that_is_cut_off_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    run = make_answered(tmp_path, "classification", **{"report.attributions": 0})
+    run = make_answered(tmp_path, "classification")
     (run / name).write_text('{"schema_version": 1,\n')
     with pytest.raises(UserError, match=rf"{run / name} cannot be read"):
         html.make(Run(run))
@@ -80,11 +80,10 @@ def test_a_file_that_is_cut_off_is_refused_by_name(tmp_path: Path, name: str) ->
 def test_what_is_cut_off_and_can_be_measured_again_is(tmp_path: Path) -> None:
     run = Run(make_answered(tmp_path, "classification"))
     html.make(run)
-    for path in (run.baselines, run.attributions("test")):
-        whole = path.read_text()
-        path.write_text(whole[:50])
-        html.make(run)
-        assert path.read_text() == whole
+    whole = run.baselines.read_text()
+    run.baselines.write_text(whole[:50])
+    html.make(run)
+    assert run.baselines.read_text() == whole
 
 
 def test_a_page_that_does_not_fit_on_the_disk_is_said_and_leaves_nothing(
@@ -154,7 +153,7 @@ def test_hostile_rows_stay_text(tmp_path: Path) -> None:
     assert set(page.tags) <= set(f"{drawn} {blocks} {inline}".split())
     assert [name for name, _ in page.attributes if name.startswith("on")] == []
     links = {value for name, value in page.attributes if name in ("href", "src")}
-    parts = ("outcome", "data", "curves", "answers", "slices", "hardest", "time", "settings")
+    parts = ("outcome", "data", "curves", "answers", "slices", "time", "settings")
     assert links == {f"#{anchor}" for anchor in parts}
     assert "<script>alert(1)</script>" in page.text  # to be read, not to be run
     assert "{{ 7 * 7 }}" in page.text

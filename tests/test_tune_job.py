@@ -43,7 +43,7 @@ def test_a_search_whose_driver_is_killed_in_a_job_goes_on_with_what_it_knew(head
     search = Run(head.folder / "runs" / "killed-search")
     data = write_rows(head.folder / "searched.csv", labelled_rows(403))
     model = make_encoder(head.folder / "encoder-searched")
-    settings = ["train.precision=fp32", "train.epochs=2", "train.workers=1", "report.attributions=0"]
+    settings = ["train.precision=fp32", "train.epochs=2", "train.workers=1"]
     settings += ["tune.trials=4", "tune.sampler=random", "tune.final_rows=0", "gate.seconds=0.5"]
     command = ["python", "-m", "rtrain", "tune", "intent", "--data", str(data), "--model", str(model), "--json"]
     command += ["--out", str(search), *(part for setting in settings for part in ("--set", setting))]

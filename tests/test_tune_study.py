@@ -284,7 +284,7 @@ def test_a_study_trains_its_runs_and_tells_their_scores_and_what_their_exchanges
     folder = ray_session / "study"
     chosen = settings(
         folder,
-        **{"train.rows_per_update": None, "train.epochs": 2, "train.micro_batch": 4, "report.attributions": 0},
+        **{"train.rows_per_update": None, "train.epochs": 2, "train.micro_batch": 4},
         **{"train.aggregation_frequency": 2, "tune.study": "aggregation", "tune.space": {study.FREQUENCY: [1, 4, 50]}},
     )
     heard: list[dict[str, Any]] = []

@@ -398,7 +398,6 @@ class _Search:
         driver.add(self._search, "page", page.write, say)
         driver.copy_out(winner, config.deploy.cluster)  # the storage may have been away when it was finished
         self._record.finish_copy()
-        driver.explain(winner, lambda event: say({**event, "trial": best}))
 
     def _export(self) -> None:
         """Write down what Optuna's own tools read, where it is installed."""

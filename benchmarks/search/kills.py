@@ -18,7 +18,6 @@ VALUES: dict[str, Any] = {
     "train.epochs": 2,
     "train.precision": "fp32",
     "train.log_every": 1,
-    "report.attributions": 0,
     "tune.trials": 6,
     "tune.concurrent": 1,  # with several at once, what the sampler knows at an ask depends on which ended first
     "tune.final_rows": 0,

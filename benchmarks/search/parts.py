@@ -51,7 +51,6 @@ class Work:
             "train.epochs": self.epochs,
             "train.keep": 1,
             "train.log_every": 1,
-            "report.attributions": 0,
         }
 
     def files(self) -> list[str]:

@@ -1,7 +1,10 @@
 """From a configuration to a run that may start: everything that can be refused is refused, and its rows are there."""
 
+import importlib.metadata
+import platform
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,11 @@ from rtrain.config import Config, Recipe
 from rtrain.data import quarantine, records, refusals, separators, tokens, unlabelled
 from rtrain.data.formats import files
 from rtrain.data.order import Order, refuse_other, version
-from rtrain.data.stores import commit, shards
+from rtrain.data.stores import commit
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import device, heads, model, precision
-from rtrain.report import label_counts, text_facts, versions
+from rtrain.report import label_counts
 from rtrain.report.live import trackers
 from rtrain.run import Run
 from rtrain.runs import nodes, opening, smaller, strategy
@@ -32,9 +35,11 @@ DEVICE = "device"
 """The name under which a run keeps the decision."""
 
 
+PACKAGES = ("rtrain", "ray", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
+"""Those whose versions are logged with a run."""
 TOLD = (
     *("tokenised", "tokens_reused", "strategy", "vocabulary", "bad_rows"),
-    *("unlabelled", "label_column", "head", "labels", "overlap", "texts", "conflicts"),
+    *("unlabelled", "label_column", "head", "labels", "overlap", "texts"),
 )
 """What is logged of a run's rows before it is followed, the first or the second of these first."""
 
@@ -179,7 +184,7 @@ def prepare(
                 origin=origin,
                 identity=frozen.recipe.identity(),
                 order=version(store.rows("train")),
-                versions=versions.installed(),
+                versions=_versions(),
             )
         run.append(
             "tokenised" if made else "tokens_reused",
@@ -208,14 +213,21 @@ def prepare(
         for found in _overlaps(frozen.recipe, store):
             run.append("overlap", **found)
         if not task.packs:  # blocks of text fill the model's window
-            reading, tokenizer = reading_of(task, config.recipe.data), shards.tokenizer_of(config.recipe, weights)
+            reading = reading_of(task, config.recipe.data)
             limit = f"data.max_tokens={reading.max_tokens}"
             if reading.max_windows > 1:
                 limit = f"data.max_windows={reading.max_windows}"
-            run.append("texts", **text_facts.describe_texts(store, tokenizer), limit=limit)
-        if conflicts := text_facts.find_conflicts(store, task.output):
-            run.append("conflicts", **conflicts)
+            run.append("texts", rows=sum(store.manifest.rows.values()), cut=store.manifest.truncated, limit=limit)
     return Prepared(run, frozen, store, weights, chosen_device, shared=shared.once_read(joined.asked))
+
+
+def _versions() -> dict[str, str]:
+    """Version by name, of Python, of the packages that training depends on, and of the platform."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):  # rtrain from a checkout that was not installed
+            found[name] = importlib.metadata.version(name)
+    return found | {"platform": platform.platform()}
 
 
 def _refuse_copied(config: Config, run: Run) -> None:

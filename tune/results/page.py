@@ -304,7 +304,7 @@ def _next(known: Known) -> Section:
         steps.append(Step("Train with the winner's settings", "e.g. on more rows, by --data FILE", best))
         note = "NEW_FOLDER is for you to name."
     report = f"rtrain report {_quoted(winner.folder)}"
-    steps.append(Step("Read the winner's own report", "its answers, its slices, its hardest rows", report))
+    steps.append(Step("Read the winner's own report", "its answers, its slices, what is wrong most", report))
     return Section("next", "What to do next", "", [Steps("What to do next", steps, note)])
 
 

@@ -36,11 +36,10 @@ from rtrain.report.drawing.svg import (
     text,
     text_width,
 )
-from rtrain.report.stats import Box
 
 Floats = npt.NDArray[np.float64]
 ROW = 17.0
-"""Height of a bar or a box with its name."""
+"""Height of a bar with its name."""
 KEYS = 4
 """Names of series on a line of a long legend."""
 CELLS = 4000
@@ -200,24 +199,6 @@ def bars(items: Sequence[Bar], x_label: str, at: tuple[float, str] | None = None
         parts.append(line(x(at[0]), TOP, x(at[0]), TOP + height, "mark best"))
         parts.append(text(x(at[0]), TOP - 6, at[1], anchor="middle", css="mute"))
     return svg(*parts, label=f"{x_label} of {len(items)} groups", height=TOP + height + BOTTOM)
-
-
-def boxes(items: Sequence[tuple[str, Box]], x_label: str) -> Markup:
-    """One box plot per name: median, quartiles, and whiskers to the 5th and 95th percentile."""
-    left, height = _names_width([name for name, _ in items]), ROW * len(items)
-    x = Scale.over([value for _, box in items for value in (box.low, box.high)], left, WIDTH - 52, pad=0.03)
-    parts = [bottom_axis(x, TOP + height, TOP, x_label), text(WIDTH - RIGHT, 11, "rows", anchor="end", css="label")]
-    for place, (name, box) in enumerate(items):
-        top, middle = TOP + place * ROW, TOP + (place + 0.5) * ROW
-        hint = (
-            f"{name}: median {number(box.median)}, quartiles {number(box.q1)} and {number(box.q3)}, {box.rows:,} rows"
-        )
-        parts.append(text(left - 6, top + 12, _fit_name(name), anchor="end", full=name))
-        parts.append(line(x(box.low), middle, x(box.high), middle, "whisker"))
-        parts.append(rect(x(box.q1), top + 3, max(1.5, x(box.q3) - x(box.q1)), ROW - 6, "box", hint))
-        parts.append(line(x(box.median), top + 3, x(box.median), top + ROW - 3, "median"))
-        parts.append(text(WIDTH - RIGHT, top + 12, f"{box.rows:,}", anchor="end"))
-    return svg(*parts, label=f"box plots: {x_label}", height=TOP + height + BOTTOM)
 
 
 def scatter(xs: Floats, ys: Floats, x_label: str, y_label: str, *, diagonal: bool = False) -> Markup:

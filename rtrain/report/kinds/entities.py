@@ -117,16 +117,13 @@ def _example(words: Sequence[str], entity: Entity | None, said: Entity | None) -
     return short(text, 160)
 
 
-def named(tags: Sequence[str], words: Sequence[str] | None) -> str:
-    """A row's entities by type and words: `Disease “ataxia”`; without its words, by their numbers from 1."""
+def named(tags: Sequence[str]) -> str:
+    """A row's entities by type and place, from 1: `Disease at word 3`."""
     found = entities(tags)
     texts = []
     for one in found[:MOST_NAMED]:
-        if words is None:
-            numbers = str(one.start + 1) if one.end - one.start == 1 else f"{one.start + 1} to {one.end}"
-            texts.append(f"{one.type} at word {numbers}")
-        else:
-            texts.append(f"{one.type} “{short(' '.join(words[one.start : one.end]), 60)}”")
+        numbers = str(one.start + 1) if one.end - one.start == 1 else f"{one.start + 1} to {one.end}"
+        texts.append(f"{one.type} at word {numbers}")
     if len(found) > MOST_NAMED:
         texts.append(f"{len(found) - MOST_NAMED} more")
     return ", ".join(texts) or "no entity"
