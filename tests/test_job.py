@@ -20,8 +20,7 @@ from rtrain.run import Run
 from tests.conftest import labelled_rows, write_rows
 from tests.heads import Head, related
 from tests.tiny import make_encoder
-from tune.known.history import replay
-from tune.known.journal import read
+from tune.known.history import read_journal, replay
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
@@ -99,7 +98,7 @@ def test_every_stage_ran_there_and_the_endpoint_answered(done: Done) -> None:
 @pytest.mark.slow
 def test_the_search_s_trial_is_written_down(done: Done) -> None:
     search = Run(done.run / "search")
-    history = replay(read(search.trials))
+    history = replay(read_journal(search.trials))
     assert [(trial.number, trial.status, dict(trial.settings)) for trial in history.trials] == [(0, "finished", {})]
     assert history.chosen == 0
     assert search.winner is not None

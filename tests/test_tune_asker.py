@@ -34,7 +34,7 @@ def journal(chosen: Config) -> list[Event]:
 def test_the_space_of_a_resumed_search_ends_where_that_of_an_undisturbed_one_does(tmp_path: Path) -> None:
     """128 rows: k = 2 is the last one, at the first question of a process as at its later ones."""
     chosen = configured(tmp_path, **ON_TWO)
-    before, after = replay(journal(chosen)), replay([*journal(chosen), {"kind": "noise", "rows": 128}])
+    before, after = replay(journal(chosen)), replay([*journal(chosen), {"kind": "noise", "rows": 128, "chosen": 128}])
     first, later = Asker(chosen, 12), Asker(chosen, 12)
     assert later.dimensions(before)[1].choices == (1, 2, 4, 8)
     assert first.gain(after) == later.gain(after) == 0.0  # all six points were tried

@@ -5,7 +5,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ from rtrain.config import Config
 from rtrain.errors import TryAgain
 from rtrain.run import Run
 from rtrain.runs import driver, failures
-from tests.searches import ROWS_PER_UPDATE, UPDATES, make_search, settings
+from tests.searches import make_search, settings
 from tune import search
 from tune.asking import ask_tell
-from tune.known.history import Finished, replay
-from tune.known.journal import Journal
+from tune.known.history import Journal
 from tune.results import dashboard
 from tune.slots import Slots
 from tune.trial import Task
@@ -49,7 +47,7 @@ def test_a_resume_with_more_time_asks_for_further_trials(
     found = make_search(tmp_path, [0.5, 0.6, 0.7], ended=False, **before)
     journal = Journal(found.trials)
     journal.append("stopped", why="30 minutes are over", budget=MINUTES)
-    journal.append("spent", seconds=3000.0)
+    journal.append("spent", seconds=3000.0, slot_seconds=3000.0)
     one = started(found, settings(tmp_path, 9, **overrides))
     one._reopen()
     assert one._history.stopped == stopped
@@ -131,24 +129,6 @@ def test_an_end_that_has_begun_is_gone_on_with_whatever_time_there_is(
     assert Journal(found.trials).history.ending
 
 
-@pytest.mark.parametrize(
-    ("rows", "ending"),
-    [(ROWS_PER_UPDATE * UPDATES, True), (ROWS_PER_UPDATE * UPDATES // 4, False)],
-    ids=["past the rungs", "a rung of all rows"],
-)
-def test_an_end_that_an_earlier_version_has_begun_is_gone_on_with_too(rows: int, ending: bool, tmp_path: Path) -> None:
-    """Its journal does not say so: trials that are there already were ordered back to a rung, and failed. Where the
-    first rung has all rows, trials come to their ends there, and the halving goes on."""
-    found = make_search(tmp_path, [0.5, 0.6, 0.7], ended=False)
-    journal = Journal(found.trials)
-    journal.append("stopped", why="30 minutes are over", budget=MINUTES)
-    end = Finished(UPDATES, rows, score=0.7, held=0.7, held_rows=30)
-    journal.append("finished", trial=2, **asdict(end))
-    one = started(found, settings(tmp_path, 9, **{"tune.minutes": 600}))
-    one._reopen()
-    assert (one._history.ending, one._history.stopped is None) == (ending, not ending)
-
-
 def test_money_is_what_the_slots_are_billed_for_whatever_they_did(tmp_path: Path) -> None:
     """Two hours of three slots of two workers each, which trained for some minutes and waited for the rest."""
     found = make_search(tmp_path, [0.5, 0.6], ended=False)
@@ -176,7 +156,3 @@ def test_slots_that_work_now_are_billed_before_their_answers_come(
     again = started(found, settings(tmp_path, 9, **limits))
     assert again._over() is not None
     assert again._history.slot_seconds == pytest.approx(100 + 3 * 7200)
-
-
-def test_a_journal_without_slots_is_billed_for_one(tmp_path: Path) -> None:
-    assert replay([{"kind": "spent", "seconds": 60.0}]).slot_seconds == 60.0

@@ -34,7 +34,7 @@ def searched(*scores: float | None) -> list[Event]:
     """A search before its end: trials that came to these scores at the last rung; None for one that failed."""
     found = [asked(number) for number in range(len(scores))]
     for number, score in enumerate(scores):
-        failed = {"kind": "failed", "trial": number, "error": "ValueError: no"}
+        failed = {"kind": "failed", "trial": number, "error": "ValueError: no", "seconds": 0.0}
         found.append(failed if score is None else reached(number, 2, score))
     return found
 
@@ -77,7 +77,7 @@ def carry_out(events: list[Event], run: Run, came: Held | None, to_target: float
         number = sum(event["kind"] == "asked" for event in events)
         events.append(asked(number, overrides(run, **named), "seed", of=run.of, seed=run.seed))
     if came is None:
-        events.append({"kind": "failed", "trial": number, "error": "ValueError: no"})
+        events.append({"kind": "failed", "trial": number, "error": "ValueError: no", "seconds": 0.0})
     else:
         events.append(finished(number, came.score, to_target=to_target, seconds=100.0 - 10 * run.of))
 
@@ -183,7 +183,7 @@ def test_a_repeat_of_a_look_is_no_round_of_an_end_whose_seeds_have_rows_of_their
     look = searched(0.8, 0.8)
     look += [
         asked(2, {"train.seed": 1}, "seed", of=1, seed=1),
-        {"kind": "failed", "trial": 2, "error": "ValueError: no"},
+        {"kind": "failed", "trial": 2, "error": "ValueError: no", "seconds": 0.0},
     ]
     found = play(look, world(0.8, 0.8), 5, parts=2)
     assert [set(order) for order in found.rounds] == [{Run(0, 1), Run(1, 1)}]
@@ -321,7 +321,7 @@ def test_a_killed_search_goes_on_as_it_would_have(shares: list[float], budget: f
 
 def test_one_seed_is_never_better_however_far_it_is_ahead() -> None:
     found = play(searched(0.2, 0.9), world(0.2, 0.9), 0).verdict
-    assert (found.kind, found.best, found.against, found.seeds, found.needed_seeds) == ("unclear", 1, 1, 1, None)
+    assert (found.kind, found.best, found.against, found.seeds) == ("unclear", 1, 1, 1)
     assert found.low is not None
     assert found.low > 0.5
 
@@ -341,7 +341,7 @@ def test_the_default_at_the_top_is_compared_with_the_next_best() -> None:
 def test_equal_scores_leave_the_default() -> None:
     same = answers(0.8, Run(0))
     found = play(searched(0.8, 0.8), lambda run: same, 4).verdict
-    assert (found.kind, found.best, found.difference, found.needed_rows) == ("default", 0, 0.0, None)
+    assert (found.kind, found.best, found.difference) == ("default", 0, 0.0)
 
 
 def test_the_default_alone_is_compared_with_none() -> None:
@@ -373,7 +373,7 @@ def test_the_faster_one_wins_and_is_better_where_all_of_enough_seeds_are_faster(
     found = play(searched(0.8, 0.8), world(0.8, 0.7), budget, targets, aim=Aim("time", 0.7)).verdict
     assert (found.kind, found.best, found.name) == (kind, 1, "neg_seconds")
     assert (found.difference, found.low, found.high) == pytest.approx((1.0, 1.0, 1.0))
-    assert (found.rows, found.needed_rows) == (0, None)
+    assert found.rows == 0
 
 
 def test_who_alone_reaches_the_target_wins() -> None:
@@ -459,6 +459,6 @@ def lucky(search: int, run: Run) -> Held:
 
 
 def test_failures_are_named_with_their_reasons() -> None:
-    events = [*searched(0.8, None, 0.7), {"kind": "diverged", "trial": 2, "why": "loss 9 after 1"}]
+    events = [*searched(0.8, None, 0.7), {"kind": "diverged", "trial": 2, "why": "loss 9 after 1", "seconds": 0.0}]
     assert failures(replay(events)) == "2 of 3 trials failed: trial 1: ValueError: no; trial 2: loss 9 after 1"
     assert failures(History()) == ""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rtrain.data.stores.columns import identify
-from tune.ending.held_back import mask
+from tune.ending.judged import mask
 
 Ids = npt.NDArray[np.uint64]
 

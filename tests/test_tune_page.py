@@ -1,13 +1,14 @@
 """A search's page, and the figures that it shows."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rtrain.config import Tune
 from rtrain.errors import UserError
 from rtrain.run import Run
-from tests.histories import FULL, Event, asked, configured, events, finished, history, make_search, reached
+from tests.histories import FULL, Event, asked, events, finished, history, make_search, reached
 from tests.reports import Page
 from tune.known.history import History, replay
 from tune.results import figures, page
@@ -35,7 +36,7 @@ def test_the_page_has_the_verdict_the_scores_the_best_over_time_and_the_settings
         assert held is not None
         assert held.seeds == 2
         assert f"{held.score:.4f}" in whole.words
-    assert "8, the winner" in whole.text
+    assert "best" in whole.text
     assert "The best accuracy over time" in whole.words
     assert "Trials over learning rate and aggregation frequency" in whole.words
     assert "script" not in whole.tags
@@ -103,28 +104,12 @@ def test_names_are_short_where_that_is_unambiguous() -> None:
     assert figures.short_names(["optim.lr", "distill.lr"]) == {"optim.lr": "optim.lr", "distill.lr": "distill.lr"}
 
 
-def test_what_a_searched_setting_brings_with_it_is_no_dimension(tmp_path: Path) -> None:
-    space = {"optim.lr": {"low": 1e-5, "high": 1e-3}, "optim.schedule": ["linear", "cosine"]}
+def test_what_a_searched_setting_brings_with_it_was_not_searched() -> None:
+    space: Any = {"optim.lr": (1e-5, 1e-3), "optim.schedule": ("linear", "cosine")}
     more = {"optim.weight_decay": 0.1, "optim.lr_scaling": "sqrt", "train.rows_per_update": None}
     known = replay([asked(0, by="recipe"), asked(1, {"optim.lr": 3e-4, "optim.schedule": "cosine", **more})])
-    found = figures.dimensions(known, configured(tmp_path, **{"tune.space": space}))
-    assert [(one.short, one.default) for one in found] == [("lr", 2e-4), ("schedule", "linear")]
-    pointed = {"tune.points": [{"optim.weight_decay": 0.1}], "tune.space": space}
-    assert len(figures.dimensions(known, configured(tmp_path, **pointed))) == 3
-
-
-@pytest.mark.parametrize(("name", "default"), [("train.rows_per_update", 96), ("train.aggregation_frequency", 6.0)])
-def test_the_rows_of_an_update_and_the_frequency_follow_from_each_other(
-    tmp_path: Path, name: str, default: float
-) -> None:
-    known = replay([asked(0, by="recipe"), asked(1, {name: 512})])
-    chosen = configured(
-        tmp_path,
-        **{"tune.space": {name: [64, 512]}},
-        **{"train.rows_per_update": 96, "train.workers": 2, "train.micro_batch": 8},
-    )
-    (found,) = figures.dimensions(known, chosen)
-    assert [found.value(trial) for trial in known.trials] == [default, 512]
+    assert figures.searched(known, Tune(space=space)) == ["optim.lr", "optim.schedule"]
+    assert len(figures.searched(known, Tune(space=space, points=({"optim.weight_decay": 0.1},)))) == 3
 
 
 def test_the_seconds_of_trials_that_failed_count() -> None:
@@ -163,7 +148,7 @@ def test_the_winner_leads_and_before_that_whoever_came_furthest() -> None:
     known = [asked(0, by="recipe"), asked(1), asked(2), reached(0, 0, 0.9), reached(1, 0, 0.8), reached(1, 1, 0.85)]
     number = getattr(figures.leader(replay(known)), "number", None)
     assert number == 1
-    lost = figures.leader(replay([*known, {"kind": "diverged", "trial": 1, "why": "loss is nan"}]))
+    lost = figures.leader(replay([*known, {"kind": "diverged", "trial": 1, "why": "loss is nan", "seconds": 1.0}]))
     assert lost is not None
     assert lost.number == 0
     assert figures.leader(replay(known[:3])) is None

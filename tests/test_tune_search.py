@@ -25,10 +25,11 @@ from tests.test_runs_notice import within
 from tests.tiny import make_encoder
 from tests.trained import settings
 from tune import search, slots, trial
-from tune.ending import gated, held_back
-from tune.known import halving, journal
+from tune.ending import gated, judged
+from tune.known import halving
 from tune.known.aim import Aim
 from tune.known.halving import Ladder
+from tune.known.history import read_journal
 from tune.results import table, verdict
 
 pytestmark = pytest.mark.ray
@@ -72,7 +73,7 @@ def found(ray_session: Path) -> search.Found:
 
 def told(found: search.Found) -> list[dict[str, Any]]:
     """The journal without what clocks say."""
-    log = [one for one in journal.read(found.search.trials) if one["kind"] != "spent"]
+    log = [one for one in read_journal(found.search.trials) if one["kind"] != "spent"]
     return [{name: value for name, value in one.items() if name not in ("time", "seconds")} for one in log]
 
 
@@ -127,7 +128,7 @@ def test_a_trial_is_gated_beside_trial_0_on_the_rows_that_were_held_back(found: 
     assert kept == document
     assert found.best.number == 0 or found.gate is not None
     assert base.store is not None
-    held = held_back.held(Store(base.store), chosen.deploy.tune.held_back)
+    held = judged.held(Store(base.store), chosen.deploy.tune.held_back)
     assert (document["rows"], document["source"]) == (len(held), "held-back valid rows")
     assert document["headline"]["rows"] == len(held)
     assert document["against"]["version"] == artifact.read(base.artifact).version
@@ -209,7 +210,7 @@ def test_a_search_that_loses_its_folder_and_then_a_slot_ends_like_one_that_was_n
 
     with pytest.raises(KeyboardInterrupt):
         search.run(chosen, root, on_event=interrupt)
-    assert journal.read(root / "trials.jsonl")[-1]["kind"] == "spent"
+    assert read_journal(root / "trials.jsonl")[-1]["kind"] == "spent"
     within(lambda: slot_processes() == [])
     shutil.rmtree(root)
     killed: list[int] = []

@@ -22,8 +22,7 @@ from tests.conftest import write_rows
 from tests.reports import Page, make_run
 from tests.trained import ROWS, settings
 from tune import study, trial
-from tune.known import journal
-from tune.known.history import replay
+from tune.known.history import read_journal, replay
 from tune.results import study_table
 from tune.results.study_table import Cell, Result
 
@@ -296,7 +295,7 @@ def test_a_study_trains_its_runs_and_tells_their_scores_and_what_their_exchanges
     assert list(found.table.document["left_out"]) == ["50"]
     headline = metric_for(base.get("classification").output).headline
     assert found.table.document["headline"] == headline
-    history = replay(journal.read(found.study.trials))
+    history = replay(read_journal(found.study.trials))
     assert [trial.status for trial in history.trials] == ["finished"] * 5
     numbers = {(cell.optimizer, cell.frequency): cell.number for cell in study.plan(chosen, ROWS * 9 // 10).cells}
     for one in results:

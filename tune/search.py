@@ -160,8 +160,6 @@ class _Search:
         self._costs = None if self._tune.cost == "training" else costs.Costs(task.search, self._tune.cost)
         self._counted, self._slots = time.monotonic(), 0
         """Until when seconds were counted, and how many slots are there."""
-        self._told: set[int] = set()
-        """Trials of which the user knows that they were left behind."""
 
     @property
     def _history(self) -> History:
@@ -190,7 +188,6 @@ class _Search:
         prepared = self._task.prepared(0, {})
         self._ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
         self._asker = Asker.of(self._config, self._ladder)
-        self._told = set(self._left_behind())
         source = records.inspect(prepared.config.recipe.data, self._task.tokens_root, begun=True)
         self._parts = judged.parts(prepared.config, source, prepared.store)
         with self._record.following(), slots.opened(self._config, self._task, self._count) as open_slots:
@@ -242,12 +239,10 @@ class _Search:
         asking = self._history.stopped is None
         found = halving.due(self._history, self._ladder, self._aim, asking)
         if not (asking and idle and found is not None and given.issuperset(found)):
-            self._tell_frozen()
             return found
         self._note_noise()
         new = [] if self._stop() else self._next(found)
         if self._history.stopped is not None:
-            self._tell_frozen()
             return halving.due(self._history, self._ladder, self._aim, asking=False)
         return [*found, *new]
 
@@ -265,20 +260,6 @@ class _Search:
             self._record.write("stopped", why=why or "every point of the space was tried")
             return []
         return [Go(self._ask(*proposal), 0)]
-
-    def _tell_frozen(self) -> None:
-        """Tell the user which trials were left behind at a rung, once all have come there."""
-        new = dict[int, list[int]]()
-        for number, rung in self._left_behind().items():
-            if number not in self._told:
-                new.setdefault(rung, []).append(number)
-        for rung, numbers in sorted(new.items()):
-            self._record.say({"kind": "search", "what": "frozen", "rung": rung, "trials": sorted(numbers)})
-            self._told.update(numbers)
-
-    def _left_behind(self) -> dict[int, int]:
-        """By trial: the rung at which it was; none as long as further trials may be asked for."""
-        return {} if self._history.stopped is None else halving.frozen_at(self._history, self._ladder, self._aim)
 
     def _ending(self, given: set[Go], idle: bool) -> list[Go] | None:
         """The two best and trial 0 go to their ends, and again with other seeds, until it is clear which is best."""

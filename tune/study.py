@@ -21,8 +21,7 @@ from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.run import Run
 from rtrain.runs import driver, opening
 from tune import slots
-from tune.known.history import Trial
-from tune.known.journal import Journal
+from tune.known.history import Journal, Trial
 from tune.record import Record
 from tune.results import study_table
 from tune.results.study_table import FIRST, Cell, Table

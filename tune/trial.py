@@ -25,8 +25,8 @@ from rtrain.tasks import base
 from rtrain.training import best, rungs
 from rtrain.training.step import NonFinite
 from tune.asking import space
-from tune.ending import chance, held_back, judged
-from tune.known.journal import Journal
+from tune.ending import chance, judged
+from tune.known.history import Journal
 
 LOG_EVERY = "train.log_every"
 LOGGED = Train.model_fields["log_every"].default
@@ -238,7 +238,7 @@ def _reached(order: Order, task: Task, prepared: preparing.Prepared, update: int
     """What the answers at a rung come to on the rows that steer the search."""
     run, config, store = prepared.run, prepared.config, open_store(prepared.store.folder)
     output = base.get(config.recipe.task).output
-    positions = held_back.steering(store, config.deploy.tune.held_back)
+    positions = judged.steering(store, config.deploy.tune.held_back)
     targets, headline = store.targets("valid", positions), headline_of(config)
 
     def answers(of: Run) -> Ragged | None:

@@ -8,14 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rtrain import config as configuration
-from rtrain.config import Config, Tune
+from rtrain.config import Tune
 from tune.known.history import History, Trial, numbered
 
 SHORT = {"aggregation_frequency": "k"}
-
-
-# ---------------------------------------------------------------------------------------------------------- dimensions
 
 
 def searched(history: History, tune: Tune) -> list[str]:
@@ -43,36 +39,6 @@ def named(trial: Trial, short: Mapping[str, str]) -> str:
 def figure(value: Any) -> str:
     """A setting's value for a table."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-@dataclass(frozen=True)
-class Dimension:
-    """A setting that was searched."""
-
-    name: str
-    short: str
-    default: Any
-    """The recipe's own value."""
-
-    def value(self, trial: Trial) -> Any:
-        return trial.settings.get(self.name, self.default)
-
-
-def dimensions(history: History, config: Config) -> tuple[Dimension, ...]:
-    """Every setting that was searched and that a trial has set."""
-    names = searched(history, config.deploy.tune)
-    short = short_names(names)
-    return tuple(Dimension(name, short[name], _default(config, name)) for name in names)
-
-
-def _default(config: Config, name: str) -> Any:
-    recipe = config.recipe
-    # A recipe gives one of these two; the other one follows from it.
-    if name == "train.rows_per_update":
-        return recipe.rows_per_update
-    if name == "train.aggregation_frequency":
-        return recipe.rows_per_update / (recipe.train.workers * recipe.train.micro_batch)
-    return configuration.flat(config).get(name)
 
 
 # -------------------------------------------------------------------------------------------------- what trials came to
