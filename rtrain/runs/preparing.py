@@ -18,11 +18,11 @@ from rtrain.config import Config, Recipe
 from rtrain.data import quarantine, records, refusals, separators, tokens, unlabelled
 from rtrain.data.formats import files
 from rtrain.data.order import Order, refuse_other, version
-from rtrain.data.stores import commit
+from rtrain.data.stores import commit, shards
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import device, heads, model, precision
-from rtrain.report import label_counts
+from rtrain.report import label_counts, text_facts
 from rtrain.report.live import trackers
 from rtrain.run import Run
 from rtrain.runs import nodes, opening, smaller, strategy
@@ -39,7 +39,7 @@ PACKAGES = ("rtrain", "ray", "torch", "transformers", "tokenizers", "numpy", "py
 """Those whose versions are logged with a run."""
 TOLD = (
     *("tokenised", "tokens_reused", "strategy", "vocabulary", "bad_rows"),
-    *("unlabelled", "label_column", "head", "labels", "overlap", "texts"),
+    *("unlabelled", "label_column", "head", "labels", "overlap", "texts", "conflicts"),
 )
 """What is logged of a run's rows before it is followed, the first or the second of these first."""
 
@@ -213,11 +213,13 @@ def prepare(
         for found in _overlaps(frozen.recipe, store):
             run.append("overlap", **found)
         if not task.packs:  # blocks of text fill the model's window
-            reading = reading_of(task, config.recipe.data)
+            reading, tokenizer = reading_of(task, config.recipe.data), shards.tokenizer_of(config.recipe, weights)
             limit = f"data.max_tokens={reading.max_tokens}"
             if reading.max_windows > 1:
                 limit = f"data.max_windows={reading.max_windows}"
-            run.append("texts", rows=sum(store.manifest.rows.values()), cut=store.manifest.truncated, limit=limit)
+            run.append("texts", **text_facts.describe_texts(store, tokenizer), limit=limit)
+        if conflicts := text_facts.find_conflicts(store, task.output):
+            run.append("conflicts", **conflicts)
     return Prepared(run, frozen, store, weights, chosen_device, shared=shared.once_read(joined.asked))
 
 

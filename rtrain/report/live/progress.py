@@ -47,7 +47,7 @@ SCORES = ("evaluated", "best", "unseen", "sliced", "running_text", "collapsed", 
 """Kinds of events of which a search says by itself what came of them."""
 ROWS = (
     *("tokenised", "tokens_reused", "bad_rows", "unlabelled", "label_column", "head", "labels", "overlap"),
-    "texts",
+    *("texts", "conflicts"),
 )
 ALIKE = (*ROWS, "device", "transport", "pass_size", "speeds", "threads")
 """Kinds of events that are the same in every trial of a search, each time that it goes on: trial 0 tells, once."""

@@ -13,6 +13,8 @@ MOST_SMALL = 5
 """Small slices that are named in a line."""
 MOST_ANSWERS = 8
 """Labels of a model that is trained further that are named in a line."""
+LEAST_UNKNOWN, LEAST_PIECES = 0.005, 0.1
+"""Shares of unknown tokens, and of rows whose words are cut to pieces, from which on a line says so."""
 SPLITS = {"valid": "validation", "test": "test"}
 
 
@@ -134,11 +136,28 @@ def overlap(event: Event) -> str:
 
 
 def texts(event: Event) -> str | None:
-    """How many texts are longer than what the model reads."""
-    if not event["cut"]:
-        return None
-    share = event["cut"] / event["rows"]
-    return f"{event['cut']:,} of {event['rows']:,} rows ({share:.1%}) are cut at {event['limit']}"
+    """What the model cannot read of the texts: their ends, unknown tokens, words in many pieces."""
+    parts = []
+    if event["cut"]:
+        share = event["cut"] / event["rows"]
+        parts.append(f"{event['cut']:,} of {event['rows']:,} rows ({share:.1%}) are cut at {event['limit']}")
+    if (event["unknown"] or 0) >= LEAST_UNKNOWN:
+        parts.append(f"{event['unknown']:.1%} of the tokens are unknown to the model's vocabulary")
+    if (event["pieces"] or 0) >= LEAST_PIECES:
+        parts.append(
+            f"in {event['pieces']:.0%} of the training rows the vocabulary cuts most words to pieces: --model with a "
+            "model for their language or field may do better"
+        )
+    return "; ".join(parts) or None
+
+
+def conflicts(event: Event) -> str:
+    """How many training rows have the text of another one and another label."""
+    texts = "1 text" if event["texts"] == 1 else f"{event['texts']:,} texts"
+    return (
+        f"WARNING: {event['rows']:,} training rows have the text of another row and another label ({texts}): "
+        f"{event['places']}"
+    )
 
 
 def unseen(event: Event) -> str:
@@ -215,7 +234,10 @@ def of(event: Event) -> str | None:
     return TEXTS[kind](event)
 
 
-ROWS = ("bad_rows", "unlabelled", "label_column", "head", "labels", "overlap", "vocabulary", "tokenizer", "texts")
+ROWS = (
+    *("bad_rows", "unlabelled", "label_column", "head", "labels", "overlap", "vocabulary", "tokenizer", "texts"),
+    "conflicts",
+)
 """Kinds that are about the rows, not about what was learned from them."""
 TEXTS: Mapping[str, Callable[[Event], str | None]] = {
     "bad_rows": bad_rows,
@@ -225,6 +247,7 @@ TEXTS: Mapping[str, Callable[[Event], str | None]] = {
     "labels": labels,
     "overlap": overlap,
     "texts": texts,
+    "conflicts": conflicts,
     "unlabelled": unlabelled,
     "vocabulary": vocabulary,
     "strategy": strategy,
