@@ -90,7 +90,7 @@ def test_a_long_name_is_cut_and_told_in_full_by_the_pointer() -> None:
     [
         charts.lines([Line(HOSTILE, [0, 1], [0, 1], dots=True)] * 2, HOSTILE, HOSTILE, [Mark(1, HOSTILE, "crash")]),
         charts.histogram([0, 1, 2], {HOSTILE: [1, 2], "b": [2, 1]}, HOSTILE, HOSTILE, (1.0, HOSTILE)),
-        charts.bars([Bar(HOSTILE, 1.0, HOSTILE, (0.5, 1.5))], HOSTILE, (1.0, HOSTILE)),
+        charts.bars([Bar(HOSTILE, 1.0, HOSTILE, (0.5, 1.5))], HOSTILE),
         charts.scatter(np.array([1.0]), np.array([2.0]), HOSTILE, HOSTILE, diagonal=True),
         charts.stack([(HOSTILE, 1.0)], HOSTILE),
         charts.heat(np.array([[1, 2], [0, 3]]), [HOSTILE, "b"]),

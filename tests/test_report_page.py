@@ -97,19 +97,6 @@ def test_set_aside_rows_have_file_line_and_reason(tmp_path: Path) -> None:
     assert "column 'text' is empty" in str(found.rows[0][2])
 
 
-def test_a_trimmed_run_s_words_are_spelled_by_its_own_vocabulary(tmp_path: Path) -> None:
-    """Also before it has an artefact, and where the whole model is a folder of this machine."""
-    run = Run(make_run(tmp_path))
-    own = tmp_path / "trimmed" / "tokenizer.json"
-    own.parent.mkdir()
-    own.touch()
-    whole = collect.read(run).tokenizer
-    run.append("vocabulary", pieces=5, of=9, changed={}, model=str(own.parent))
-    assert whole != collect.read(run).tokenizer == own
-    own.unlink()
-    assert collect.read(run).tokenizer is None
-
-
 def test_curve_of_repeated_updates_is_drawn_once_and_the_crash_is_marked(known: collect.Collected) -> None:
     assert [event["update"] for event in curves.newest(known.of("progress"))] == list(range(1, 21))
     assert [(mark.x, mark.kind) for mark in curves.marks(known)] == [(10, "epoch"), (20, "epoch"), (10, "crash")]
