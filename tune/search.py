@@ -79,18 +79,18 @@ def check(config: Config, students: bool = False) -> None:
     data, problems = config.recipe.data, [*refused(config), *preflight.overbooked(config, env.cores())]
     if config.deploy.tune.cost != "training" and not students:
         reason = "all trials have the same model; students differ (rtrain distill --search)"
-        problems.append(Problem("tune.cost", config.deploy.tune.cost, reason, "leave it out"))
+        problems.append(Problem("tune.cost", config.deploy.tune.cost, reason, "leave it out", code="not_students"))
     if data.valid_share == 0 and not (data.valid or data.split):
         reason = "trials are compared on validation rows, and there are none"
         fix = "give a share, e.g. 0.1; train the winner's settings on all rows afterwards"
-        problems.append(Problem("data.valid_share", 0, reason, fix))
+        problems.append(Problem("data.valid_share", 0, reason, fix, code="no_rows"))
     if data.valid_part:
         reason = "each seed of a search's end is judged on a part of its own"
-        problems.append(Problem("data.valid_part", data.valid_part, reason, "leave it out"))
+        problems.append(Problem("data.valid_part", data.valid_part, reason, "leave it out", code="unsupported"))
     tune, name = config.deploy.tune, headline_of(config)
     if tune.objective == "time" and name.startswith("neg_") and tune.target is not None and tune.target > 0:
         reason = f"the score is {name}, an error below 0 that a target above 0 is never reached by"
-        problems.append(Problem("tune.target", tune.target, reason, f"write {-tune.target:g}"))
+        problems.append(Problem("tune.target", tune.target, reason, f"write {-tune.target:g}", code="out_of_range"))
     try:
         space.dimensions(config)
     except ConfigError as error:
@@ -266,7 +266,8 @@ class _Search:
         if self._history.chosen is not None:
             return None
         if not any(trial.sound for trial in self._history.own):
-            raise UserError(f"no trial of the search came to a score; {finals.failures(self._history)}")
+            text = f"no trial of the search came to a score; {finals.failures(self._history)}"
+            raise UserError(text, code="no_score")
         budget = FINAL_RUNS * self._ladder.full if self._tune.final_rows is None else self._tune.final_rows
         wanted = finals.next_runs(
             self._history,

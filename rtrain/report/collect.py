@@ -80,7 +80,7 @@ def read(run: Run) -> Collected:
     """Raises `UserError` for a folder that holds no run."""
     if not run.exists:
         fix = meant(run.folder) or "name the folder that --out named"
-        raise UserError(f"{run} holds no run (no {run.config.name}); {fix}")
+        raise UserError(f"{run} holds no run (no {run.config.name}); {fix}", code="not_a_run")
     config = configuration.load(str(run.config))
     answers = answer_rows.newest(run)
     return Collected(
