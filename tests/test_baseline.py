@@ -199,19 +199,3 @@ def test_texts_of_unknown_pieces_alone_leave_the_one_answer(tmp_path: Path) -> N
     columns: dict[str, Any] = {"data.path": str(path), "data.text": "text", "data.label": "label", "data.slices": []}
     found = measured(make_answered(tmp_path, "classification", **columns))
     assert list(found) == [baseline.ONE_ANSWER]
-
-
-def test_texts_that_take_long_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, asked = [0.0], []
-
-    def answer(texts: Any) -> None:
-        asked.append(texts[0])
-        now[0] += 1.0
-
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    assert baseline.ms_of_a_text(answer, [str(number) for number in range(1000)]) == 1000
-    assert len(asked) == 1 + baseline.FEWEST * baseline.REPEATS
-    asked.clear()
-    monkeypatch.setattr(baseline, "ASKED_S", 1e9)
-    assert baseline.ms_of_a_text(answer, [str(number) for number in range(1000)]) == 1000
-    assert len(set(asked)) == baseline.ASKED

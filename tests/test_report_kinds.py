@@ -13,7 +13,7 @@ from rtrain.data.stores.store import Store
 from rtrain.metrics.scores import read as read_scores
 from rtrain.report import collect, html
 from rtrain.report.drawing.blocks import Figure, Section, Table
-from rtrain.report.kinds import entities, numbers
+from rtrain.report.kinds import entities
 from rtrain.report.sections import answers, curves, data, outcome, slices
 from rtrain.report.summary import summarise
 from rtrain.run import Run
@@ -265,17 +265,6 @@ def test_nor_is_a_slice_of_which_no_row_counts(
     changed = replace(runs[task], answers=replace(found, target=sides[0], prediction=sides[1], slices={"part": column}))
     every = [slices.Slice(f"part: {name}", 20, 0.0, (0.0, 0.0)) for name in ("empty", "full")]
     assert [one.name for one in slices.told(changed, every)] == ["part: full"]
-
-
-def test_a_fine_scale_has_no_confusion_of_its_steps(runs: dict[str, collect.Collected]) -> None:
-    run = runs["regression"]
-    assert run.scores is not None
-    tables = run.scores["tables"]
-    size = numbers.MOST_STEPS + 1
-    fine = {"labels": [str(step) for step in range(size)], "counts": np.eye(size, dtype=int).tolist()}
-    drawn = numbers.blocks(run, {**tables, "scale": {**tables["scale"], "confusion": fine}})
-    assert not any("On the scale" in block.title for block in drawn if isinstance(block, Figure | Table))
-    assert any("On the scale" in block.title for block in numbers.blocks(run, tables) if isinstance(block, Figure))
 
 
 def test_masked_text_has_perplexities_and_no_confusion(runs: dict[str, collect.Collected]) -> None:

@@ -184,7 +184,7 @@ FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
     """Do an order. A run that was begun goes on from its newest checkpoint; one that is there already is read."""
     run = Run(task.search).trial(order.trial)
-    watch, prepared, until = _Diverging(run), None, None
+    watch, prepared, until = DivergenceWatch(run), None, None
     try:
         prepared = task.prepared(order.trial, order.settings)
         until = None if order.rung is None else prepared.order.update_at(order.rows)
@@ -330,7 +330,7 @@ def diverges(losses: Sequence[float]) -> bool:
     return min(losses[-LAST:]) > max(RISE * began, began + LEAST_RISE)
 
 
-class _Diverging:
+class DivergenceWatch:
     """Follows a trial's log, and freezes the trial as soon as it diverges."""
 
     def __init__(self, run: Run):

@@ -54,7 +54,7 @@ def dimensions(config: Config) -> tuple[Dimension, ...]:
     a setting that no trial may change, and a value, or a combination of values, that the configuration refuses."""
     found, problems = [], []
     for name, searched in config.deploy.tune.space.items():
-        wrong = _refused(config, name) or _flaw(config, name, searched)
+        wrong = refusals(config, name) or _flaw(config, name, searched)
         if not wrong:
             given = _range(name, searched) if isinstance(searched, Range) else Dimension(name, choices=searched)
             one, wrong = _resolved(config, given)
@@ -69,7 +69,7 @@ def dimensions(config: Config) -> tuple[Dimension, ...]:
         )
     for place, point in enumerate(config.deploy.tune.points):
         named = f"tune.points.{place}"
-        wrong = [replace(problem, field=f"{named}.{name}") for name in point for problem in _refused(config, name)]
+        wrong = [replace(problem, field=f"{named}.{name}") for name in point for problem in refusals(config, name)]
         problems += wrong or [replace(problem, field=named) for problem in _tried(config, point)]
     if not problems:
         problems += _apart(config, found)
@@ -78,7 +78,7 @@ def dimensions(config: Config) -> tuple[Dimension, ...]:
     return tuple(found)
 
 
-def _refused(config: Config, name: str) -> list[Problem]:
+def refusals(config: Config, name: str) -> list[Problem]:
     """Why no trial may change a setting."""
     if unknown := configuration.put({}, name, None):
         return [unknown]

@@ -68,7 +68,7 @@ def following(config: Config, run: Run, say: Say) -> Iterator[None]:
     outcome: Outcome = "failed"
     try:
         for name in config.deploy.report.trackers:  # where one is refused, those before it are closed
-            feeds.append(Feed(name, _OPEN[name](config, run), run, past, say))
+            feeds.append(Feed(name, TRACKERS[name](config, run), run, past, say))
         with ExitStack() as stack:
             for feed in feeds:  # each by a thread of its own: a slow server must not hold up the others
                 stack.enter_context(events.Follow([(run.folder, {})], feed))
@@ -269,4 +269,4 @@ class MLflow:
         self._client.set_terminated(self._run_id, status)
 
 
-_OPEN: Mapping[str, Callable[[Config, Run], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
+TRACKERS: Mapping[str, Callable[[Config, Run], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
