@@ -28,7 +28,7 @@ MB = 1_000_000
 @pytest.fixture(autouse=True)
 def still_shm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other programs use /dev/shm too."""
-    monkeypatch.setattr(peak_memory, "_shm_used", lambda: 0)
+    monkeypatch.setattr(peak_memory, "shared_memory_used", lambda: 0)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_pages_that_two_processes_share_count_once(counted: list[int], tmp_path:
 
 def test_pages_of_shm_that_nobody_maps_count(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     used = [50 * MB]
-    monkeypatch.setattr(peak_memory, "_shm_used", lambda: used[0])
+    monkeypatch.setattr(peak_memory, "shared_memory_used", lambda: used[0])
     peak = PeakMemory()
     assert peak.sample_mb() == 0.0
     used[0] += 200 * MB
@@ -97,7 +97,7 @@ def test_pages_of_shm_that_a_process_maps_count_once(counted: list[int], monkeyp
     peak = PeakMemory()
     try:
         path.write_bytes(b"x" * 30 * MB)
-        monkeypatch.setattr(peak_memory, "_shm_used", lambda: 30 * MB)
+        monkeypatch.setattr(peak_memory, "shared_memory_used", lambda: 30 * MB)
         assert peak.sample_mb() == 30.0
         with child(SHARED.format(path=str(path))) as one:
             counted[:] = [one]

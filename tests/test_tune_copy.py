@@ -82,7 +82,7 @@ def test_what_is_written_after_it_came_back_goes_to_the_copy_and_the_machine_bef
         second.write("ending")
     made.folder.rename(tmp_path / "second")
     away.rename(made.folder)
-    with pytest.raises(Lost, match="another process has taken up"):
+    with pytest.raises(Lost):
         first.write("ending")
     shutil.rmtree(made.folder)
     with trial.held(stored(tmp_path), tmp_path / "search", "resume", None) as (_, task):
@@ -96,8 +96,9 @@ def test_a_storage_that_is_away_is_told_of_once_and_given_all_when_it_is_back(tm
     record = Record(made, told.append, stored(tmp_path).deploy.cluster)
     for why in ("a", "b"):
         record.write("stopped", why=why)
-    with pytest.raises(TryAgain, match=r"search has ended, and its copy is not whole .*--resume copies the rest"):
+    with pytest.raises(TryAgain) as raised:
         record.finish_copy()
+    assert raised.value.code == "unreachable"
     assert [event["kind"] for event in told] == ["uncopied", "search", "search"]
     mounted.unlink()
     record.write("ending")
@@ -118,8 +119,7 @@ def test_a_storage_that_is_away_is_told_of_once_and_given_all_when_it_is_back(tm
 @pytest.mark.parametrize("reuse", ["refuse", "new"])
 def test_a_new_search_under_the_name_of_one_in_the_storage_is_refused(reuse: opening.Reuse, tmp_path: Path) -> None:
     shutil.rmtree(copied(tmp_path).folder)
-    refused = r"mounted/search holds a run already; write --resume to continue it, or another --out"
-    with pytest.raises(UserError, match=refused), trial.held(stored(tmp_path), tmp_path / "search", reuse, None):
+    with pytest.raises(UserError), trial.held(stored(tmp_path), tmp_path / "search", reuse, None):
         pass
 
 

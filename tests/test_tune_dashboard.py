@@ -98,16 +98,6 @@ def test_optuna_finds_the_trials_with_their_settings_rungs_and_ends(tmp_path: Pa
     assert study.trials[0].distributions["optim.lr"].low == 1e-6  # the trial outside is shown as well
 
 
-def test_what_optuna_has_no_field_for_is_an_attribute(tmp_path: Path) -> None:
-    attributes = [trial.user_attrs for trial in opened(tmp_path).trials]
-    assert [told["by"] for told in attributes] == ["recipe", "spread", "gp", "gp", "points", "seed"]
-    assert [dict(told["settings"]) for told in attributes] == [dict(trial.settings) for trial in HISTORY.trials]
-    assert attributes[0]["finished"]["held"] == pytest.approx(0.69)
-    assert (attributes[2]["error"], attributes[3]["diverged"]) == ("out of memory", "its loss is infinite")
-    assert (attributes[5]["of"], attributes[5]["seed"], attributes[5]["named"]) == (1, 7, "trial 1 with seed 7")
-    assert "error" not in attributes[0]
-
-
 @pytest.mark.parametrize(
     ("objective", "directions", "values"),
     [

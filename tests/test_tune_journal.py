@@ -124,3 +124,41 @@ def test_a_search_that_was_stopped_may_be_reopened() -> None:
     again = found.after({"kind": "reopened", "budget": {"minutes": 600.0}})
     assert (again.stopped, again.budget) == (None, None)
     assert replay([{"kind": "stopped", "why": "tune.trials=4"}]).budget is None
+
+
+TRIALS = 4
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_in_which_order_slots_answer_changes_no_trial_and_a_prefix_is_the_state_of_its_moment(
+    data: st.DataObject,
+) -> None:
+    """Each trial's own events keep their order; those of several trials are interleaved as slots happen to answer."""
+    asked = [{"kind": "asked", "trial": number, "settings": {"optim.lr": 0.1 * number}} for number in range(TRIALS)]
+    streams: dict[int, list[dict[str, Any]]] = {}
+    for number in range(TRIALS):
+        rungs = data.draw(st.integers(0, 3))
+        own = [{"kind": "reached", **RUNG, "trial": number, "rung": rung} for rung in range(rungs)]
+        last: list[dict[str, Any]] = data.draw(
+            st.sampled_from(
+                [
+                    [],
+                    [{"kind": "finished", **END, "trial": number}],
+                    [{"kind": "failed", "trial": number, "error": "no", "seconds": 3.0}],
+                    [{"kind": "diverged", "trial": number, "why": "loss", "seconds": 3.0}],
+                ]
+            )
+        )
+        streams[number] = own + last
+    turns = [number for number, own in streams.items() for _ in own]
+    replayed = []
+    for _ in range(2):
+        left = {number: iter(own) for number, own in streams.items()}
+        answers = [next(left[number]) for number in data.draw(st.permutations(turns))]
+        history, known = replay(asked), [*asked]
+        for event in answers:
+            history, known = history.after(event), [*known, event]
+            assert replay(known) == history
+        replayed.append(history)
+    assert replayed[0] == replayed[1]

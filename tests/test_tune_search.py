@@ -177,7 +177,7 @@ def test_what_a_search_leaves(found: search.Found) -> None:
     headline = trial.headline_of(config.load(str(found.search.config)))
     text = table.text(found.history, headline, config.load(str(found.search.config)).deploy.tune)
     assert f"trial {LOST}" in text
-    assert "is not empty and holds no run; name a new folder" in str(found.history.trials[LOST].error)
+    assert found.history.trials[LOST].error
 
 
 def test_a_search_that_has_ended_is_left_as_it_is(found: search.Found) -> None:
@@ -247,12 +247,12 @@ def test_no_process_group_or_cpu_is_left(found: search.Found) -> None:
 def test_more_trials_at_once_than_fit_are_refused_with_the_nearest_number_that_does(ray_session: Path) -> None:
     """The session has four logical CPUs: two workers and the data tasks of one trial."""
     many = with_overrides(searched(ray_session / "many"), {"tune.concurrent": 3})
-    refused = r"tune\.concurrent=3: 3 trials of 2 workers need 12 logical CPUs.*write 1"
-    with pytest.raises(ConfigError, match=refused):
+    with pytest.raises(ConfigError) as refused:
         slots.number(many, "cpu")
+    assert [(one.field, one.code) for one in refused.value.problems] == [("tune.concurrent", "too_large")]
     assert slots.number(searched(ray_session / "many"), "cpu") == 1
     before = sorted((ray_session / "many").iterdir())
-    with pytest.raises(ConfigError, match=refused):
+    with pytest.raises(ConfigError):
         search.run(many, ray_session / "many" / "search")
     assert sorted((ray_session / "many").iterdir()) == before  # no folder was made, and no row was read
 
@@ -265,19 +265,20 @@ def test_a_search_without_validation_rows_is_refused(rows: dict[str, str], refus
     if not refused:
         search.check(chosen)
         return
-    with pytest.raises(ConfigError, match="trials are compared on validation rows, and there are none"):
+    with pytest.raises(ConfigError) as caught:
         search.check(chosen)
+    assert [(one.field, one.code) for one in caught.value.problems] == [("data.valid_share", "no_rows")]
 
 
 def test_what_the_end_could_not_judge_by_is_refused() -> None:
     rows = {"data.path": "rows.csv"}
-    with pytest.raises(
-        ConfigError, match=r"data\.valid_part=1: each seed of a search's end is judged on a part of its"
-    ):
+    with pytest.raises(ConfigError) as caught:
         search.check(config.load("intent", {**rows, "data.valid_part": 1}))
+    assert [(one.field, one.code) for one in caught.value.problems] == [("data.valid_part", "unsupported")]
     timed = {**rows, "tune.objective": "time", "tune.target": 0.15}
-    with pytest.raises(ConfigError, match=r"tune\.target=0\.15: the score is neg_rmse, .* write -0\.15"):
+    with pytest.raises(ConfigError) as caught:
         search.check(config.load("essay", timed))
+    assert [(one.field, one.code) for one in caught.value.problems] == [("tune.target", "out_of_range")]
     search.check(config.load("essay", {**timed, "tune.target": -0.15}))
     search.check(config.load("intent", {**timed, "tune.target": 0.9}))
 
@@ -285,11 +286,12 @@ def test_what_the_end_could_not_judge_by_is_refused() -> None:
 def test_a_search_in_a_used_folder_and_another_search_in_an_old_one_are_refused(
     found: search.Found, ray_session: Path
 ) -> None:
-    with pytest.raises(UserError, match="holds a run already"):
+    with pytest.raises(UserError):
         search.run(searched(ray_session / "search"), found.search.folder)
     other = with_overrides(config.load("intent"), {"tune.first_rung": 0.3})
-    with pytest.raises(ConfigError, match=r"tune\.first_rung=0\.3: the search was started with 0\.2; leave it out"):
+    with pytest.raises(ConfigError) as caught:
         search.run(other, found.search.folder, "resume")
+    assert [(one.field, one.code) for one in caught.value.problems] == [("tune.first_rung", "changed_setting")]
 
 
 def test_values_that_the_model_cannot_read_are_refused_before_any_trial(tmp_path: Path) -> None:
@@ -301,8 +303,8 @@ def test_values_that_the_model_cannot_read_are_refused_before_any_trial(tmp_path
         with pytest.raises(ConfigError) as caught:
             search.check_model(chosen, encoder)
         assert {one.field for one in caught.value.problems} == {"tune.space.data.max_tokens"}
-        assert "data.max_tokens" in str(caught.value)
     points = config.load("intent", {**base, "tune.points": [{"data.max_tokens": 100_000}]})
-    with pytest.raises(ConfigError, match=r"tune\.points\.0"):
+    with pytest.raises(ConfigError) as caught:
         search.check_model(points, encoder)
+    assert {one.field for one in caught.value.problems} == {"tune.points.0"}
     search.check_model(config.load("intent", {**base, "tune.space": {"data.max_tokens": [16, 32]}}), encoder)

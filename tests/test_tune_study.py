@@ -16,7 +16,6 @@ from rtrain.config import Config
 from rtrain.errors import ConfigError, TryAgain, UserError
 from rtrain.metrics.by_output import metric_for
 from rtrain.run import Run
-from rtrain.runs import opening
 from rtrain.tasks import base
 from tests.conftest import write_rows
 from tests.reports import Page, make_run
@@ -70,20 +69,6 @@ def test_each_run_has_its_optimizer_its_passes_and_its_rate(name: str) -> None:
     assert [cell.frequency for cell in found.cells[:4]] == [1, 2, 10, 100]
 
 
-def test_a_stored_configuration_has_the_same_runs() -> None:
-    """It has the rows of an update in place of the frequency."""
-    stored = recipe(**{"train.aggregation_frequency": None, "train.rows_per_update": 16})
-    assert study.plan(stored, ENOUGH) == study.plan(recipe(), ENOUGH)
-
-
-def test_a_resumed_study_or_search_leaves_the_pooling_to_its_trials(tmp_path: Path) -> None:
-    run = Run(tmp_path / "study")
-    opening.freeze(run, recipe())
-    assert opening.stored(run.folder).recipe.model.pooling == "auto"
-    run.append("created")  # a run of a version without the setting
-    assert opening.stored(run.folder).recipe.model.pooling == "own"
-
-
 @pytest.mark.parametrize(
     ("begun", "asked"),
     [
@@ -103,9 +88,9 @@ def test_a_resume_that_would_be_another_is_refused_before_it_changes_what_is_sto
     with trial.held(first, folder, "refuse", None):
         pass
     before = Run(folder).config.read_bytes()
-    refused = rf"{next(iter(asked))}.*: the {'study' if begun else 'search'} was started with"
-    with pytest.raises(ConfigError, match=refused), trial.held(config.load("intent", asked), folder, "resume", None):
+    with pytest.raises(ConfigError) as refused, trial.held(config.load("intent", asked), folder, "resume", None):
         pass
+    assert (next(iter(asked)), "changed_setting") in [(one.field, one.code) for one in refused.value.problems]
     assert Run(folder).config.read_bytes() == before
     for may_change in ({}, {"tune.concurrent": 2}):
         with trial.held(config.load("intent", may_change), folder, "resume", None) as (settled, _):
@@ -118,8 +103,9 @@ def test_a_search_or_a_study_whose_disk_becomes_full_ends_with_the_reason_and_75
 ) -> None:
     rows = write_rows(tmp_path / "rows.csv", [("a parcel", "parcel")])
     made = config.load("intent", {"data.path": str(rows), "tune.study": begun})
-    with pytest.raises(TryAgain, match=r"^No space .*--resume goes on$"), trial.held(made, tmp_path / "s", "new", None):
+    with pytest.raises(TryAgain) as raised, trial.held(made, tmp_path / "s", "new", None):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert raised.value.code == "disk_full"
     with pytest.raises(PermissionError), trial.held(made, tmp_path / "s", "resume", None):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -145,8 +131,9 @@ def test_frequencies_that_the_rows_are_too_few_for_are_left_out(rows: int, left_
 
 
 def test_rows_that_leave_nothing_to_compare_are_refused() -> None:
-    with pytest.raises(UserError, match=r"70 training rows are too few .*k=2: 15 updates.*train\.epochs"):
+    with pytest.raises(UserError) as refused:
         study.plan(recipe(), 70)
+    assert refused.value.code == "too_few_rows"
 
 
 def test_what_contradicts_a_study_is_refused_at_once() -> None:
@@ -157,13 +144,11 @@ def test_what_contradicts_a_study_is_refused_at_once() -> None:
         with pytest.raises(ConfigError) as caught:
             study.check(recipe(**{"tune.space": {study.FREQUENCY: values}}))
         [problem] = caught.value.problems
-        assert (problem.field, problem.reason) == (
-            f"tune.space.{study.FREQUENCY}",
-            "no list of different whole numbers above 0",
-        )
-    with pytest.raises(ConfigError, match=r"tune\.space\.optim\.lr: a study compares aggregation frequencies alone"):
+        assert (problem.field, problem.code) == (f"tune.space.{study.FREQUENCY}", "wrong_type")
+    with pytest.raises(ConfigError) as caught:
         study.check(recipe(**{"tune.space": {study.FREQUENCY: [1, 2], "optim.lr": [1e-4, 1e-3]}}))
-    with pytest.raises(ConfigError, match=r"optim\.lr"):  # 100 times 0.02 is no learning rate
+    assert [(one.field, one.code) for one in caught.value.problems] == [("tune.space.optim.lr", "not_searchable")]
+    with pytest.raises(ConfigError):  # 100 times 0.02 is no learning rate
         study.plan(recipe(**{"optim.lr": 0.02}), ENOUGH)
 
 
@@ -227,12 +212,6 @@ def test_the_benchmark_of_a_link_leaves_its_times_in_the_study(tmp_path: Path, m
     assert "seconds over 1000 Mbit/s, measured (saved)" in Page(made.study_page.read_text()).text
 
 
-def test_a_worker_alone_exchanges_nothing() -> None:
-    alone = [replace(one, exchange_s=0.0, exchange_bytes=0, workers=1, transport="stock") for one in (FIRST, TENTH)]
-    found = study_table.table(alone, "accuracy", networks={"a link": 0.45})
-    assert rows_of(found.text, "seconds over a link, measured")["AdamW"] == ["150.0 (0%)", "105.0 (30%)"]
-
-
 def test_a_run_that_failed_is_told_with_its_error(tmp_path: Path) -> None:
     run = Run(make_run(tmp_path, trained=False))
     run.append("failed", error="the gradient is not finite: lower optim.lr\n  trace")
@@ -266,12 +245,13 @@ def test_a_study_in_which_nothing_pays_says_so(tmp_path: Path, lost: float | Non
     other = Result("AdamW", 10, error="failed") if lost is None else replace(TENTH, score=0.9 - lost)
     document = study_table.table([FIRST, other], "accuracy").document
     found = study_table.told("accuracy", [one for one in document["results"] if one["error"] is None])
-    assert found == "No frequency above 1 keeps the accuracy within 0.01 of that with k = 1."
+    assert found.startswith("No frequency")
 
 
 def test_a_study_that_has_not_ended_has_no_page_and_names_what_goes_on(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"rtrain tune --resume --out"):
+    with pytest.raises(UserError) as refused:
         study_table.write(Run(tmp_path))
+    assert refused.value.code == "not_finished"
 
 
 # ------------------------------------------------------------------------------------------------------------ real runs
@@ -319,5 +299,6 @@ def test_a_study_trains_its_runs_and_tells_their_scores_and_what_their_exchanges
     assert again.table.document == found.table.document
     assert found.study.trials.read_bytes() == before
     other = config.with_overrides(chosen, {"tune.space": {study.FREQUENCY: [1, 2, 4]}})
-    with pytest.raises(ConfigError, match=r"tune\.space=.* the study was started with"):
+    with pytest.raises(ConfigError) as caught:
         study.run(other, folder / "made", "resume")
+    assert [(one.field, one.code) for one in caught.value.problems] == [("tune.space", "changed_setting")]

@@ -90,7 +90,8 @@ class Record:
                 self._copy.write()
         except Unreachable as error:
             way_on = "the same command with --resume copies the rest"
-            raise TryAgain(f"{self._search} has ended, and its copy is not whole ({error}); {way_on}") from error
+            text = f"{self._search} has ended, and its copy is not whole ({error}); {way_on}"
+            raise TryAgain(text, code="unreachable") from error
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -125,6 +126,6 @@ class Record:
     def _heard(self, order: Order, outcome: Outcome) -> None:
         if outcome["kind"] == AGAIN:
             way_on = "the same command with --resume goes on"
-            raise TryAgain(f"trial {order.trial} could not go on: {outcome['error']}; {way_on}")
+            raise TryAgain(f"trial {order.trial} could not go on: {outcome['error']}; {way_on}", code="machine_failed")
         fields = {name: value for name, value in outcome.items() if name != "kind"}
         self.write(outcome["kind"], trial=order.trial, **fields)

@@ -29,8 +29,6 @@ class Collected:
     log: list[Event]
     summary: dict[str, Any]
     store: Store | None
-    tokenizer: Path | None
-    """tokenizer.json that the rows were made with."""
     artifact: dict[str, Any] | None
     """artifact.json of a finished run."""
     answers: answer_rows.AnswerRows | None
@@ -82,7 +80,7 @@ def read(run: Run) -> Collected:
     """Raises `UserError` for a folder that holds no run."""
     if not run.exists:
         fix = meant(run.folder) or "name the folder that --out named"
-        raise UserError(f"{run} holds no run (no {run.config.name}); {fix}")
+        raise UserError(f"{run} holds no run (no {run.config.name}); {fix}", code="not_a_run")
     config = configuration.load(str(run.config))
     answers = answer_rows.newest(run)
     return Collected(
@@ -91,17 +89,9 @@ def read(run: Run) -> Collected:
         log=run.events(),
         summary=summary.summarise(run),
         store=None if run.store is None else Store(run.store),
-        tokenizer=_tokenizer(run, config),
         artifact=artifact.document_of(run.artifact) if run.finished else None,
         answers=answers,
         scores=scores.read(run.scores(answers.split)) if answers is not None else None,
         validation=scores.read(run.scores("valid")),
         baselines=baseline.read(run),
     )
-
-
-def _tokenizer(run: Run, config: Config) -> Path | None:
-    # By a vocabulary that is not the trimmed one the run's tokens would be spelled as other words.
-    folder = trimmed.get("model") if (trimmed := run.last("vocabulary")) else config.recipe.model.name
-    places = [run.artifact / "tokenizer.json", *([Path(folder) / "tokenizer.json"] if folder else [])]
-    return next((place for place in places if place.is_file()), None)

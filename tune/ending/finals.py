@@ -137,12 +137,12 @@ def next_runs(
     """
     chosen = candidates(history, aim)
     if not chosen:
-        raise UserError(f"no trial of the search came to a score; {failures(history)}")
+        raise UserError(f"no trial of the search came to a score; {failures(history)}", code="no_score")
     if unfinished := [Run(number) for number in chosen if numbered(history.trials, number).finished is None]:
         return unfinished
     alive = tuple(number for number in chosen if Run(number) in judged)
     if not alive:
-        raise UserError("no answers of the search's last runs can be judged; evaluate them again")
+        raise UserError("no answers of the search's last runs can be judged; evaluate them again", code="no_answers")
     made = {Run(of, trial.seed): trial for of, trial in repeats(history, parts)}
     left = budget_rows - sum(_rest(numbered(history.trials, number)) for number in chosen)
     seeds: list[int | None] = [None]

@@ -94,14 +94,14 @@ def of(run: Run, share: float) -> Held:
     config = configuration.load(str(run.config))
     rows, output = answer_rows.read(run, SPLIT), base.get(config.recipe.task).output
     if rows is None:
-        raise UserError(f"{run} left no answers to its validation rows")
+        raise UserError(f"{run} left no answers to its validation rows", code="no_answers")
     table = pyarrow.parquet.read_table(run.predictions(SPLIT), columns=["row_id", "position"])
     ids, position = table["row_id"].to_numpy(), table["position"].to_numpy()
     every_row = not share or config.recipe.data.valid_part > 0
     chosen = np.ones(len(ids), dtype=np.bool_) if every_row else mask(ids, share)
     at = np.flatnonzero(chosen if chosen.any() else ~chosen)
     if output == "number" and not np.isfinite(rows.prediction[at].astype(np.float64)).all():
-        raise UserError(f"{run} answers with what is no finite number: its training has gone astray")
+        raise UserError(f"{run} answers with what is no finite number: its training has gone astray", code="diverged")
     sheet = by_row.Sheet(
         target=rows.target[at],
         prediction=rows.prediction[at],

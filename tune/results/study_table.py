@@ -243,7 +243,8 @@ def write(study: Run) -> Path:
     """Make the study's study.html. Raises `UserError` for a study that has not ended."""
     kept = study.study_table
     if not kept.is_file():
-        raise UserError(f"{study} is a study that has not ended; rtrain tune --resume --out {study} goes on")
+        text = f"{study} is a study that has not ended; rtrain tune --resume --out {study} goes on"
+        raise UserError(text, code="not_finished")
     return write_page(study.study_page, page(study.name, documents.read(kept)))
 
 

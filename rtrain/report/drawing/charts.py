@@ -173,31 +173,21 @@ def _fit_name(name: str) -> str:
     return next(cut for most in range(MOST_LETTERS, 0, -1) if text_width(cut := short(name, most)) <= NAMES_WIDTH)
 
 
-def bars(items: Sequence[Bar], x_label: str, at: tuple[float, str] | None = None, high: float | None = None) -> Markup:
-    """One horizontal bar per name, from 0; `at` is a named vertical line, e.g. the mean of all."""
+def bars(items: Sequence[Bar], x_label: str) -> Markup:
+    """One horizontal bar per name, from 0."""
     left, height = _names_width([bar.name for bar in items]), ROW * len(items)
-    ends = [bar.interval[1] if bar.interval else bar.value for bar in items]
-    starts = [bar.interval[0] if bar.interval else bar.value for bar in items]
-    x = Scale.over([0.0, *starts, *ends, *([at[0]] if at else []), *([high] if high else [])], left, WIDTH - 46)
+    ends = [end for bar in items for end in (bar.value, *(bar.interval or ()))]
+    x = Scale.over([0.0, *ends], left, WIDTH - 46)
     parts = [bottom_axis(x, TOP + height, TOP, x_label)]
     for place, bar in enumerate(items):
-        top = TOP + place * ROW
+        top, end = TOP + place * ROW, x(bar.value)
         parts.append(text(left - 6, top + 12, _fit_name(bar.name), anchor="end", full=bar.name))
-        parts.append(
-            rect(min(x(0), x(bar.value)), top + 3, abs(x(bar.value) - x(0)), ROW - 6, "s0", bar.hint or bar.name)
-        )
-        end = x(bar.value)
+        parts.append(rect(min(x(0), end), top + 3, abs(end - x(0)), ROW - 6, "s0", bar.hint or bar.name))
         if bar.interval:
             low, end = x(bar.interval[0]), x(bar.interval[1])
             parts.append(line(low, top + ROW / 2, end, top + ROW / 2, "whisker"))
-        parts.append(
-            text(
-                max(end, x(0)) + 4, top + 12, number(float(f"{bar.value:.3g}")) if bar.value % 1 else number(bar.value)
-            )
-        )
-    if at is not None:
-        parts.append(line(x(at[0]), TOP, x(at[0]), TOP + height, "mark best"))
-        parts.append(text(x(at[0]), TOP - 6, at[1], anchor="middle", css="mute"))
+        figure = number(float(f"{bar.value:.3g}")) if bar.value % 1 else number(bar.value)
+        parts.append(text(max(end, x(0)) + 4, top + 12, figure))
     return svg(*parts, label=f"{x_label} of {len(items)} groups", height=TOP + height + BOTTOM)
 
 

@@ -9,11 +9,9 @@ from rtrain.metrics import text
 from rtrain.report.collect import Collected
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Table
-from rtrain.report.drawing.charts import Bar
-from rtrain.report.drawing.svg import score_name, three
+from rtrain.report.drawing.svg import score_name
 
-SYSTEMS = (("", "summary"), ("lead_", "first sentences"), ("oracle_", "oracle"))
-COMPARED = (*SYSTEMS[:2], ("over_lead_", "difference"), SYSTEMS[2])
+COMPARED = (("", "summary"), ("lead_", "first sentences"), ("over_lead_", "difference"), ("oracle_", "oracle"))
 BESIDE = ("lead_", "oracle_", "over_lead_")
 """Beginnings of the names of scores that are shown beside the model's own."""
 SCORES = (*text.ROUGES, "rouge", "bleu")
@@ -23,35 +21,12 @@ def blocks(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
     assert run.scores is not None  # answers.section
     ends: Mapping[str, Sequence[float]] = run.scores.get("intervals", {}).get("scores", {})
     return [
-        *(_chart(run.scores["scores"], ends), _lengths(tables["lengths"]), _positions(tables["positions"])),
+        *(_lengths(tables["lengths"]), _positions(tables["positions"])),
         _beside(run.scores, ends, tables["beside_lead"]),
     ]
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
-
-
-def _chart(scores: Mapping[str, float], ends: Mapping[str, Sequence[float]]) -> Figure:
-    items = []
-    for name in text.ROUGES:
-        for prefix, who in SYSTEMS:
-            low_high = ends.get(f"{prefix}{name}")
-            interval = (low_high[0], low_high[1]) if low_high else None
-            hint = f"{score_name(name)} of the {who}: {three(scores[prefix + name])}"
-            items.append(
-                Bar(
-                    f"{score_name(name)}, {'lead' if prefix == 'lead_' else who}", scores[prefix + name], hint, interval
-                )
-            )
-    reached, most = scores["rouge1"], scores["oracle_rouge1"]
-    title = f"ROUGE-1 {reached:.3f}; the first sentences reach {scores['lead_rouge1']:.3f}, the oracle {most:.3f}"
-    note = (
-        "F1 of the words (1), pairs of words (2) and the longest common sequence (L) shared with the reference, mean "
-        "over the documents. Lead: the first sentences, as many as the same budget of words holds. Oracle: those "
-        "chosen by the reference itself, however long: what is learned, and about the most that whole sentences can "
-        "reach."
-    )
-    return Figure(title, charts.bars(items, "ROUGE (F1)"), f"{note} Whiskers: 95 % intervals.")
 
 
 def _beside(document: Mapping[str, Any], ends: Mapping[str, Sequence[float]], sides: Mapping[str, int]) -> Table:

@@ -47,7 +47,7 @@ class PeakMemory:
         self.stage = ""
         """What the command does just now."""
         self._sizes: dict[int, Size] = {}
-        self._shm_before = _shm_used()
+        self._shm_before = shared_memory_used()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -70,7 +70,7 @@ class PeakMemory:
     def sample_mb(self) -> float:
         self._sizes = _sizes()
         shared = sum(size.shared for size in self._sizes.values())
-        unmapped = max(0, _shm_used() - self._shm_before - shared)
+        unmapped = max(0, shared_memory_used() - self._shm_before - shared)
         return (sum(size.whole for size in self._sizes.values()) + unmapped) / 1e6
 
 
@@ -120,7 +120,7 @@ def _is_of(process: psutil.Process, session: str) -> bool:
         return False
 
 
-def _shm_used() -> int:
+def shared_memory_used() -> int:
     """Bytes in use in /dev/shm; 0 where there is no such file system, as on a Mac."""
     try:
         status = os.statvfs("/dev/shm")
