@@ -158,7 +158,7 @@ def trained(folder: Path) -> Path:
     data, test = synthetic.write(folder)
     program = [sys.executable, "-m", "rtrain"]
     train = ["train", "intent", "--data", str(data), "--test", str(test), "--out", str(folder / "run")]
-    settings = ("data.label=intent", "train.epochs=1", "report.attributions=0")
+    settings = ("data.label=intent", "train.epochs=1")
     train += [part for setting in settings for part in ("--set", setting)]
     for verb in (train, ["quantize", str(folder / "run")]):
         subprocess.run([*program, *verb], check=True, stdout=subprocess.DEVNULL)

@@ -44,7 +44,6 @@ def shared(epochs: int, seed: int) -> dict[str, object]:
         "train.epochs": epochs,
         "train.rows_per_update": 16,
         "train.seed": seed,
-        "report.attributions": 0,
     }
 
 

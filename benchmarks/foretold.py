@@ -33,7 +33,7 @@ from rtrain.doctor import frequency as frequency_of
 from rtrain.doctor.forecast import choose_k
 from rtrain.run import Run
 
-VALUES: dict[str, Any] = {"train.keep": 1, "train.log_every": 1, "report.attributions": 0}
+VALUES: dict[str, Any] = {"train.keep": 1, "train.log_every": 1}
 """Settings of all runs."""
 PILOT = 0.15
 """Share of a run's rows that its pilot has, over all epochs."""

@@ -46,7 +46,6 @@ def settings(workers: int, passes: int, seed: int) -> dict[str, Any]:
         "train.seed": seed,
         "train.keep": 1,
         "train.log_every": 1,
-        "report.attributions": 0,
     }
 
 

@@ -35,7 +35,7 @@ from rtrain.doctor.forecast import calibrate, links, scaling
 from rtrain.doctor.forecast.calibrate import Exchanged
 from rtrain.doctor.forecast.scaling import Compute, Work
 from rtrain.run import Run
-from tune.results import study_page, study_table
+from tune.results import study_table
 
 SPACES = ("rtrain-0", "rtrain-1")
 LINKS = ("rtrain-v0", "rtrain-v1")
@@ -182,7 +182,7 @@ def of_study(study: Run, mbit: int, rounds: int) -> dict[str, Any]:
     }
     found = study_table.of_document(document, measured)
     study_table.keep(study, found.document)
-    study_page.write(study)
+    study_table.write(study)
     return {"bytes": size, "exchange_s": measured, "table": found.text, "document": found.document}
 
 

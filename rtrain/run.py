@@ -85,10 +85,6 @@ class Run:
         """Scores of simple models on the same rows."""
         return self.folder / "baselines.json"
 
-    def attributions(self, split: str) -> Path:
-        """What the answers to the hardest rows of a split rest on."""
-        return self.folder / f"attributions-{split}.json"
-
     @property
     def store(self) -> Path | None:
         """The newest token store that the log names, where it is still there: it lies beside the run, not in it."""

@@ -63,7 +63,7 @@ def _drive(cluster: Any, folder: Path, own: Path, hub: Hub) -> dict[str, Any]:
 
     def chosen(**overrides: Any) -> config.Config:
         dotted = {name.replace("__", "."): value for name, value in overrides.items()}
-        least = {"train.workers": 1, "train.epochs": 1, "train.precision": "fp32", "report.attributions": 0}
+        least = {"train.workers": 1, "train.epochs": 1, "train.precision": "fp32"}
         return config.load("intent", {"cluster.address": cluster.address, **least, **dotted})
 
     root, found = folder / "runs", dict[str, Any]()

@@ -53,7 +53,7 @@ def events(trials: int = 20, *, failed: tuple[int, ...] = (7,), end: bool = True
         by = "recipe" if not number else "spread" if number < 5 else "gp"
         yield asked(number, settings if number else {}, by)
         if number in failed:
-            yield {"kind": "failed", "trial": number, "error": "OutOfMemoryError: <b>CUDA</b> is full"}
+            yield {"kind": "failed", "trial": number, "error": "OutOfMemoryError: <b>CUDA</b> is full", "seconds": 0.0}
         else:
             yield reached(number, 0, score_of(lr, k, round(0.2 * FULL)))
     yield {"kind": "stopped", "why": "the rows of 8 full runs are spent"}

@@ -65,7 +65,7 @@ def plan(cpus: int, most: int = 4, idle_s: float = plans.IDLE_S) -> plans.Plan:
 
 def words(folder: Path, name: str = "lost", workers: int = 2, *more: str) -> list[str]:
     settings = ["train.precision=fp32", "train.epochs=100", f"train.save_every={SAVE_EVERY}", "train.log_every=1"]
-    settings += ["train.evaluate_every=1000", "report.attributions=0", f"cluster.storage=file://{folder}/storage"]
+    settings += ["train.evaluate_every=1000", f"cluster.storage=file://{folder}/storage"]
     made = ["train", "intent", "--data", str(folder / "rows.csv"), "--model", str(folder / "encoder")]
     made += ["--workers", str(workers), "--out", str(folder / "runs" / name)]
     return [*made, *(word for setting in (*settings, *more) for word in ("--set", setting))]

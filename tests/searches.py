@@ -15,9 +15,8 @@ from rtrain.run import Run
 from rtrain.runs import opening
 from tests.conftest import write_rows
 from tests.reports import write_predictions
-from tune.ending import finals, held_back, judged
-from tune.known.history import SEED, Finished, Reached
-from tune.known.journal import Journal
+from tune.ending import finals, judged
+from tune.known.history import SEED, Finished, Journal, Reached
 
 UPDATES = 40
 """Updates of a full run."""
@@ -76,12 +75,12 @@ def make_search(
             error = (errors or {}).get(number, "ValueError: no")
             _begin(found.trial(number))
             found.trial(number).append("failed", error=error)
-            journal.append("failed", trial=number, error=error)
+            journal.append("failed", trial=number, error=error, seconds=0.0)
     known = {number: score for number, score in enumerate(scores) if score is not None}
     _rungs(found, journal, known, rows, diverged or {})
     if ended:
         _end(found, journal, chosen, known, rows, ends or {}, repeats)
-    journal.append("spent", seconds=100.0)
+    journal.append("spent", seconds=100.0, slot_seconds=100.0)
     return found
 
 
@@ -113,7 +112,7 @@ def _rungs(search: Run, journal: Journal, scores: Mapping[int, float], rows: int
             one = Reached(rung, update, ROWS_PER_UPDATE * update, scores[number], loss, seconds=float(update))
             journal.append("reached", trial=number, **asdict(one))
             if rung == 0 and number in diverged:
-                journal.append("diverged", trial=number, why=diverged[number])
+                journal.append("diverged", trial=number, why=diverged[number], seconds=0.0)
         left = [number for number in left if number not in diverged]
         if len(left) <= 2:
             return
@@ -157,7 +156,7 @@ def _finish(search: Run, journal: Journal, chosen: Config, number: int, right: f
     run.append("finished", update=UPDATES)
     answers = answer_rows.read(run, "valid")
     assert answers is not None  # they were just written
-    kept = held_back.mask(np.arange(rows, dtype=np.uint64), chosen.deploy.tune.held_back)
+    kept = judged.mask(np.arange(rows, dtype=np.uint64), chosen.deploy.tune.held_back)
     kept = kept if kept.any() else ~kept
     score, held = float(answers.right.mean()), float(answers.right[kept].mean())
     seconds, all_rows = 2.0 * UPDATES, ROWS_PER_UPDATE * UPDATES

@@ -31,7 +31,6 @@ def settings(folder: Path, **overrides: Any) -> config.Config:
         "train.rows_per_update": 24,
         "train.evaluate_every": UNTIL,
         "cluster.stall_s": STALL_S,
-        "report.attributions": 0,
     }
     return config.load("intent", {**base, **overrides})
 

@@ -174,23 +174,6 @@ def test_runs_on_the_same_rows_share_them(tmp_path: Path, monkeypatch: pytest.Mo
     assert measured(run) == found
 
 
-def test_those_of_an_older_version_are_measured_again_where_the_rows_are_there(tmp_path: Path) -> None:
-    """They may be by words, of texts that have none. Where the rows are gone, they are all that there is."""
-    run = make_answered(tmp_path, "classification")
-    found = measured(run)
-    [shared] = (tmp_path / ".tokens").glob(f".*.{baseline.NAME}")
-    for path in (shared, Run(run).baselines):
-        old = {**json.loads(path.read_text()), "schema_version": 1, "baselines": []}
-        path.write_text(json.dumps(old))
-    store = Run(run).store
-    assert store is not None
-    store.rename(tmp_path / "away")
-    assert measured(run) == {}
-    (tmp_path / "away").rename(store)
-    assert measured(run) == found
-    assert json.loads(shared.read_text())["schema_version"] == baseline.SCHEMA_VERSION
-
-
 def test_there_are_none_of_other_answers_or_before_the_end(tmp_path: Path) -> None:
     assert baseline.ensure(Run(make_answered(tmp_path / "tokens", "masked_lm"))) is None
     assert baseline.ensure(Run(make_run(tmp_path / "begun", trained=False))) is None
@@ -216,19 +199,3 @@ def test_texts_of_unknown_pieces_alone_leave_the_one_answer(tmp_path: Path) -> N
     columns: dict[str, Any] = {"data.path": str(path), "data.text": "text", "data.label": "label", "data.slices": []}
     found = measured(make_answered(tmp_path, "classification", **columns))
     assert list(found) == [baseline.ONE_ANSWER]
-
-
-def test_texts_that_take_long_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, asked = [0.0], []
-
-    def answer(texts: Any) -> None:
-        asked.append(texts[0])
-        now[0] += 1.0
-
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    assert baseline.ms_of_a_text(answer, [str(number) for number in range(1000)]) == 1000
-    assert len(asked) == 1 + baseline.FEWEST * baseline.REPEATS
-    asked.clear()
-    monkeypatch.setattr(baseline, "ASKED_S", 1e9)
-    assert baseline.ms_of_a_text(answer, [str(number) for number in range(1000)]) == 1000
-    assert len(set(asked)) == baseline.ASKED

@@ -818,7 +818,7 @@ def ask(head: Head, *words: str, token: str | None = None) -> subprocess.Complet
 def command(head: Head) -> list[str]:
     """A training of seconds, into a folder that the head sees."""
     data, model = write_rows(head.folder / "rows.csv", labelled_rows(203)), make_encoder(head.folder / "encoder")
-    settings = ["train.precision=fp32", "train.epochs=1", "train.workers=1", "report.attributions=0"]
+    settings = ["train.precision=fp32", "train.epochs=1", "train.workers=1"]
     words = ["train", "intent", "--data", str(data), "--model", str(model), "--json"]
     words += ["--out", str(head.folder / "runs" / "made"), *(w for one in settings for w in ("--set", one))]
     return [*words, "--set", f"cluster.storage=file://{head.folder}/storage"]

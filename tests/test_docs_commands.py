@@ -22,8 +22,8 @@ LENIENT = ("gate.loss=1", "gate.slice_loss=1", "gate.lost=1", "gate.speedup=0", 
 LENIENT_WITH_STUDENTS = ("gate.student_loss=1", "gate.student_slice_loss=1", "gate.student_lost=1")
 """Limits of the gate: how good a tiny encoder is after one epoch, and how fast on a busy machine, says nothing."""
 SMALLER = {
-    "train": ("train.epochs=1", "train.precision=fp32", "optim.lr=5e-3", "report.attributions=2", "model.name=encoder"),
-    "distill": ("distill.epochs=1", "distill.layers=1", "report.attributions=0", *LENIENT, *LENIENT_WITH_STUDENTS),
+    "train": ("train.epochs=1", "train.precision=fp32", "optim.lr=5e-3", "model.name=encoder"),
+    "distill": ("distill.epochs=1", "distill.layers=1", *LENIENT, *LENIENT_WITH_STUDENTS),
     "quantize": ("quantize.calibration_rows=16", *LENIENT),
     "gate": LENIENT,
 }

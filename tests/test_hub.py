@@ -290,7 +290,7 @@ def test_a_run_by_hub_names_is_resumed_without_hub_and_cache(served: Hub, tmp_pa
     home = tmp_path / "home"
 
     def train(url: str, *options: str) -> tuple[int, str]:
-        settings = ("train.epochs=1", "train.precision=fp32", "report.attributions=0", "train.rows_per_update=16")
+        settings = ("train.epochs=1", "train.precision=fp32", "train.rows_per_update=16")
         command = [sys.executable, "-m", "rtrain", "train", "intent", "--data", ROWS, "--model", ENCODER, *options]
         command += ["--workers", "1", "--out", "run", *(part for text in settings for part in ("--set", text))]
         environ = environment(home, url)

@@ -345,8 +345,7 @@ def test_the_copy_of_a_run_in_storage_is_not_touched(tmp_path: Path) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a real store, answers and artefact, as a training leaves it."""
     root = tmp_path_factory.mktemp("whole")
-    overrides: dict[str, Any] = {"report.attributions": 2}
-    folder = make_run(root, **overrides)
+    folder = make_run(root)
     for split in ("test", "valid"):
         write_predictions(folder, *answers_of(("login", "parcel", "refund"), 30, 0.8), split=split)
     make_artifact(folder / "artifact", ("login", "parcel", "refund"))
@@ -373,22 +372,21 @@ def test_a_cleaned_run_answers_is_scored_and_has_the_same_report(whole: Path, tm
 
 
 def test_a_report_without_its_token_store_keeps_its_scores_answers_and_baselines(whole: Path, tmp_path: Path) -> None:
-    """`report` measures baselines and attributions from the store, once: afterwards they are read."""
+    """`report` measures baselines from the store, once: afterwards they are read."""
     shutil.copytree(whole, tmp_path / "runs")
     one = Run(tmp_path / "runs" / "run")
     text = one.log.read_text().replace(str(whole), str(tmp_path / "runs"))
     one.log.write_text(text)
     html.make(one)
     assert one.baselines.is_file()
-    assert one.attributions("test").is_file()
-    kept = one.baselines.read_bytes(), one.attributions("test").read_bytes()
+    kept = one.baselines.read_bytes()
     removals = plan.of_root(walk.look(tmp_path / "runs"), "artifact", stores=True)
     removal.carry_out(removals)
     assert Run(one.folder).store is None
     with pytest.raises(UserError):
         ledger.check(Run(one.folder))
     html.make(Run(one.folder))
-    assert (one.baselines.read_bytes(), one.attributions("test").read_bytes()) == kept
+    assert one.baselines.read_bytes() == kept
 
 
 def test_a_resume_says_that_the_checkpoints_were_cleaned(tmp_path: Path) -> None:

@@ -41,8 +41,7 @@ Cli = test_cli.Cli
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that answers, with its report."""
     root = tmp_path_factory.mktemp("whole")
-    overrides: dict[str, Any] = {"report.attributions": 2}
-    folder = make_run(root, **overrides)
+    folder = make_run(root)
     write_predictions(folder, *answers_of(("login", "parcel", "refund"), 30, 0.8))
     make_artifact(folder / "artifact", ("login", "parcel", "refund"))
     summary.write(Run(folder))

@@ -19,8 +19,7 @@ from tests.conftest import labelled_rows, write_rows
 from tests.heads import Head, related
 from tests.root import ROOT
 from tests.tiny import make_encoder
-from tune.known.history import replay
-from tune.known.journal import read
+from tune.known.history import read_journal, replay
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
@@ -79,7 +78,7 @@ def test_every_stage_ran_there_and_the_endpoint_answered(head: Head) -> None:
     assert document["baseline_score"] > 0.5  # the embedded data, not an empty file
 
     search = Run(run / "search")
-    history = replay(read(search.trials))
+    history = replay(read_journal(search.trials))
     assert [(trial.number, trial.status, dict(trial.settings)) for trial in history.trials] == [(0, "finished", {})]
     assert history.chosen == 0
     assert search.winner is not None

@@ -12,7 +12,7 @@ def test_a_command_keeps_its_words_but_for_where_it_writes_and_runs() -> None:
     words += ["--set", "cluster.storage=s3://b/r", "--set=cluster.storage=s3://c", "--set", "train.epochs=2"]
     words += ["--set", "cluster.address=ray://head:10001", "--address=auto"]
     kept = ["train", "intent", "--data", "rows.csv", "--model", "enc", "--workers", "3", "--set", "train.epochs=2"]
-    kept += ["--out", "/out", "--set", "train.log_every=1", "--set", "report.attributions=0"]
+    kept += ["--out", "/out", "--set", "train.log_every=1"]
     assert commands.of(words, "/out", "file:///store") == [*kept, "--set", "cluster.storage=file:///store"]
     assert "cluster.storage" not in " ".join(commands.of(words[:4], "/out", "file:///store"))
 

@@ -32,21 +32,16 @@ def test_an_encoder_of_a_domain_goes_on_to_a_task() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "command", "said"),
+    ("facts", "command"),
     [
-        (
-            {"int8": True},
-            "rtrain quantize '/runs/a b' --set quantize.calibration_rows=1024",
-            "serve the float artefact",
-        ),
-        ({"teacher": True}, "", "distill.epochs"),
-        ({}, "rtrain inspect '/runs/a b/artifact'", "Do not serve it"),
+        ({"int8": True}, "rtrain quantize '/runs/a b' --set quantize.calibration_rows=1024"),
+        ({"teacher": True}, ""),
+        ({}, "rtrain inspect '/runs/a b/artifact'"),
     ],
 )
-def test_what_the_gate_has_refused_is_not_led_to_the_endpoint(facts: dict[str, Any], command: str, said: str) -> None:
+def test_what_the_gate_has_refused_is_not_led_to_the_endpoint(facts: dict[str, Any], command: str) -> None:
     found = advice.steps(replace(FINE, student=True, refused="accuracy 0.7 against 0.9", **facts))
     assert found[-1].command == command
-    assert said in found[-1].what
     assert "accuracy 0.7 against 0.9" in found[-1].why
     assert [step for step in found if "rtrain serve" in (step.command or "")] == []
 
@@ -83,52 +78,25 @@ def test_a_student_that_has_not_ended_goes_on_beside_its_teacher(status: str) ->
 
 RISING = ((10, 0.5), (20, 0.7), (30, 0.8))
 FLAT = ((10, 0.5), (20, 0.8), (30, 0.801))
-CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
-    # rule: facts that call for it; facts that just do not; what the step says; its command
-    "mend_rows": (
-        {"set_aside": 50, "reason": "column 'text' is empty"},
-        {"set_aside": 4},
-        "50 of 850 rows (5.9 %) were set aside, most often because: column 'text' is empty",
-        "",
-    ),
-    "check_labels": (
-        {"suspects": ("a.csv:2", "a.csv:9")},
-        {"suspects": ("a.csv:2",)},
-        "labels of a.csv:2, a.csv:9",
-        "",
-    ),
-    "read_longer": (
-        {"cut": 20, "max_tokens": 64},
-        {"cut": 19},
-        "20 of 1,000 rows (2 %) were cut at 64 tokens",
-        AGAIN.format("data.max_tokens=128"),
-    ),
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    # rule: facts that call for it; facts that just do not; its command
+    "mend_rows": ({"set_aside": 50, "reason": "empty"}, {"set_aside": 4}, ""),
+    "check_labels": ({"suspects": ("a.csv:2", "a.csv:9")}, {"suspects": ("a.csv:2",)}, ""),
+    "read_longer": ({"cut": 20, "max_tokens": 64}, {"cut": 19}, AGAIN.format("data.max_tokens=128")),
     "beat_baseline": (
         {"compared": Compared(0.95, (0.93, 0.97), "TF-IDF", 0.94)},
         {"compared": Compared(0.95, (0.93, 0.97), "TF-IDF", 0.92)},
-        "TF-IDF is not told apart from it by these rows: 0.940 against 0.950",
         "rtrain tune '/runs/a b/config.yaml' --out '/runs/a b-search'",
     ),
-    "train_longer": (
-        {"validation": RISING},
-        {"validation": FLAT},
-        "still rising at the end",
-        AGAIN.format("train.epochs=6"),
-    ),
+    "train_longer": ({"validation": RISING}, {"validation": FLAT}, AGAIN.format("train.epochs=6")),
     "train_shorter": (
         {"train_loss": 0.1, "held_out_loss": 0.5},
         {"train_loss": 0.1, "held_out_loss": 0.19},
-        "the training loss ended at 0.100, the held-out loss is 0.500",
         AGAIN.format("train.epochs=1"),
     ),
-    "strengthen_slice": ({"weak": Weak("topic", "law", 40, 0.5)}, {}, "Add training rows of topic “law”", ""),
-    "strengthen_label": (
-        {"label": Label("refund", 0.2, 12)},
-        {"label": Label("refund", 0.2, 500)},
-        "its F1 is the lowest, 0.20, and only 12 training rows have it",
-        "",
-    ),
-    "part_labels": ({"confused": ("login", "parcel", 9)}, {}, "line between “login” and “parcel” more sharply", ""),
+    "strengthen_slice": ({"weak": Weak("topic", "law", 40, 0.5)}, {}, ""),
+    "strengthen_label": ({"label": Label("refund", 0.2, 12)}, {"label": Label("refund", 0.2, 500)}, ""),
+    "part_labels": ({"confused": ("login", "parcel", 9)}, {}, ""),
 }
 
 
@@ -138,52 +106,50 @@ def test_every_rule_is_tried() -> None:
 
 @pytest.mark.parametrize("rule", CALLS)
 def test_a_rule_speaks_where_its_facts_are_there_and_only_there(rule: str) -> None:
-    calls, calm, said, command = CALLS[rule]
+    calls, calm, command = CALLS[rule]
     found = getattr(advice, rule)(replace(FINE, **calls))
-    assert said in f"{found.what}; {found.why}"
     assert found.command == command
     assert getattr(advice, rule)(replace(FINE, **calm)) is None
     assert found in advice.steps(replace(FINE, **calls))
 
 
-def test_long_texts_are_read_in_windows_where_no_encoder_is_longer() -> None:
-    assert "data.window=512" in str(advice.read_longer(replace(FINE, cut=500, max_tokens=512)))
-    assert "data.window=4096" in str(advice.read_longer(replace(FINE, cut=500, max_tokens=4096)))
-    many = replace(FINE, cut=500, max_tokens=128, windows=True, max_windows=8)
-    assert "data.max_windows=16" in str(advice.read_longer(many))
+@pytest.mark.parametrize(
+    ("facts", "setting"),
+    [
+        ({"max_tokens": 512}, "data.window=512"),
+        ({"max_tokens": 128, "windows": True, "max_windows": 8}, "data.max_windows=16"),
+    ],
+)
+def test_long_texts_are_read_in_windows_where_no_encoder_is_longer(facts: dict[str, Any], setting: str) -> None:
+    step = advice.read_longer(replace(FINE, cut=500, **facts))
+    assert step is not None
+    assert step.command == AGAIN.format(setting)
 
 
 def test_validation_that_was_best_early_calls_for_less_training() -> None:
     early = replace(FINE, validation=((30, 0.8), (60, 0.7), (100, 0.7)), best_update=30)
-    assert "best at update 30 of 100" in str(advice.train_shorter(early))
+    step = advice.train_shorter(early)
+    assert step is not None
+    assert step.command == AGAIN.format("train.epochs=1")
     assert advice.train_shorter(replace(early, best_update=60)) is None
     both = replace(FINE, validation=RISING, train_loss=0.1, held_out_loss=0.5)
-    assert not str(advice.train_shorter(both)).count("train.epochs")  # beside a step that says to train longer
-    assert "Bring more training rows: the model" in str(advice.train_shorter(replace(early, epochs=1)))
-
-
-@pytest.mark.parametrize("column", ["language", "Lang"])
-def test_a_weak_language_calls_for_a_multilingual_encoder(column: str) -> None:
-    assert "multilingual encoder" in str(advice.strengthen_slice(replace(FINE, weak=Weak(column, "de", 30, 0.4))))
-
-
-def test_a_weak_length_is_a_matter_of_tokens() -> None:
-    assert "texts of 9 to 12 tokens" in str(
-        advice.strengthen_slice(replace(FINE, weak=Weak("length", "9 to 12", 30, 0.4)))
-    )
+    for facts in (both, replace(early, epochs=1)):  # beside a step that says to train longer; nothing to halve
+        step = advice.train_shorter(facts)
+        assert step is not None
+        assert not step.command
 
 
 def test_a_model_that_loses_to_a_baseline_is_not_led_to_the_endpoint() -> None:
     lost = replace(FINE, score=-1.5, compared=Compared(-1.5, (-1.7, -1.3), "TF-IDF", -0.7))
     (step,) = advice.steps(lost)
-    assert step.why == "TF-IDF is better: 0.700 against 1.50 of the encoder"
-    # Within the interval it is not called better, as the page's title says.
-    (step,) = advice.steps(replace(FINE, compared=Compared(0.939, (0.92, 0.956), "TF-IDF", 0.949)))[:1]
-    assert "is not told apart" in step.why
+    assert step.command.startswith("rtrain tune")
+    assert lost.compared is not None
+    assert lost.compared.is_ahead is False
+    assert Compared(0.939, (0.92, 0.956), "TF-IDF", 0.949).is_ahead is None  # within the interval
 
 
 def test_a_list_of_everything_is_cut_but_for_the_path() -> None:
-    every = {name: value for calls, _, _, _ in CALLS.values() for name, value in calls.items()}
+    every = {name: value for calls, _, _ in CALLS.values() for name, value in calls.items()}
     found = advice.steps(replace(FINE, **every))
     assert len(found) == advice.MOST_STEPS + 3
-    assert found[-1].what == "Serve it"
+    assert found[-1].command == "rtrain serve '/runs/a b/artifact'"

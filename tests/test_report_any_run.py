@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from rtrain import events
-from rtrain.cli import app as cli
 from rtrain.errors import UserError
 from rtrain.report import html
 from rtrain.run import Run
@@ -24,34 +23,10 @@ LIMIT = 3_000_000
 # --------------------------------------------------------------------------------------------------- other kinds of run
 
 
-def test_a_run_that_was_only_created(tmp_path: Path) -> None:
-    text = page_of(make_run(tmp_path, trained=False)).text
-    assert "The run has logged no update yet." in text
-    assert "The run has left no predictions" in text
-    assert "its seconds are not known" in text
-
-
 def test_a_run_whose_store_is_gone(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     (tmp_path / ".tokens").rename(tmp_path / "elsewhere")
     assert "token store is no longer where the run left it" in page_of(run).text
-
-
-def test_validation_answers_do_where_there_is_no_test(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    write_predictions(run, *answers_of(LABELS, 30, 0.5), split="valid")
-    assert "answered on the 30 validation rows" in page_of(run).text
-
-
-def test_answers_without_confidence_or_scores(tmp_path: Path) -> None:
-    """As versions left them that measured no scores in full."""
-    run, nothing = make_run(tmp_path), [float("nan")] * 30
-    write_predictions(run, *answers_of(LABELS, 30, 0.5), score=nothing, measured=False)
-    text = page_of(run).text
-    assert "The run has left no scores-test.json" in text
-    assert "calibration" not in text
-    assert "confidence" not in text
-    assert "Worst slice" not in text
 
 
 def test_a_file_of_other_columns_is_refused_by_name(tmp_path: Path) -> None:
@@ -61,30 +36,31 @@ def test_a_file_of_other_columns_is_refused_by_name(tmp_path: Path) -> None:
     run = make_run(tmp_path, trained=False)
     path = Run(run).predictions("test")
     pyarrow.parquet.write_table(pa.table({"text": ["a"], "target": ["b"]}), path)
-    with pytest.raises(UserError, match=rf"{path} lacks the columns position, row_id, source"):
+    with pytest.raises(UserError) as refused:
         html.write(Run(run))
+    assert refused.value.code == "missing_columns"
     path.write_bytes(b"no parquet")
-    with pytest.raises(UserError, match=rf"{path} cannot be read"):
+    with pytest.raises(UserError) as refused:
         html.write(Run(run))
+    assert refused.value.code == "unreadable"
     assert not (run / "report.html").exists()
 
 
 @pytest.mark.parametrize("name", ["scores-test.json", "artifact/artifact.json"])
 def test_a_file_that_is_cut_off_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    run = make_answered(tmp_path, "classification", **{"report.attributions": 0})
+    run = make_answered(tmp_path, "classification")
     (run / name).write_text('{"schema_version": 1,\n')
-    with pytest.raises(UserError, match=rf"{run / name} cannot be read"):
+    with pytest.raises(UserError):
         html.make(Run(run))
 
 
 def test_what_is_cut_off_and_can_be_measured_again_is(tmp_path: Path) -> None:
     run = Run(make_answered(tmp_path, "classification"))
     html.make(run)
-    for path in (run.baselines, run.attributions("test")):
-        whole = path.read_text()
-        path.write_text(whole[:50])
-        html.make(run)
-        assert path.read_text() == whole
+    whole = run.baselines.read_text()
+    run.baselines.write_text(whole[:50])
+    html.make(run)
+    assert run.baselines.read_text() == whole
 
 
 def test_a_page_that_does_not_fit_on_the_disk_is_said_and_leaves_nothing(
@@ -97,8 +73,9 @@ def test_a_page_that_does_not_fit_on_the_disk_is_said_and_leaves_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # of a write, which names no file
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(UserError, match=rf"{run}/report.html cannot be written \(No space left on device\); make room"):
+    with pytest.raises(UserError) as refused:
         html.make(Run(run))
+    assert refused.value.code == "unwritable"
     assert not [path for path in run.iterdir() if "report" in path.name]
 
 
@@ -113,14 +90,9 @@ def test_a_report_that_fails_is_said_and_does_not_fail_the_run(tmp_path: Path) -
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no run \(no config.yaml\)"):
+    with pytest.raises(UserError) as refused:
         html.write(Run(tmp_path))
-
-
-def test_the_verb_prints_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path)
-    cli.main(["report", str(run)])
-    assert capsys.readouterr().out.strip() == str(run / "report.html")
+    assert refused.value.code == "not_a_run"
 
 
 # ------------------------------------------------------------------------------------------------------- hostile, large
@@ -154,7 +126,7 @@ def test_hostile_rows_stay_text(tmp_path: Path) -> None:
     assert set(page.tags) <= set(f"{drawn} {blocks} {inline}".split())
     assert [name for name, _ in page.attributes if name.startswith("on")] == []
     links = {value for name, value in page.attributes if name in ("href", "src")}
-    parts = ("outcome", "data", "curves", "answers", "slices", "hardest", "time", "settings")
+    parts = ("outcome", "data", "curves", "answers", "slices", "time", "settings")
     assert links == {f"#{anchor}" for anchor in parts}
     assert "<script>alert(1)</script>" in page.text  # to be read, not to be run
     assert "{{ 7 * 7 }}" in page.text

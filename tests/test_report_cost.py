@@ -13,6 +13,7 @@ from rtrain.doctor.forecast import layouts, plan
 from rtrain.report import cost
 from rtrain.report.summary import commands
 from rtrain.runs import machines
+from tests.root import ROOT
 
 HOUR = 3600.0
 
@@ -110,7 +111,7 @@ def test_a_file_may_price_machines_that_no_list_has() -> None:
 @pytest.mark.parametrize("own", [{}, {"c7i.2xlarge": 3.0}, {"m7i.large": 0.5}])
 def test_a_run_costs_what_its_plan_says(own: dict[str, float]) -> None:
     """Two spot nodes and the head of the cluster's file, for two hours without an interruption."""
-    document = yaml.safe_load((Path(__file__).resolve().parents[1] / "cluster.yaml").read_text())
+    document = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     table = {name: replace(price, interruptions=0.0) for name, price in prices.table(None, {"prices": own}).items()}
     planned = plan.money(layouts.of_document(document), {"worker": 2}, table, 2.0, 0.0)
     workers = [machine("c7i.2xlarge", spot=True), machine("c7i.2xlarge", spot=True)]
@@ -151,14 +152,6 @@ def test_a_price_that_is_not_known_is_not_made_up(name: str | None) -> None:
 def test_a_log_that_tells_no_machines_has_no_cost() -> None:
     assert cost.cost(commands(log((0, "tokenised", {}), (0, "started", {}), trained(2.0))), 10) is None
     assert cost.cost([], 0) is None
-
-
-def test_of_workers_with_gpus_the_cores_say_nothing() -> None:
-    events = log((0, "tokenised", {}), told(0, machine(gpus=2)), trained(0.5))
-    found = cost.cost(commands(events), 0)
-    assert found is not None
-    assert (found["gpu_hours"], found["utilisation"]) == (1.0, None)
-    assert "1 GPU-hours" in cost.sentence(found)
 
 
 def test_a_start_that_has_just_begun_has_no_utilisation_yet() -> None:

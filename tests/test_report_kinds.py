@@ -10,12 +10,11 @@ import pyarrow.parquet
 import pytest
 
 from rtrain.data.stores.store import Store
-from rtrain.metrics import by_output, summary_rows
 from rtrain.metrics.scores import read as read_scores
 from rtrain.report import collect, html
-from rtrain.report.drawing.blocks import Block, Cards, Figure, Section, Table
-from rtrain.report.kinds import entities, numbers, questions, summaries
-from rtrain.report.sections import answers, curves, data, hardest, outcome, slices
+from rtrain.report.drawing.blocks import Figure, Section, Table
+from rtrain.report.kinds import entities
+from rtrain.report.sections import answers, curves, data, outcome, slices
 from rtrain.report.summary import summarise
 from rtrain.run import Run
 from rtrain.runs import running_text
@@ -50,7 +49,7 @@ def words(section: Section | None) -> str:
 def test_every_kind_has_a_page_whose_sections_say_something(task: str, runs: dict[str, collect.Collected]) -> None:
     run = runs[task]
     page = Page((run.folder / "report.html").read_text(encoding="utf-8"))
-    for heading in ("Outcome", "How it was run", "Data", "Training", "Answers", "Hardest rows", "Time"):
+    for heading in ("Outcome", "How it was run", "Data", "Training", "Answers", "Time"):
         assert heading in page.words
     assert run.scores is not None
     assert len(answers.section(run).blocks) >= 2
@@ -61,27 +60,6 @@ def test_every_kind_has_a_page_whose_sections_say_something(task: str, runs: dic
         assert wrong not in page.words, wrong
 
 
-@pytest.mark.parametrize("task", ["regression", "multi_label", "multi_head", "token_tags"])
-def test_answers_that_can_be_explained_are(task: str, runs: dict[str, collect.Collected]) -> None:
-    run = runs[task]
-    (cards,) = (block for block in hardest.section(run).blocks if isinstance(block, Cards))  # type: ignore[union-attr]
-    drawn = [card for card in cards.cards if card.marked]
-    assert drawn
-    assert cards.legend
-    for card in drawn:
-        for one in card.marked:
-            assert "completeness error" in one.note or "change nothing" in one.note
-    if task == "multi_head":
-        assert all(len(card.marked) == 2 for card in cards.cards)
-
-
-def test_tasks_that_are_not_explained_have_plain_texts(runs: dict[str, collect.Collected]) -> None:
-    for task in ("span_qa", "masked_lm"):
-        (cards,) = (block for block in hardest.section(runs[task]).blocks if isinstance(block, Cards))  # type: ignore[union-attr]
-        assert not cards.legend
-        assert all(card.text and not card.marked for card in cards.cards)
-
-
 def test_numbers_have_scatter_errors_and_lengths(runs: dict[str, collect.Collected]) -> None:
     run = runs["regression"]
     assert run.answers is not None
@@ -89,18 +67,14 @@ def test_numbers_have_scatter_errors_and_lengths(runs: dict[str, collect.Collect
     found = titles(answers.section(run))
     assert any(title.startswith("Predicted against true: correlation") for title in found)
     assert any(title.startswith("Half of the predictions are off by") for title in found)
-    assert any(title.startswith("Length and predicted score") for title in found)
     assert any(title.startswith("On the scale of the scores") for title in found)
     rows = {row[0]: row for row in table(answers.section(run), "Scores").rows}
     assert str(rows["QWK"][2]).count(" to ") == 1  # it has an interval
     assert "neg rmse" not in rows
     in_data = titles(data.section(run))
     assert any(title.startswith("The true scores of the training rows") for title in in_data)
-    assert any(title.startswith("Length and true score: correlation") for title in in_data)
     by_column = titles(slices.section(run))
     assert any(title.startswith("Worst slice: ") and "RMSE" in title for title in by_column)
-    assert any(title.startswith("True score by kind") for title in by_column)
-    assert any(title.startswith("Length (tokens) by kind") for title in by_column)
 
 
 def test_an_error_s_worst_slice_is_the_one_with_the_largest(runs: dict[str, collect.Collected]) -> None:
@@ -147,7 +121,6 @@ def test_several_labels_have_scores_of_each(runs: dict[str, collect.Collected]) 
     assert run.store is not None
     assert run.scores is not None
     found = answers.section(run)
-    assert any(title.startswith("F1 from ") for title in titles(found))
     each = {row[0]: row[1] for row in table(found, "The labels with the lowest F1").rows}
     true = run.store.targets("test").matrix(4).sum(axis=0)
     named = dict(zip(run.store.manifest.labels, true.tolist(), strict=True))
@@ -188,7 +161,7 @@ def test_rows_are_named_by_the_column_that_people_know_them_by(tmp_path: Path) -
     assert set(collected.answers.slices) == {"kind"}
     row = int(collected.answers.hardest(1)[0])
     place = f"essays.csv:{collected.answers.line[row]} ({named['id'][row].as_py()})"
-    assert place in Page((run.folder / "report.html").read_text(encoding="utf-8")).text
+    assert place in words(outcome.section(collected))
 
 
 def test_mistakes_of_entities_by_kind() -> None:
@@ -208,21 +181,6 @@ def test_mistakes_of_entities_by_kind() -> None:
     assert entities.mistakes(true, true) == []
 
 
-def test_examples_of_mistakes_are_in_the_file_s_own_words(runs: dict[str, collect.Collected]) -> None:
-    run = runs["token_tags"]
-    assert run.answers is not None
-    found = answers.section(run)
-    (rows,) = (block.rows for block in found.blocks if isinstance(block, Table) and "mistakes are" in block.title)
-    every = [entities.mistakes(*pair) for pair in zip(run.answers.target, run.answers.prediction, strict=True)]
-    assert sum(int(row[2]) for row in rows) == sum(map(len, every))
-    shown = [str(row[3]) for row in rows if row[3] != "-"]
-    assert shown
-    assert all("[" in text and "]" in text for text in shown)
-    source = (run.folder.parent / "rows.conll").read_text().lower()
-    inside = [text.split("[", 1)[1].split("]", 1)[0].split()[0] for text in shown]
-    assert all(word in source for word in inside)
-
-
 def test_questions_by_length_and_threshold(runs: dict[str, collect.Collected]) -> None:
     run = runs["span_qa"]
     assert run.scores is not None
@@ -233,11 +191,6 @@ def test_questions_by_length_and_threshold(runs: dict[str, collect.Collected]) -
     rows = table(found, "Scores by the length of the answer").rows
     assert sum(int(row[1]) for row in rows) == sum(one["rows"] for one in run.scores["tables"]["by_length"])
     assert any("answers have" in title for title in titles(data.section(run)))
-    many = [{"low": low, "high": low, "rows": 5, "f1": 0.9 / low, "exact_match": 0.5 / low} for low in (1, 2, 3)]
-    drawn: list[Block] = questions.blocks(run, {"by_length": many})
-    assert [type(block) for block in drawn] == [Figure, Table]
-    assert isinstance(drawn[0], Figure)
-    assert drawn[0].title == "F1 is 0.90 for answers of 1 and 0.30 for those of 3 tokens"
 
 
 def test_true_answers_of_questions_are_words(runs: dict[str, collect.Collected]) -> None:
@@ -245,10 +198,6 @@ def test_true_answers_of_questions_are_words(runs: dict[str, collect.Collected])
     assert run.answers is not None
     assert set(Counter(run.answers.target.tolist())) <= {"monday", ""}
     assert "monday" in run.answers.target.tolist()
-
-
-def test_each_kind_of_output_has_a_section_of_its_own() -> None:
-    assert set(answers._KINDS) == set(by_output.METRICS)
 
 
 # ----------------------------------------------------------------------------------------------------------- summaries
@@ -263,28 +212,12 @@ def test_summaries_stand_beside_the_first_sentences_and_the_oracle(runs: dict[st
     assert {name for name, _ in rows} == {"ROUGE-1", "ROUGE-2", "ROUGE-L", "ROUGE", "BLEU"}
     assert [beside.is_figure(column) for column in range(4)] == [False, False, True, True]  # not broken on a phone
     low, high = ends["over_lead_rouge1"]
-    assert rows["ROUGE-1", "difference"] == (
-        summaries._fixed(scores["rouge1"] - scores["lead_rouge1"], 4, "+"),
-        f"{summaries._fixed(low, 4)} to {summaries._fixed(high, 4)}",
-    )
+    assert float(rows["ROUGE-1", "difference"][0]) == pytest.approx(scores["rouge1"] - scores["lead_rouge1"], abs=1e-4)
     assert low <= scores["over_lead_rouge1"] <= high
     assert ("BLEU", "oracle") not in rows  # it has none
     assert all(interval.count(" to ") == 1 for _, interval in rows.values())
     plain = {str(row[0]) for row in table(found, "Scores and how sure").rows}
     assert not any("lead" in name or "oracle" in name for name in plain)
-    (chart,) = (block for block in found.blocks if isinstance(block, Figure) and block.title.startswith("ROUGE-1"))
-    for name in ("ROUGE-1, summary", "ROUGE-2, lead", "ROUGE-L, oracle"):
-        assert f"{name}</text>" in chart.chart
-    assert chart.chart.count('class="whisker"') == 9
-
-
-def test_a_difference_that_may_be_chance_is_said_to_be() -> None:
-    document = {"scores": {"rouge": 0.3, "lead_rouge": 0.25}, "rows": 40}
-    assert summaries._verdict(document, {"over_lead_rouge": (0.01, 0.08)}).endswith(": better, beyond chance")
-    assert summaries._verdict(document, {"over_lead_rouge": (-0.09, -0.01)}).endswith(": worse, beyond chance")
-    assert summaries._verdict(document, {"over_lead_rouge": (-0.01, 0.1)}).endswith("do not tell them apart")
-    assert summaries._verdict(document, {}) == "ROUGE 0.300 against 0.250 of the first sentences"  # of an older run
-    assert (summaries._fixed(-0.0004, 2), summaries._fixed(0.5, 2, "+")) == ("0.00", "+0.50")
 
 
 def test_lengths_and_places_of_the_sentences_that_were_picked(runs: dict[str, collect.Collected]) -> None:
@@ -298,81 +231,6 @@ def test_lengths_and_places_of_the_sentences_that_were_picked(runs: dict[str, co
     positions = run.scores["tables"]["positions"]
     share = 100 * positions["picked"][0] / sum(positions["picked"])
     assert any(title.startswith(f"{share:.0f} % of the summaries' sentences") for title in titles(answers.section(run)))
-
-
-def test_documents_have_the_picked_sentences_marked(runs: dict[str, collect.Collected]) -> None:
-    """In the file's own words, each sentence once although the windows overlap; ROUGE is the one of the scores."""
-    run = runs["extractive_summary"]
-    assert run.answers is not None
-    assert run.store is not None
-    every = summaries.shown(run, range(len(run.answers)))
-    assert run.scores is not None
-    for name, key in (("rouge", "rouge"), ("lead_rouge", "lead"), ("oracle_rouge", "oracle")):
-        mean = np.mean([getattr(one, key) for one in every.values()])
-        assert mean == pytest.approx(run.scores["scores"][name], abs=1e-6)
-    drawn, source = summaries.marked(run, every), (run.folder.parent / "rows.jsonl").read_text().lower()
-    for row, one in drawn.items():
-        picked = [piece.text for piece in one.texts[0] if piece.css in ("picked", "both")]
-        assert len(picked) == len(run.answers.prediction[row])
-        oracle = [piece for piece in one.texts[0] if piece.css in ("oracle", "both")]
-        assert len(oracle) == len(run.answers.target[row])
-        for sentence in picked:
-            assert sentence.replace(" .", ".").split()[0] in source
-    found = answers.section(run)
-    (cards,) = (block for block in found.blocks if isinstance(block, Cards))
-    assert cards.legend == summaries.LEGEND
-    assert 1 <= len(cards.cards) <= 3 * summaries.EACH
-    page = (run.folder / "report.html").read_text(encoding="utf-8")
-    assert '<mark class="picked">solid line</mark>' in page
-
-
-def test_of_a_long_document_the_marked_sentences_and_their_neighbours_are_shown() -> None:
-    count = 30
-    taken = np.arange(count) == 20
-    sentences = summary_rows.Sentences(np.arange(count), np.arange(count) + 1, taken, np.full(count, 4))
-    one = summaries.Shown(sentences, np.arange(count) == 4, 0.1, 0.2, 0.3)
-    texts = [f"sentence {place} <b>" for place in range(count)]
-    pieces = list(summaries._pieces(texts, one))
-    shown = [piece.text for piece in pieces if piece.text.startswith("sentence")]
-    assert shown == [f"sentence {place} <b>" for place in (3, 4, 5, 19, 20, 21)]
-    assert {piece.text: piece.css for piece in pieces if piece.css} == {
-        "sentence 4 <b>": "picked",
-        "sentence 20 <b>": "oracle",
-    }
-    left_out = [piece.text for piece in pieces if "left out" in piece.text]
-    assert left_out == ["[3 sentences left out]\n", "[13 sentences left out]\n", "[8 sentences left out]\n"]
-    assert summaries._named(one) == [
-        ("summary", "sentence 5 of 30 (4 words)"),
-        ("oracle", "sentence 21 of 30 (4 words)"),
-    ]
-
-
-def test_a_run_of_summaries_whose_store_is_gone_or_that_is_older(runs: dict[str, collect.Collected]) -> None:
-    run = runs["extractive_summary"]
-    assert run.scores is not None
-    gone = answers.section(replace(run, store=None))
-    assert "Examples are shown where the token store" in words(gone)
-    assert hardest.section(replace(run, store=None)) is not None
-    tables = {name: run.scores["tables"][name] for name in ("positions", "calibration")}
-    kept = {name: value for name, value in run.scores["scores"].items() if not name.startswith("over_")}
-    older = replace(run, scores={**run.scores, "tables": tables, "scores": kept, "intervals": {"scores": {}}})
-    shown = table(answers.section(older), "ROUGE ").rows
-    assert {row[3] for row in shown} == {"-"}
-    assert "difference" not in {row[1] for row in shown}
-
-
-def test_entities_of_the_hardest_rows_are_named_by_their_words(runs: dict[str, collect.Collected]) -> None:
-    run = runs["token_tags"]
-    (cards,) = (block for block in hardest.section(run).blocks if isinstance(block, Cards))  # type: ignore[union-attr]
-    source = (run.folder.parent / "rows.conll").read_text().lower()
-    named = [dict(card.facts)[side] for card in cards.cards for side in ("true", "answered")]
-    assert any("“" in text for text in named)
-    for text in named:
-        assert "O, O" not in text
-        for part in text.split("“")[1:]:
-            assert part.split("”")[0].split()[0] in source
-    assert entities.named(["O", "B-a", "I-a", "B-b"], None) == "a at word 2 to 3, b at word 4"
-    assert entities.named(["O", "O"], ["x", "y"]) == "no entity"
 
 
 def test_a_slice_without_entities_is_no_worst_slice(runs: dict[str, collect.Collected]) -> None:
@@ -409,28 +267,6 @@ def test_nor_is_a_slice_of_which_no_row_counts(
     assert [one.name for one in slices.told(changed, every)] == ["part: full"]
 
 
-def test_a_fine_scale_has_no_confusion_of_its_steps(runs: dict[str, collect.Collected]) -> None:
-    run = runs["regression"]
-    assert run.scores is not None
-    tables = run.scores["tables"]
-    size = numbers.MOST_STEPS + 1
-    fine = {"labels": [str(step) for step in range(size)], "counts": np.eye(size, dtype=int).tolist()}
-    drawn = numbers.blocks(run, {**tables, "scale": {**tables["scale"], "confusion": fine}})
-    assert not any("On the scale" in block.title for block in drawn if isinstance(block, Figure | Table))
-    assert any("On the scale" in block.title for block in numbers.blocks(run, tables) if isinstance(block, Figure))
-
-
-def test_questions_show_where_the_true_answer_is() -> None:
-    text = "who came? " + "word " * 400 + "it was Anna who came " + "rest " * 100
-    shown = hardest._around(text, "Anna")
-    assert shown.startswith("who came? ")
-    assert "it was Anna who came" in shown
-    assert shown.endswith(" …")
-    assert len(shown) <= hardest.LONGEST + 10
-    assert hardest._around("short Anna", "Anna") == "short Anna"
-    assert hardest._around("word " * 400, "") == ("word " * 400)[: hardest.LONGEST] + " …"
-
-
 def test_masked_text_has_perplexities_and_no_confusion(runs: dict[str, collect.Collected]) -> None:
     run = runs["masked_lm"]
     assert run.answers is not None
@@ -441,8 +277,6 @@ def test_masked_text_has_perplexities_and_no_confusion(runs: dict[str, collect.C
     assert set(rows) == {"perplexity", "masked accuracy"}
     low, high = (float(end) for end in str(rows["perplexity"][2]).split(" to "))
     assert low <= float(rows["perplexity"][1]) <= high
-    (cards,) = (block for block in hardest.section(run).blocks if isinstance(block, Cards))  # type: ignore[union-attr]
-    assert all(dict(card.facts).keys() == {"answered", "loss", "tokens"} for card in cards.cards)
 
 
 def test_answers_are_those_of_the_artefact(runs: dict[str, collect.Collected]) -> None:

@@ -13,7 +13,6 @@ from rtrain.batch import Ragged
 from rtrain.data.stores.store import open_store
 from rtrain.metrics import per_class
 from rtrain.report import baseline, collect
-from rtrain.report.drawing import page
 from rtrain.report.drawing.blocks import Note, Steps, Table
 from rtrain.report.live import said
 from rtrain.report.sections import next_steps, outcome
@@ -200,18 +199,3 @@ def test_rows_of_scores_without_answers_do(tmp_path: Path) -> None:
     """A run whose predictions were removed still has its logged scores."""
     found = table(outcome.section(collect.read(Run(make_run(tmp_path)))), "Test accuracy 0.500")
     assert found.rows[0] == ("test", "this model", "0.5000", "-")
-
-
-def test_a_figure_is_not_broken_and_a_path_may_be() -> None:
-    assert page._PIECE.findall("F1 0.53, in rows.csv:110") == [
-        "F1",
-        " ",
-        "0.53,",
-        " ",
-        "in",
-        " ",
-        "rows.",
-        "csv:",
-        "110",
-    ]
-    assert "".join(page._PIECE.findall("1.2.3 a/b_c (0.38), 1,234")) == "1.2.3 a/b_c (0.38), 1,234"

@@ -36,17 +36,10 @@ def test_whole_numbers_get_bins_of_whole_widths() -> None:
     assert wide[-1] >= 512
 
 
-def test_box_of_a_hundred_and_one_values() -> None:
-    assert stats.box(np.arange(101.0)) == stats.Box(5.0, 25.0, 50.0, 75.0, 95.0, 101)
-
-
 def test_correlations() -> None:
     xs = np.array([1.0, 2.0, 3.0, 4.0])
     assert stats.pearson(xs, 7 - 2 * xs) == pytest.approx(-1.0)
     assert stats.pearson(xs, np.ones(4)) is None
-    # Groups {1, 3} and {5, 7}: total 20 around 4, between 2 * 4 + 2 * 4 = 16.
-    assert stats.eta_squared(np.array([1.0, 3.0, 5.0, 7.0]), np.array([0, 0, 1, 1])) == pytest.approx(0.8)
-    assert stats.eta_squared(np.ones(3), np.array([0, 1, 1])) == 0.0
 
 
 def test_wilson_interval_of_eight_in_ten() -> None:
@@ -66,15 +59,3 @@ def test_confused_classes_become_neighbours() -> None:
     assert abs(order.index(0) - order.index(3)) == 1
     assert abs(order.index(1) - order.index(4)) == 1
     assert order[-1] == 2  # it is confused with none
-
-
-def test_distinctive_terms_are_those_of_the_group() -> None:
-    """Term 0 is frequent everywhere; term 1 belongs to group 0, term 2 to group 1; term 3 occurs once."""
-    counts = np.array([[50, 20, 0, 1], [50, 0, 20, 0]])
-    assert stats.distinctive(counts) == [[1], [2]]
-
-
-def test_a_single_term_sets_no_group_apart() -> None:
-    """Its odds are those of all against nothing."""
-    assert stats.distinctive(np.array([[3], [2]])) == [[], []]
-    assert stats.distinctive(np.zeros((2, 0), dtype=np.int64)) == [[], []]

@@ -11,7 +11,7 @@ import pytest
 
 from rtrain import config, events
 from rtrain.config import Config
-from rtrain.errors import ConfigError, TryAgain, UserError, hide
+from rtrain.errors import ConfigError, UserError, hide
 from rtrain.report.live import trackers
 from rtrain.run import Run
 from rtrain.runs import opening as runs, preparing
@@ -67,11 +67,6 @@ def check(curves: Mapping[str, list[tuple[int, float]]]) -> None:
 def test_tensorboard_is_told_every_update_once(run: Path) -> None:
     follow(with_trackers(["tensorboard"]), run)
     check(curves_of_tensorboard(run.parent / "tensorboard" / "mine"))
-
-
-def test_tensorboard_dir_holds_a_folder_per_run(run: Path, tmp_path: Path) -> None:
-    follow(with_trackers(["tensorboard"], tensorboard_dir=str(tmp_path / "boards")), run)
-    check(curves_of_tensorboard(tmp_path / "boards" / "mine"))
 
 
 class Store:
@@ -135,19 +130,6 @@ def test_a_failed_training_is_told_as_failed(run: Path) -> None:
         raise UserError("no")
     (found,) = Store(f"sqlite:///{run.parent / 'mlflow.db'}").runs("intent")
     assert found.info.status == "FAILED"
-
-
-def test_a_training_that_was_asked_to_end_is_told_as_interrupted(run: Path) -> None:
-    """As its own log says; it goes on with --resume."""
-    with pytest.raises(TryAgain), trackers.following(with_trackers(["mlflow"]), Run(run), print):
-        raise TryAgain("asked to end")
-    (found,) = Store(f"sqlite:///{run.parent / 'mlflow.db'}").runs("intent")
-    assert found.info.status == "KILLED"
-
-
-def test_without_trackers_nothing_is_written(run: Path) -> None:
-    follow(with_trackers([]), run)
-    assert [path.name for path in run.parent.iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize(
@@ -214,18 +196,19 @@ def test_where_a_tracker_cannot_be_opened_those_before_it_are_closed(
     """An MLflow run would be said to be running for ever."""
 
     def refused(config: Config, run: Run) -> trackers.Tracker:
-        raise UserError("no such folder")
+        raise UserError("no such folder", code="not_found")
 
-    monkeypatch.setattr(trackers, "_OPEN", {"mlflow": trackers.MLflow, "tensorboard": refused})
-    with pytest.raises(UserError, match="no such folder"):
+    monkeypatch.setattr(trackers, "TRACKERS", {"mlflow": trackers.MLflow, "tensorboard": refused})
+    with pytest.raises(UserError) as raised:
         follow(with_trackers(["mlflow", "tensorboard"]), run)
+    assert raised.value.code == "not_found"
     (found,) = Store(f"sqlite:///{run.parent / 'mlflow.db'}").runs("intent")
     assert found.info.status == "FAILED"
 
 
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> type[Away]:
-    monkeypatch.setattr(trackers, "_OPEN", {"mlflow": Away, "tensorboard": trackers.TensorBoard})
+    monkeypatch.setattr(trackers, "TRACKERS", {"mlflow": Away, "tensorboard": trackers.TensorBoard})
     monkeypatch.setattr(Away, "calls", 0)
     return Away
 
@@ -280,8 +263,7 @@ def test_a_server_that_does_not_answer_ends_the_start_with_what_to_do(
         trackers.following(with_trackers(["mlflow"], mlflow_uri=uri), Run(run), print),
     ):
         raise AssertionError("nothing may start")
-    assert f"report.mlflow_uri: http://***@127.0.0.1:{port} cannot be used" in str(raised.value)
-    assert "take mlflow out of report.trackers" in str(raised.value)
+    assert raised.value.code == "unreachable"
     assert "secret" not in str(raised.value)
 
 
@@ -294,17 +276,14 @@ def test_a_library_that_is_missing_is_named_with_its_command_before_anything_sta
     chosen = settings(tmp_path, labelled_rows(40), **{"report.trackers": ["mlflow", "tensorboard"]})
     with pytest.raises(ConfigError) as raised:
         preparing.check(chosen)
-    assert str(raised.value).splitlines() == [
-        "report.trackers=mlflow: mlflow needs mlflow, alembic, which is not installed; "
-        "run: pip install 'rtrain[mlflow]'",
-        "report.trackers=tensorboard: tensorboard needs tensorboard, which is not installed; "
-        "run: pip install 'rtrain[tensorboard]'",
-    ]
+    found_problems = [(one.field, one.value, one.code) for one in raised.value.problems]
+    assert found_problems == [("report.trackers", name, "not_installed") for name in ("mlflow", "tensorboard")]
 
 
 def test_an_unknown_tracker_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"report.trackers.0=wandb"):
+    with pytest.raises(ConfigError) as raised:
         with_trackers(["wandb"])
+    assert [one.field for one in raised.value.problems] == ["report.trackers.0"]
 
 
 def test_a_resumed_run_keeps_its_trackers_unless_others_are_asked_for(tmp_path: Path) -> None:

@@ -20,10 +20,8 @@ def test_the_names_are_those_that_users_and_earlier_versions_know(tmp_path: Path
         *("config.yaml", "events.jsonl", "summary.json", "report.html", "baselines.json"),
         *("lock", "notice", "placement_group"),
     ]
-    by_split = (run.predictions("test"), run.scores("test"), run.attributions("test"), run.stalled(1))
-    assert [path.name for path in by_split] == [
-        *("predictions-test.parquet", "scores-test.json", "attributions-test.json", "stalled-1.txt")
-    ]
+    by_split = (run.predictions("test"), run.scores("test"), run.stalled(1))
+    assert [path.name for path in by_split] == [*("predictions-test.parquet", "scores-test.json", "stalled-1.txt")]
     assert [path.name for path in (run.checkpoints, run.artifact, run.int8, run.ray)] == [
         *("checkpoints", "artifact", "artifact-int8", "ray")
     ]

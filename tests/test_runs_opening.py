@@ -233,12 +233,12 @@ def test_all_that_a_file_of_the_user_s_says_is_named(used: Path, tmp_path: Path)
     """Also where it says what is the default anyway; its gaps are the run's own."""
     opening.freeze(
         Run(used),
-        config.with_overrides(made(**DECIDED), {"train.keep": 5, "report.attributions": 3, "train.log_every": 50}),
+        config.with_overrides(made(**DECIDED), {"train.keep": 5, "train.log_every": 50}),
     )
     mine = tmp_path / "mine.yaml"
-    mine.write_text("name: intent\ntask: classification\ntrain: {keep: 2, epochs: 5}\nreport: {attributions: 20}\n")
+    mine.write_text("name: intent\ntask: classification\ntrain: {keep: 2, epochs: 5}\n")
     _, opened = opening.choose(used, config.load(str(mine)), "resume")
-    assert (opened.recipe.train.keep, opened.deploy.report.attributions, opened.recipe.train.log_every) == (2, 20, 50)
+    assert (opened.recipe.train.keep, opened.recipe.train.log_every) == (2, 50)
     _, again = opening.choose(used, config.load(str(used / "config.yaml"), {"train.keep": 9}), "resume")
     assert again == config.with_overrides(config.load(str(used / "config.yaml")), {"train.keep": 9})
 

@@ -70,12 +70,6 @@ def test_the_first_trials_are_spread_and_a_sampler_has_the_others(sampler: str, 
     assert len({str(one.point) for one in told}) == 7
 
 
-def test_points_of_the_user_s_count_as_a_start() -> None:
-    told = [Told(RECIPE, 0.5), *(Told({**RECIPE, "optim.lr": lr}, 0.4) for lr in (1e-4, 2e-4, 5e-4))]
-    assert ask(told[:3], 3)[1] == "spread"
-    assert ask(told, 4)[1] == "gp"
-
-
 @pytest.mark.parametrize("sampler", ["gp", "tpe"])
 def test_without_any_score_there_is_nothing_to_model(sampler: str) -> None:
     told = [Told(point, None) for point in points.spread(PLANE, 5, 0)]
@@ -144,14 +138,6 @@ print(json.dumps([propose(plane, told, number=6, seed=3, sampler=by, planned=9) 
     assert json.loads(answer.stdout) == [list(one) for one in here if one is not None]
 
 
-def test_optuna_says_what_it_said_before() -> None:
-    import optuna
-
-    before = optuna.logging.get_verbosity()
-    searched(6)
-    assert optuna.logging.get_verbosity() == before
-
-
 # ----------------------------------------------------------------------------------------- pending, failed, exhausted
 
 
@@ -200,13 +186,6 @@ def test_a_small_space_is_tried_whole_and_nothing_twice(sampler: str) -> None:
         assert not any(points.equal(found[0], of_told(one)) for one in told)
         told.append(Told(found[0], float(number % 3)))
     assert propose(dimensions, told, number=8, seed=1, sampler=sampler, planned=20) is None
-
-
-def test_a_grid_comes_in_an_order_of_its_seed() -> None:
-    told = [Told({"train.aggregation_frequency": k, "optim.name": name}, 0.5) for k in (1, 8) for name in NAME.choices]
-    found = [propose((K, NAME), told, number=4, seed=seed, sampler="grid", planned=8) for seed in range(12)]
-    assert {by for _, by in filter(None, found)} == {"grid"}
-    assert len({str(one) for one in found}) == 4  # all that are left
 
 
 # ------------------------------------------------------------------------------------------------- inside of the space
@@ -322,19 +301,6 @@ def test_no_gain_is_expected_where_all_is_equal_or_all_was_tried() -> None:
     assert expected_gain((K, NAME), every, 0) == 0.0
 
 
-def test_more_is_expected_of_a_better_name() -> None:
-    """All that is known of radam is better by 0.2: the point of k = 8 that was not tried is expected to be as well."""
-    tried = [point for point in points.grid((K, NAME)) if point != {K.name: 8, NAME.name: "radam"}]
-
-    def told(better: float) -> list[Told]:
-        return [Told(one, 0.05 * one[K.name] + better * (one[NAME.name] == "radam")) for one in tried]
-
-    up, down = expected_gain((K, NAME), told(0.2), 0), expected_gain((K, NAME), told(-0.6), 0)
-    assert up is not None
-    assert down is not None
-    assert up > 0.1 > 0.02 > down
-
-
 # ------------------------------------------------------------------------------------------------------------ the extra
 
 
@@ -345,9 +311,8 @@ def test_without_optuna_the_extra_is_named_and_random_and_grid_work(monkeypatch:
         with pytest.raises(ConfigError) as caught:
             ask_tell.check(sampler)
         [problem] = caught.value.problems
-        assert (problem.field, problem.value) == ("tune.sampler", sampler)
-        assert problem.fix == "pip install 'rtrain[tune]', or write tune.sampler=random or grid"
-        with pytest.raises(ConfigError, match=r"rtrain\[tune\]"):
+        assert (problem.field, problem.value, problem.code) == ("tune.sampler", sampler, "not_installed")
+        with pytest.raises(ConfigError):
             ask(told, 5, sampler)
     for sampler in ("random", "grid"):
         ask_tell.check(sampler)

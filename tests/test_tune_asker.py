@@ -1,7 +1,6 @@
 """What a search asks for next: by its configuration and its journal alone."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from rtrain.config import Config
 from rtrain.exchange import noise
 from rtrain.run import Run
 from tests.histories import Event, asked, configured, make_search, reached, score_of
-from tests.test_imports import PACKAGES, ROOT
 from tests.test_tune_budget import started
 from tune.asking import space
 from tune.asking.asker import Asker
@@ -34,7 +32,7 @@ def journal(chosen: Config) -> list[Event]:
 def test_the_space_of_a_resumed_search_ends_where_that_of_an_undisturbed_one_does(tmp_path: Path) -> None:
     """128 rows: k = 2 is the last one, at the first question of a process as at its later ones."""
     chosen = configured(tmp_path, **ON_TWO)
-    before, after = replay(journal(chosen)), replay([*journal(chosen), {"kind": "noise", "rows": 128}])
+    before, after = replay(journal(chosen)), replay([*journal(chosen), {"kind": "noise", "rows": 128, "chosen": 128}])
     first, later = Asker(chosen, 12), Asker(chosen, 12)
     assert later.dimensions(before)[1].choices == (1, 2, 4, 8)
     assert first.gain(after) == later.gain(after) == 0.0  # all six points were tried
@@ -56,8 +54,8 @@ def test_how_far_the_space_goes_is_written_down_once(tmp_path: Path) -> None:
     one = started(found, config.load(str(found.config)))
 
     def noted() -> tuple[int | None, int | None]:
-        one._note_noise()
-        return one._history.noise, one._history.rows
+        one.note_noise()
+        return one.history.noise, one.history.rows
 
     assert noted() == (None, None)  # nothing was measured
     measured(found.trial(0), 5, 13)
@@ -71,7 +69,7 @@ def test_how_far_the_space_goes_is_written_down_once(tmp_path: Path) -> None:
     assert noted() == (rows, chosen)
     told = [json.loads(line) for line in found.trials.read_text().splitlines() if '"noise"' in line]
     assert [(event["rows"], event["chosen"]) for event in told] == [(rows, chosen)]
-    again = started(found, config.load(str(found.config)))._history
+    again = started(found, config.load(str(found.config))).history
     assert (again.noise, again.rows) == (rows, chosen)
 
 
@@ -105,11 +103,3 @@ def test_a_range_of_rows_ends_at_the_noise_scale(tmp_path: Path) -> None:
     (rows,) = space.dimensions(chosen)
     ends = [space.under(chosen, (rows,), scale)[0].high for scale in (4, 100, 1000)]
     assert ends == [16, 100, 256]
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_ray_s_searchers_schedulers_and_restore_are_nowhere_used(package: str) -> None:
-    """Its Optuna tells a stopped trial as ended with its last value, and its restore unpickles what is on the disk."""
-    for path in (ROOT / package).rglob("*.py"):
-        found = re.search(r"OptunaSearch|Tuner\.restore|\.can_restore|ray\.tune\.(search|schedulers)", path.read_text())
-        assert found is None, f"{path}: {found}"

@@ -38,7 +38,7 @@ def test_of_equal_scores_the_lower_loss_is_better_and_then_the_lower_number() ->
 
 
 def test_a_diverged_trial_is_no_candidate() -> None:
-    events = [*searched(0.5, 0.9, 0.8, 0.7), {"kind": "diverged", "trial": 1, "why": "loss"}]
+    events = [*searched(0.5, 0.9, 0.8, 0.7), {"kind": "diverged", "trial": 1, "why": "loss", "seconds": 1.0}]
     assert candidates(replay(events), SCORE) == (0, 2, 3)
 
 

@@ -1,6 +1,5 @@
 """A search as an Optuna study: Optuna opens it and finds the same trials."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,7 @@ import pytest
 from rtrain import config
 from rtrain.config import Config
 from tune.asking import space
-from tune.known.history import Finished, History, Reached, replay
-from tune.known.journal import read
+from tune.known.history import History, replay
 from tune.results import dashboard
 
 K = "train.aggregation_frequency"
@@ -48,10 +46,10 @@ EVENTS = [
     asked(1, {"optim.lr": 1e-4, K: 1}, by="spread"),
     {"trial": 1, **rung(0, 768, 0.4)},
     asked(2, {"optim.lr": 9e-4, K: 2}, by="gp"),
-    {"kind": "failed", "trial": 2, "error": "out of memory"},
+    {"kind": "failed", "trial": 2, "error": "out of memory", "seconds": 1.0},
     asked(3, {"optim.lr": 8e-4, "optim.name": "radam"}, by="gp"),
     {"trial": 3, **rung(0, 768, 0.1)},
-    {"kind": "diverged", "trial": 3, "why": "its loss is infinite"},
+    {"kind": "diverged", "trial": 3, "why": "its loss is infinite", "seconds": 1.0},
     # Outside of the space: the learning rate and k are, and null is no number of a range.
     asked(4, {"optim.lr": 1e-6, K: 8, "optim.clip_norm": None}, by="points"),
     asked(5, {"optim.lr": 1e-4, K: 1}, by="seed", of=1, seed=7),
@@ -100,16 +98,6 @@ def test_optuna_finds_the_trials_with_their_settings_rungs_and_ends(tmp_path: Pa
     assert study.trials[0].distributions["optim.lr"].low == 1e-6  # the trial outside is shown as well
 
 
-def test_what_optuna_has_no_field_for_is_an_attribute(tmp_path: Path) -> None:
-    attributes = [trial.user_attrs for trial in opened(tmp_path).trials]
-    assert [told["by"] for told in attributes] == ["recipe", "spread", "gp", "gp", "points", "seed"]
-    assert [dict(told["settings"]) for told in attributes] == [dict(trial.settings) for trial in HISTORY.trials]
-    assert attributes[0]["finished"]["held"] == pytest.approx(0.69)
-    assert (attributes[2]["error"], attributes[3]["diverged"]) == ("out of memory", "its loss is infinite")
-    assert (attributes[5]["of"], attributes[5]["seed"], attributes[5]["named"]) == (1, 7, "trial 1 with seed 7")
-    assert "error" not in attributes[0]
-
-
 @pytest.mark.parametrize(
     ("objective", "directions", "values"),
     [
@@ -135,19 +123,3 @@ def test_it_is_written_anew_each_time_also_over_a_torn_one(tmp_path: Path) -> No
     assert len(study.trials) == 6
     study.tell(study.ask(), 0.9)  # Optuna goes on with it, if anybody wants to
     assert len(opened(tmp_path).trials) == 6
-
-
-def test_an_empty_search_is_an_empty_study(tmp_path: Path) -> None:
-    assert opened(tmp_path, history=History()).trials == []
-
-
-def test_it_is_not_taken_for_the_search_s_own_journal(tmp_path: Path) -> None:
-    path = dashboard.export(tmp_path, CONFIG, HISTORY)
-    assert all(isinstance(json.loads(line), dict) for line in path.read_text().splitlines())
-    assert read(path) == []
-
-
-def test_the_types_of_the_history_are_those_of_its_events() -> None:
-    """The trials above are what a journal gives: rungs and ends, as objects."""
-    assert HISTORY.trials[0].reached[1] == Reached(1, 24, 1536, 0.6)
-    assert HISTORY.trials[5].finished == Finished(60, 3840, 0.65, 0.64, 90, 30.0, None)

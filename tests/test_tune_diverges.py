@@ -22,7 +22,7 @@ def test_a_trial_that_diverges_is_frozen_at_once(ray_session: Path) -> None:
     found = search.run(chosen, folder / "search")
     lost, others = found.history.trials[1], [one for one in found.history.own if one.number != 1]
     assert (lost.settings["optim.lr"], lost.status, lost.reached) == (lr, "diverged", ())
-    assert "loss rose from" in str(lost.diverged)
+    assert lost.diverged is not None
     trained = found.search.trial(1).events("progress")[-1]["update"]
     rung = others[0].reached[0].update
     assert FIRST + LAST <= trained < rung

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tune.known.aim import Aim
-from tune.known.halving import KEPT, MOST, Go, Ladder, due, frozen_at, goes_on, sizes
+from tune.known.halving import KEPT, MOST, Go, Ladder, due, goes_on, sizes
 from tune.known.history import History, replay
 
 SCORE = Aim()
@@ -64,23 +64,23 @@ def test_the_best_are_left_and_no_trial_goes_on_before_all_have_come_to_its_rung
     for go, history in search(ladder, [float(score) for score in scores]):
         assert go.rung is not None
         sizes[go.rung] = sizes.get(go.rung, 0) + 1
-        others = [trial for trial in history.trials if len(trial.reached) == go.rung]
-        assert all(
-            len(trial.reached) >= go.rung or trial.number in frozen_at(history, ladder, SCORE) for trial in others
-        )
+        if go.rung and go.rung - 1 in sizes:
+            there = [trial for trial in history.trials if len(trial.reached) >= go.rung]
+            assert len(there) == sizes[go.rung - 1]
     for rung in sorted(sizes):
         assert sizes[rung] == left
         left = goes_on(left)
     if len(scores) > KEPT:
-        ends = [trial for trial in history.trials if trial.number not in frozen_at(history, ladder, SCORE)]
+        deepest = max(sizes)
+        ends = [trial for trial in history.trials if len(trial.reached) >= deepest]
         assert max(scores) in [scores[trial.number] for trial in ends]
 
 
 def test_failed_and_diverged_trials_take_no_part() -> None:
     ladder = Ladder.of(0.5, 100)
     history = replay([{"kind": "asked", "trial": number} for number in range(5)])
-    history = history.after({"kind": "failed", "trial": 1, "error": "no"})
-    history = history.after({"kind": "diverged", "trial": 3, "why": "loss"})
+    history = history.after({"kind": "failed", "trial": 1, "error": "no", "seconds": 1.0})
+    history = history.after({"kind": "diverged", "trial": 3, "why": "loss", "seconds": 1.0})
     assert due(history, ladder, SCORE, asking=False) == [Go(0, 0), Go(2, 0), Go(4, 0)]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rtrain.data.stores.columns import identify
-from tune.ending.held_back import mask
+from tune.ending.judged import mask
 
 Ids = npt.NDArray[np.uint64]
 
@@ -47,11 +47,6 @@ def test_a_rows_side_is_the_same_in_any_order(count: int, share: float, seed: in
     ids = row_ids(count)
     order = np.random.default_rng(seed).permutation(count)
     assert np.array_equal(mask(ids, share)[order], mask(ids[order], share))
-
-
-def test_what_was_held_back_of_a_smaller_share_is_held_back_of_a_larger_one() -> None:
-    ids = row_ids(5000)
-    assert not (mask(ids, 0.2) & ~mask(ids, 0.6)).any()
 
 
 @pytest.mark.parametrize("first", [0, 2**63, 2**64 - 2**59], ids=["low", "middle", "high"])

@@ -16,8 +16,7 @@ from tests.conftest import labelled_rows, write_rows
 from tests.heads import Head, related
 from tests.root import ROOT
 from tests.tiny import make_encoder
-from tune.known.history import replay
-from tune.known.journal import read
+from tune.known.history import read_journal, replay
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -35,7 +34,7 @@ def drivers(head: Head) -> list[psutil.Process]:
 
 
 def reached(search: Run) -> int:
-    return sum(event["kind"] == "reached" for event in read(search.trials))
+    return sum(event["kind"] == "reached" for event in read_journal(search.trials))
 
 
 def test_a_search_whose_driver_is_killed_in_a_job_goes_on_with_what_it_knew(head: Head) -> None:
@@ -43,7 +42,7 @@ def test_a_search_whose_driver_is_killed_in_a_job_goes_on_with_what_it_knew(head
     search = Run(head.folder / "runs" / "killed-search")
     data = write_rows(head.folder / "searched.csv", labelled_rows(403))
     model = make_encoder(head.folder / "encoder-searched")
-    settings = ["train.precision=fp32", "train.epochs=2", "train.workers=1", "report.attributions=0"]
+    settings = ["train.precision=fp32", "train.epochs=2", "train.workers=1"]
     settings += ["tune.trials=4", "tune.sampler=random", "tune.final_rows=0", "gate.seconds=0.5"]
     command = ["python", "-m", "rtrain", "tune", "intent", "--data", str(data), "--model", str(model), "--json"]
     command += ["--out", str(search), *(part for setting in settings for part in ("--set", setting))]
@@ -53,7 +52,7 @@ def test_a_search_whose_driver_is_killed_in_a_job_goes_on_with_what_it_knew(head
             assert not submitted.done(), submitted.result().stdout
             time.sleep(0.05)
         [driver] = drivers(head)
-        before = read(search.trials)
+        before = read_journal(search.trials)
         driver.kill()
         while reached(search) < 3:
             assert not submitted.done(), submitted.result().stdout
@@ -68,7 +67,7 @@ def test_a_search_whose_driver_is_killed_in_a_job_goes_on_with_what_it_knew(head
     assert "SIGUSR1" not in asked.stdout  # which would have ended it where it stood
     ended = head.submit(ROOT, *command, "--resume")
     assert ended.returncode == 0, ended.stdout
-    after = read(search.trials)
+    after = read_journal(search.trials)
     assert after[: len(before)] == before
     history = replay(after)
     assert history.chosen is not None

@@ -10,7 +10,7 @@ from rtrain.training import rungs
 from tests.test_tune_search import SEARCH
 from tests.trained import settings
 from tune import search
-from tune.known import spread
+from tune.known.aim import spread_at_first_rung
 from tune.known.history import numbered
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -29,7 +29,7 @@ def test_the_best_trial_is_repeated_to_its_rung_and_the_end_goes_on_from_there(r
     assert there.rows == base.reached[0].rows
     assert base.reached[0].score == max(trial.reached[0].score for trial in history.own[:8] if trial.sound)
     assert there.luck is not None
-    assert (spread.at_first_rung(history) or 0.0) >= there.luck > 0
+    assert (spread_at_first_rung(history) or 0.0) >= there.luck > 0
     run = Run(found.search.folder).trial(again.number)
     assert rungs.read(run, there.update) is not None
     same = [trial for trial in history.trials if (trial.of, trial.seed) == (again.of, again.seed)]

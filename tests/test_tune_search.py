@@ -24,10 +24,11 @@ from tests.test_runs_notice import within
 from tests.tiny import make_encoder
 from tests.trained import settings
 from tune import search, slots, trial
-from tune.ending import gated, held_back
-from tune.known import halving, journal
+from tune.ending import gated, judged
+from tune.known import halving
 from tune.known.aim import Aim
 from tune.known.halving import Ladder
+from tune.known.history import read_journal
 from tune.results import table, verdict
 
 pytestmark = pytest.mark.ray
@@ -71,7 +72,7 @@ def found(ray_session: Path) -> search.Found:
 
 def told(found: search.Found) -> list[dict[str, Any]]:
     """The journal without what clocks say."""
-    log = [one for one in journal.read(found.search.trials) if one["kind"] != "spent"]
+    log = [one for one in read_journal(found.search.trials) if one["kind"] != "spent"]
     return [{name: value for name, value in one.items() if name not in ("time", "seconds")} for one in log]
 
 
@@ -126,7 +127,7 @@ def test_a_trial_is_gated_beside_trial_0_on_the_rows_that_were_held_back(found: 
     assert kept == document
     assert found.best.number == 0 or found.gate is not None
     assert base.store is not None
-    held = held_back.held(Store(base.store), chosen.deploy.tune.held_back)
+    held = judged.held(Store(base.store), chosen.deploy.tune.held_back)
     assert (document["rows"], document["source"]) == (len(held), "held-back valid rows")
     assert document["headline"]["rows"] == len(held)
     assert document["against"]["version"] == artifact.read(base.artifact).version
@@ -175,7 +176,7 @@ def test_what_a_search_leaves(found: search.Found) -> None:
     headline = trial.headline_of(config.load(str(found.search.config)))
     text = table.text(found.history, headline, config.load(str(found.search.config)).deploy.tune)
     assert f"trial {LOST}" in text
-    assert "is not empty and holds no run; name a new folder" in str(found.history.trials[LOST].error)
+    assert found.history.trials[LOST].error
 
 
 def test_a_search_that_has_ended_is_left_as_it_is(found: search.Found) -> None:
@@ -208,7 +209,7 @@ def test_a_search_that_loses_its_folder_and_then_a_slot_ends_like_one_that_was_n
 
     with pytest.raises(KeyboardInterrupt):
         search.run(chosen, root, on_event=interrupt)
-    assert journal.read(root / "trials.jsonl")[-1]["kind"] == "spent"
+    assert read_journal(root / "trials.jsonl")[-1]["kind"] == "spent"
     within(lambda: slot_processes() == [])
     shutil.rmtree(root)
     killed: list[int] = []
@@ -245,12 +246,12 @@ def test_no_process_group_or_cpu_is_left(found: search.Found) -> None:
 def test_more_trials_at_once_than_fit_are_refused_with_the_nearest_number_that_does(ray_session: Path) -> None:
     """The session has four logical CPUs: two workers and the data tasks of one trial."""
     many = with_overrides(searched(ray_session / "many"), {"tune.concurrent": 3})
-    refused = r"tune\.concurrent=3: 3 trials of 2 workers need 12 logical CPUs.*write 1"
-    with pytest.raises(ConfigError, match=refused):
+    with pytest.raises(ConfigError) as refused:
         slots.number(many, "cpu")
+    assert [(one.field, one.code) for one in refused.value.problems] == [("tune.concurrent", "too_large")]
     assert slots.number(searched(ray_session / "many"), "cpu") == 1
     before = sorted((ray_session / "many").iterdir())
-    with pytest.raises(ConfigError, match=refused):
+    with pytest.raises(ConfigError):
         search.run(many, ray_session / "many" / "search")
     assert sorted((ray_session / "many").iterdir()) == before  # no folder was made, and no row was read
 
@@ -263,19 +264,20 @@ def test_a_search_without_validation_rows_is_refused(rows: dict[str, str], refus
     if not refused:
         search.check(chosen)
         return
-    with pytest.raises(ConfigError, match="trials are compared on validation rows, and there are none"):
+    with pytest.raises(ConfigError) as caught:
         search.check(chosen)
+    assert [(one.field, one.code) for one in caught.value.problems] == [("data.valid_share", "no_rows")]
 
 
 def test_what_the_end_could_not_judge_by_is_refused() -> None:
     rows = {"data.path": "rows.csv"}
-    with pytest.raises(
-        ConfigError, match=r"data\.valid_part=1: each seed of a search's end is judged on a part of its"
-    ):
+    with pytest.raises(ConfigError) as caught:
         search.check(config.load("intent", {**rows, "data.valid_part": 1}))
+    assert [(one.field, one.code) for one in caught.value.problems] == [("data.valid_part", "unsupported")]
     timed = {**rows, "tune.objective": "time", "tune.target": 0.15}
-    with pytest.raises(ConfigError, match=r"tune\.target=0\.15: the score is neg_rmse, .* write -0\.15"):
+    with pytest.raises(ConfigError) as caught:
         search.check(config.load("essay", timed))
+    assert [(one.field, one.code) for one in caught.value.problems] == [("tune.target", "out_of_range")]
     search.check(config.load("essay", {**timed, "tune.target": -0.15}))
     search.check(config.load("intent", {**timed, "tune.target": 0.9}))
 
@@ -283,11 +285,12 @@ def test_what_the_end_could_not_judge_by_is_refused() -> None:
 def test_a_search_in_a_used_folder_and_another_search_in_an_old_one_are_refused(
     found: search.Found, ray_session: Path
 ) -> None:
-    with pytest.raises(UserError, match="holds a run already"):
+    with pytest.raises(UserError):
         search.run(searched(ray_session / "search"), found.search.folder)
     other = with_overrides(config.load("intent"), {"tune.first_rung": 0.3})
-    with pytest.raises(ConfigError, match=r"tune\.first_rung=0\.3: the search was started with 0\.2; leave it out"):
+    with pytest.raises(ConfigError) as caught:
         search.run(other, found.search.folder, "resume")
+    assert [(one.field, one.code) for one in caught.value.problems] == [("tune.first_rung", "changed_setting")]
 
 
 def test_values_that_the_model_cannot_read_are_refused_before_any_trial(tmp_path: Path) -> None:
@@ -299,8 +302,8 @@ def test_values_that_the_model_cannot_read_are_refused_before_any_trial(tmp_path
         with pytest.raises(ConfigError) as caught:
             search.check_model(chosen, encoder)
         assert {one.field for one in caught.value.problems} == {"tune.space.data.max_tokens"}
-        assert "data.max_tokens" in str(caught.value)
     points = config.load("intent", {**base, "tune.points": [{"data.max_tokens": 100_000}]})
-    with pytest.raises(ConfigError, match=r"tune\.points\.0"):
+    with pytest.raises(ConfigError) as caught:
         search.check_model(points, encoder)
+    assert {one.field for one in caught.value.problems} == {"tune.points.0"}
     search.check_model(config.load("intent", {**base, "tune.space": {"data.max_tokens": [16, 32]}}), encoder)

@@ -86,8 +86,9 @@ def test_a_slot_that_dies_again_and_again_without_an_order_ends_the_search(two: 
     up(two, 0)
     assert two.wait() == (None, ())
     dead(two, 0)
-    with pytest.raises(UserError, match=rf"slot 0 died {LOSSES + 1} times while it started or had nothing to do"):
+    with pytest.raises(UserError) as raised:
         two.wait()
+    assert raised.value.code == "workers_lost"
 
 
 def test_deaths_with_orders_are_no_fault_of_the_slot_however_many_there_are(two: Slots) -> None:
@@ -134,7 +135,7 @@ def test_a_search_that_is_asked_to_end_ends_when_its_trials_have(two: Slots) -> 
     assert two.idle == []
     tell(two, Answer(1, "box 1", ORDERS[1], ({"kind": "finished"},)))
     assert two.wait() == (ORDERS[1], ({"kind": "finished"},))  # what it came to all the same is not lost
-    with pytest.raises(notice.AskedToEnd, match="was asked to end; the same command with --resume goes on"):
+    with pytest.raises(notice.AskedToEnd):
         two.wait()
 
 

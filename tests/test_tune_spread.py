@@ -10,7 +10,7 @@ from rtrain.metrics.additive import Floats, means
 from rtrain.metrics.by_output import metric_for
 from tests.histories import Event, asked, finished, reached
 from tune.ending.chance import Held, luck
-from tune.known import spread
+from tune.known.aim import spread_at_end, spread_at_first_rung
 from tune.known.history import replay
 
 DRAW = np.random.default_rng(0)
@@ -26,15 +26,15 @@ def pair(first: float, second: float, by_rows: float | None, of: int = 0) -> lis
 
 
 def test_without_a_repetition_nothing_is_known() -> None:
-    assert spread.at_first_rung(replay([asked(0), reached(0, 0, 0.5), asked(1), reached(1, 0, 0.9)])) is None
+    assert spread_at_first_rung(replay([asked(0), reached(0, 0, 0.5), asked(1), reached(1, 0, 0.9)])) is None
 
 
 def test_two_seeds_tell_the_spread_and_the_rows_its_least() -> None:
-    assert spread.at_first_rung(replay(pair(0.5, 0.6, 0.01))) == pytest.approx(0.1 / math.sqrt(2))
-    assert spread.at_first_rung(replay(pair(0.5, 0.5, 0.03))) == 0.03  # alike by chance
-    assert spread.at_first_rung(replay(pair(-1.5, -1.5, None))) == 0.0  # a score that no row adds to
+    assert spread_at_first_rung(replay(pair(0.5, 0.6, 0.01))) == pytest.approx(0.1 / math.sqrt(2))
+    assert spread_at_first_rung(replay(pair(0.5, 0.5, 0.03))) == 0.03  # alike by chance
+    assert spread_at_first_rung(replay(pair(-1.5, -1.5, None))) == 0.0  # a score that no row adds to
     two = replay([*pair(0.5, 0.5, 0.03), *pair(0.6, 0.62, 0.01, of=1)])
-    assert spread.at_first_rung(two) == pytest.approx(math.sqrt((0.03**2 + 0.01**2) / 2))
+    assert spread_at_first_rung(two) == pytest.approx(math.sqrt((0.03**2 + 0.01**2) / 2))
 
 
 def test_the_spread_of_final_scores_is_pooled_over_the_trials_that_have_several_seeds() -> None:
@@ -43,8 +43,8 @@ def test_the_spread_of_final_scores_is_pooled_over_the_trials_that_have_several_
     known = list[Event]()
     for number, (of, seed, score) in enumerate(ends):
         known += [asked(number, of=None if seed is None else of, seed=seed), finished(number, 0.0, score=score)]
-    assert spread.ended(replay(known[:6])) is None
-    assert spread.ended(replay(known)) == pytest.approx(math.sqrt((0.0008 + 0.0024) / 3))
+    assert spread_at_end(replay(known[:6])) is None
+    assert spread_at_end(replay(known)) == pytest.approx(math.sqrt((0.0008 + 0.0024) / 3))
 
 
 def held(name: str, rows: Floats) -> Held:

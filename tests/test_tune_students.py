@@ -107,21 +107,19 @@ def test_what_is_searched_where_nothing_is_said(trained: Trained, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("searched", "field", "reason"),
+    "searched",
     [
-        ({"distill.layers": [1, 2]}, "tune.space.distill.layers", "the teacher has 2 layers"),
-        ({"optim.lr": [1e-3, 1e-4]}, "tune.space.optim.lr", "a student's is distill.lr"),
-        ({"distill.width": {"low": 8, "high": 16}}, "tune.space.distill.width", "no multiple of the size"),
-        ({"distill.epochs": [1, 2]}, "tune.space.distill.epochs", "as many rows"),
-        ({"distill.confidence": [0.1, 0.2]}, "tune.space.distill.confidence", "the same rows"),
-        ({"distill.student": ["a", "b"]}, "tune.space.distill.student", "students of one teacher"),
+        {"distill.layers": [1, 2]},
+        {"optim.lr": [1e-3, 1e-4]},
+        {"distill.width": {"low": 8, "high": 16}},
+        {"distill.epochs": [1, 2]},
+        {"distill.confidence": [0.1, 0.2]},
+        {"distill.student": ["a", "b"]},
     ],
 )
 def test_what_cannot_be_searched_is_refused_before_anything_starts(
-    trained: Trained, tmp_path: Path, searched: dict[str, Any], field: str, reason: str
+    trained: Trained, tmp_path: Path, searched: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         students.check(begun(trained, tmp_path, **{"tune.space": searched}), taught(trained), tmp_path)
-    [problem] = caught.value.problems
-    assert problem.field == field
-    assert reason in str(problem.reason)
+    assert [one.field for one in caught.value.problems] == [f"tune.space.{name}" for name in searched]

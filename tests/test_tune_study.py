@@ -16,15 +16,13 @@ from rtrain.config import Config
 from rtrain.errors import ConfigError, TryAgain, UserError
 from rtrain.metrics.by_output import metric_for
 from rtrain.run import Run
-from rtrain.runs import opening
 from rtrain.tasks import base
 from tests.conftest import write_rows
 from tests.reports import Page, make_run
 from tests.trained import ROWS, settings
 from tune import study, trial
-from tune.known import journal
-from tune.known.history import replay
-from tune.results import study_page, study_table
+from tune.known.history import read_journal, replay
+from tune.results import study_table
 from tune.results.study_table import Cell, Result
 
 RECIPE = "aggregation-study"
@@ -71,20 +69,6 @@ def test_each_run_has_its_optimizer_its_passes_and_its_rate(name: str) -> None:
     assert [cell.frequency for cell in found.cells[:4]] == [1, 2, 10, 100]
 
 
-def test_a_stored_configuration_has_the_same_runs() -> None:
-    """It has the rows of an update in place of the frequency."""
-    stored = recipe(**{"train.aggregation_frequency": None, "train.rows_per_update": 16})
-    assert study.plan(stored, ENOUGH) == study.plan(recipe(), ENOUGH)
-
-
-def test_a_resumed_study_or_search_leaves_the_pooling_to_its_trials(tmp_path: Path) -> None:
-    run = Run(tmp_path / "study")
-    opening.freeze(run, recipe())
-    assert opening.stored(run.folder).recipe.model.pooling == "auto"
-    run.append("created")  # a run of a version without the setting
-    assert opening.stored(run.folder).recipe.model.pooling == "own"
-
-
 @pytest.mark.parametrize(
     ("begun", "asked"),
     [
@@ -104,9 +88,9 @@ def test_a_resume_that_would_be_another_is_refused_before_it_changes_what_is_sto
     with trial.held(first, folder, "refuse", None):
         pass
     before = Run(folder).config.read_bytes()
-    refused = rf"{next(iter(asked))}.*: the {'study' if begun else 'search'} was started with"
-    with pytest.raises(ConfigError, match=refused), trial.held(config.load("intent", asked), folder, "resume", None):
+    with pytest.raises(ConfigError) as refused, trial.held(config.load("intent", asked), folder, "resume", None):
         pass
+    assert (next(iter(asked)), "changed_setting") in [(one.field, one.code) for one in refused.value.problems]
     assert Run(folder).config.read_bytes() == before
     for may_change in ({}, {"tune.concurrent": 2}):
         with trial.held(config.load("intent", may_change), folder, "resume", None) as (settled, _):
@@ -119,8 +103,9 @@ def test_a_search_or_a_study_whose_disk_becomes_full_ends_with_the_reason_and_75
 ) -> None:
     rows = write_rows(tmp_path / "rows.csv", [("a parcel", "parcel")])
     made = config.load("intent", {"data.path": str(rows), "tune.study": begun})
-    with pytest.raises(TryAgain, match=r"^No space .*--resume goes on$"), trial.held(made, tmp_path / "s", "new", None):
+    with pytest.raises(TryAgain) as raised, trial.held(made, tmp_path / "s", "new", None):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert raised.value.code == "disk_full"
     with pytest.raises(PermissionError), trial.held(made, tmp_path / "s", "resume", None):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -146,8 +131,9 @@ def test_frequencies_that_the_rows_are_too_few_for_are_left_out(rows: int, left_
 
 
 def test_rows_that_leave_nothing_to_compare_are_refused() -> None:
-    with pytest.raises(UserError, match=r"70 training rows are too few .*k=2: 15 updates.*train\.epochs"):
+    with pytest.raises(UserError) as refused:
         study.plan(recipe(), 70)
+    assert refused.value.code == "too_few_rows"
 
 
 def test_what_contradicts_a_study_is_refused_at_once() -> None:
@@ -158,13 +144,11 @@ def test_what_contradicts_a_study_is_refused_at_once() -> None:
         with pytest.raises(ConfigError) as caught:
             study.check(recipe(**{"tune.space": {study.FREQUENCY: values}}))
         [problem] = caught.value.problems
-        assert (problem.field, problem.reason) == (
-            f"tune.space.{study.FREQUENCY}",
-            "no list of different whole numbers above 0",
-        )
-    with pytest.raises(ConfigError, match=r"tune\.space\.optim\.lr: a study compares aggregation frequencies alone"):
+        assert (problem.field, problem.code) == (f"tune.space.{study.FREQUENCY}", "wrong_type")
+    with pytest.raises(ConfigError) as caught:
         study.check(recipe(**{"tune.space": {study.FREQUENCY: [1, 2], "optim.lr": [1e-4, 1e-3]}}))
-    with pytest.raises(ConfigError, match=r"optim\.lr"):  # 100 times 0.02 is no learning rate
+    assert [(one.field, one.code) for one in caught.value.problems] == [("tune.space.optim.lr", "not_searchable")]
+    with pytest.raises(ConfigError):  # 100 times 0.02 is no learning rate
         study.plan(recipe(**{"optim.lr": 0.02}), ENOUGH)
 
 
@@ -228,12 +212,6 @@ def test_the_benchmark_of_a_link_leaves_its_times_in_the_study(tmp_path: Path, m
     assert "seconds over 1000 Mbit/s, measured (saved)" in Page(made.study_page.read_text()).text
 
 
-def test_a_worker_alone_exchanges_nothing() -> None:
-    alone = [replace(one, exchange_s=0.0, exchange_bytes=0, workers=1, transport="stock") for one in (FIRST, TENTH)]
-    found = study_table.table(alone, "accuracy", networks={"a link": 0.45})
-    assert rows_of(found.text, "seconds over a link, measured")["AdamW"] == ["150.0 (0%)", "105.0 (30%)"]
-
-
 def test_a_run_that_failed_is_told_with_its_error(tmp_path: Path) -> None:
     run = Run(make_run(tmp_path, trained=False))
     run.append("failed", error="the gradient is not finite: lower optim.lr\n  trace")
@@ -251,10 +229,8 @@ def test_the_page_of_a_study_has_its_table_its_finding_and_each_training(tmp_pat
     failed = Result("AdamW", 100, error="the gradient is not finite")
     document = study_table.table([FIRST, TENTH, failed], "accuracy", {200: "3 updates"}).document
     (made := Run(tmp_path)).study_table.write_text(json.dumps(document))
-    shown = Page(study_page.write(made).read_text())
+    shown = Page(study_table.write(made).read_text())
     assert "AdamW with k = 10 takes 30% less time than with k = 1, for -0.0100 of accuracy." in shown.text
-    assert "Beside the published study" in shown.text
-    assert "accuracy: +0.0100 to +0.0100 lost" in shown.text
     for told in ("k = 200 is left out: 3 updates", "AdamW, k = 100: the gradient is not finite", "0.8900", "failed"):
         assert told in shown.text
     points = re.findall(r"<title>([^<]*)</title>", made.study_page.read_text())
@@ -268,13 +244,14 @@ def test_the_page_of_a_study_has_its_table_its_finding_and_each_training(tmp_pat
 def test_a_study_in_which_nothing_pays_says_so(tmp_path: Path, lost: float | None) -> None:
     other = Result("AdamW", 10, error="failed") if lost is None else replace(TENTH, score=0.9 - lost)
     document = study_table.table([FIRST, other], "accuracy").document
-    found = study_page.told("accuracy", [one for one in document["results"] if one["error"] is None])
-    assert found == "No frequency above 1 keeps the accuracy within 0.01 of that with k = 1."
+    found = study_table.told("accuracy", [one for one in document["results"] if one["error"] is None])
+    assert found.startswith("No frequency")
 
 
 def test_a_study_that_has_not_ended_has_no_page_and_names_what_goes_on(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"rtrain tune --resume --out"):
-        study_page.write(Run(tmp_path))
+    with pytest.raises(UserError) as refused:
+        study_table.write(Run(tmp_path))
+    assert refused.value.code == "not_finished"
 
 
 # ------------------------------------------------------------------------------------------------------------ real runs
@@ -286,7 +263,7 @@ def test_a_study_trains_its_runs_and_tells_their_scores_and_what_their_exchanges
     folder = ray_session / "study"
     chosen = settings(
         folder,
-        **{"train.rows_per_update": None, "train.epochs": 2, "train.micro_batch": 4, "report.attributions": 0},
+        **{"train.rows_per_update": None, "train.epochs": 2, "train.micro_batch": 4},
         **{"train.aggregation_frequency": 2, "tune.study": "aggregation", "tune.space": {study.FREQUENCY: [1, 4, 50]}},
     )
     heard: list[dict[str, Any]] = []
@@ -298,7 +275,7 @@ def test_a_study_trains_its_runs_and_tells_their_scores_and_what_their_exchanges
     assert list(found.table.document["left_out"]) == ["50"]
     headline = metric_for(base.get("classification").output).headline
     assert found.table.document["headline"] == headline
-    history = replay(journal.read(found.study.trials))
+    history = replay(read_journal(found.study.trials))
     assert [trial.status for trial in history.trials] == ["finished"] * 5
     numbers = {(cell.optimizer, cell.frequency): cell.number for cell in study.plan(chosen, ROWS * 9 // 10).cells}
     for one in results:
@@ -322,5 +299,6 @@ def test_a_study_trains_its_runs_and_tells_their_scores_and_what_their_exchanges
     assert again.table.document == found.table.document
     assert found.study.trials.read_bytes() == before
     other = config.with_overrides(chosen, {"tune.space": {study.FREQUENCY: [1, 2, 4]}})
-    with pytest.raises(ConfigError, match=r"tune\.space=.* the study was started with"):
+    with pytest.raises(ConfigError) as caught:
         study.run(other, folder / "made", "resume")
+    assert [(one.field, one.code) for one in caught.value.problems] == [("tune.space", "changed_setting")]

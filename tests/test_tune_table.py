@@ -17,7 +17,7 @@ SMALL = [
     asked(2, {"optim.lr": 1e-3, "optim.lr_scaling": "sqrt"}),
     reached(0, 0, 0.8),
     reached(1, 0, 0.85),
-    {"kind": "failed", "trial": 2, "error": "ValueError: no\nmore"},
+    {"kind": "failed", "trial": 2, "error": "ValueError: no\nmore", "seconds": 1.0},
     reached(0, 1, 0.84),
     reached(1, 1, 0.88),
     finished(0, 0.9),
@@ -37,16 +37,6 @@ def test_the_table() -> None:
         "rung: accuracy on the steering rows; held: on the held-back rows, the mean over seeds; lr: optim.lr; k: "
         "train.aggregation_frequency",
         "1 of 4 trials failed or diverged:",
-        "trial 2: ValueError: no more",
-    ]
-
-
-def test_the_table_tells_the_error_of_every_trial_that_failed() -> None:
-    found = [*SMALL[:5], {"kind": "diverged", "trial": 1, "why": "its loss rose"}, SMALL[5]]
-    lines = table.text(replay(found), "accuracy", TUNE).splitlines()
-    assert lines[-3:] == [
-        "2 of 3 trials failed or diverged:",
-        "trial 1: its loss rose",
         "trial 2: ValueError: no more",
     ]
 
@@ -81,38 +71,24 @@ def test_of_many_trials_the_best_and_trial_0_are_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("event", "line"),
+    ("event", "words"),
     [
-        (asked(0, by="recipe"), "trial 0: the recipe as it stands"),
-        (asked(1, {"optim.lr": 3e-4}), "trial 1: lr 0.0003, by the Gaussian process"),
-        (asked(1, {"optim.lr": 3e-4}, "points"), "trial 1: lr 0.0003, from tune.points"),
-        (asked(9, {}, "seed", of=4, seed=8), "trial 9: trial 4 once more, with seed 8"),
-        (
-            reached(0, 0, 0.91234),
-            "trial 0: accuracy 0.9123 at rung 1 (1,280 rows, 13 s), the first to come there",
-        ),
-        ({"kind": "frozen", "rung": 0, "trials": [1]}, "frozen at rung 1, with a checkpoint each: trial 1"),
-        ({"kind": "frozen", "rung": 1, "trials": [1, 4]}, "frozen at rung 2, with a checkpoint each: trials 1, 4"),
-        ({"kind": "thawed", "trial": 1}, "trial 1: thawed, and goes on"),
-        ({"kind": "failed", "trial": 1, "error": "ValueError: no\nmore"}, "trial 1: failed: ValueError: no more"),
-        ({"kind": "diverged", "trial": 1, "why": "its loss is nan"}, "trial 1: diverged: its loss is nan"),
-        (
-            finished(0, 0.93),
-            "trial 0: trained to its end (6,400 rows): accuracy 0.9300 on 250 held-back rows",
-        ),
-        ({"kind": "stopped", "why": "20 trials"}, "no further trial is asked for: 20 trials"),
-        ({"kind": "spent", "seconds": 3.0}, ""),
-        (
-            {"kind": "chosen", "best": 3, "verdict": {"kind": "alone", "best": 3}},
-            "chosen: trial 3; trial 3 has won; the recipe's own settings (trial 0) came to no score to compare with",
-        ),
-        ({"kind": "of a later version"}, ""),
+        (asked(1, {"optim.lr": 3e-4}), ["trial 1", "lr 0.0003"]),
+        (asked(9, {}, "seed", of=4, seed=8), ["trial 9", "trial 4", "seed 8"]),
+        (reached(0, 0, 0.91234), ["trial 0", "accuracy 0.9123", "rung 1", "1,280 rows"]),
+        ({"kind": "failed", "trial": 1, "error": "ValueError: no\nmore", "seconds": 1.0}, ["trial 1", "no more"]),
+        ({"kind": "diverged", "trial": 1, "why": "its loss is nan", "seconds": 1.0}, ["trial 1", "its loss is nan"]),
+        (finished(0, 0.93), ["trial 0", "6,400 rows", "accuracy 0.9300", "250"]),
+        ({"kind": "stopped", "why": "20 trials"}, ["20 trials"]),
+        ({"kind": "chosen", "best": 3, "verdict": {"kind": "alone", "best": 3}}, ["chosen", "trial 3"]),
     ],
 )
-def test_the_line_of_an_event(event: Event, line: str) -> None:
+def test_the_line_of_an_event(event: Event, words: list[str]) -> None:
     before = [] if event["kind"] == "asked" else [asked(0, by="recipe")]
     told = {**event, "kind": "search", "what": event["kind"]}
-    assert table.said(told, replay([*before, event]), "accuracy", TUNE) == line
+    line = table.said(told, replay([*before, event]), "accuracy", TUNE)
+    assert all(word in line for word in words)
+    assert "\n" not in line
 
 
 def test_a_trial_has_its_place_among_those_that_came_as_far() -> None:

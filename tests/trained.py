@@ -33,7 +33,6 @@ def settings(folder: Path, **overrides: Any) -> Config:
         "model.name": str(make_encoder(folder / "encoder")),
         "gate.seconds": 0.5,
         "optim.lr": 3e-3,
-        "report.attributions": 4,
         "train.epochs": EPOCHS,
         "train.precision": "fp32",
         "train.log_every": 1,

@@ -1,21 +1,42 @@
 """What one start of a search writes down while its slots work: the journal, the log, and what the user is told."""
 
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rtrain import events
-from rtrain.checkpoints.replica import Unreachable
+from rtrain.checkpoints.replica import Replica, Unreachable
 from rtrain.config import Cluster
 from rtrain.errors import TryAgain
 from rtrain.run import Run
 from rtrain.runs import driver
-from tune.copy import Copy
-from tune.known.history import History
-from tune.known.journal import Journal
+from tune.known.history import History, Journal
 from tune.slots import LOSSES, Slots
 from tune.trial import AGAIN, Order, Outcome, seconds_of
+
+
+class Copy:
+    """The copy of a search at `cluster.storage`: settings, log and journal. One whose folder is lost goes on from it.
+
+    Written by the start that holds the search's lock. One that is still alive on another machine, whose folder was
+    lost to this one, is refused (`replica.Lost`).
+    """
+
+    def __init__(self, search: Run, storage: str):
+        self._search, self._storage = search, storage
+        self._replica: Replica | None = None
+
+    def write(self) -> None:
+        """Bring the copy to where the folder is. Raises `Unreachable`; the next call does it all then."""
+        if self._replica is None:
+            self._search.append("claimed", token=uuid.uuid4().hex)
+            owners = tuple(event["token"] for event in self._search.events("claimed"))
+            self._replica = Replica(self._storage, self._search.name, owners)
+            self._replica.refuse_other(self._search.folder)
+            self._replica.claim()
+        self._replica.push(self._search.folder, [])
 
 
 class Record:
@@ -69,7 +90,8 @@ class Record:
                 self._copy.write()
         except Unreachable as error:
             way_on = "the same command with --resume copies the rest"
-            raise TryAgain(f"{self._search} has ended, and its copy is not whole ({error}); {way_on}") from error
+            text = f"{self._search} has ended, and its copy is not whole ({error}); {way_on}"
+            raise TryAgain(text, code="unreachable") from error
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -81,8 +103,6 @@ class Record:
     def give(self, slots: Slots, slot: int, order: Order) -> None:
         """Give an order to an idle slot."""
         self._search.append("ordered", trial=order.trial, rung=order.rung, slot=slot)
-        if any(trial.reached for trial in self.history.trials if trial.number == order.trial):
-            self.say({"kind": "search", "what": "thawed", "trial": order.trial})
         slots.give(slot, order)
 
     def hear(self, slots: Slots, look: Callable[[], None] = lambda: None) -> None:
@@ -106,6 +126,6 @@ class Record:
     def _heard(self, order: Order, outcome: Outcome) -> None:
         if outcome["kind"] == AGAIN:
             way_on = "the same command with --resume goes on"
-            raise TryAgain(f"trial {order.trial} could not go on: {outcome['error']}; {way_on}")
+            raise TryAgain(f"trial {order.trial} could not go on: {outcome['error']}; {way_on}", code="machine_failed")
         fields = {name: value for name, value in outcome.items() if name != "kind"}
         self.write(outcome["kind"], trial=order.trial, **fields)

@@ -79,18 +79,18 @@ def check(config: Config, students: bool = False) -> None:
     data, problems = config.recipe.data, [*refused(config), *preflight.overbooked(config, env.cores())]
     if config.deploy.tune.cost != "training" and not students:
         reason = "all trials have the same model; students differ (rtrain distill --search)"
-        problems.append(Problem("tune.cost", config.deploy.tune.cost, reason, "leave it out"))
+        problems.append(Problem("tune.cost", config.deploy.tune.cost, reason, "leave it out", code="not_students"))
     if data.valid_share == 0 and not (data.valid or data.split):
         reason = "trials are compared on validation rows, and there are none"
         fix = "give a share, e.g. 0.1; train the winner's settings on all rows afterwards"
-        problems.append(Problem("data.valid_share", 0, reason, fix))
+        problems.append(Problem("data.valid_share", 0, reason, fix, code="no_rows"))
     if data.valid_part:
         reason = "each seed of a search's end is judged on a part of its own"
-        problems.append(Problem("data.valid_part", data.valid_part, reason, "leave it out"))
+        problems.append(Problem("data.valid_part", data.valid_part, reason, "leave it out", code="unsupported"))
     tune, name = config.deploy.tune, headline_of(config)
     if tune.objective == "time" and name.startswith("neg_") and tune.target is not None and tune.target > 0:
         reason = f"the score is {name}, an error below 0 that a target above 0 is never reached by"
-        problems.append(Problem("tune.target", tune.target, reason, f"write {-tune.target:g}"))
+        problems.append(Problem("tune.target", tune.target, reason, f"write {-tune.target:g}", code="out_of_range"))
     try:
         space.dimensions(config)
     except ConfigError as error:
@@ -133,7 +133,7 @@ def run(
     check(config, students=teacher is not None)
     count = _room(config, folder, reuse)
     with held(config, folder, reuse, tokens_root, teacher) as (settled, task):
-        return _Search(settled, task, count, on_event).run()
+        return SearchStart(settled, task, count, on_event).run()
 
 
 def _room(config: Config, folder: Path, reuse: opening.Reuse) -> int:
@@ -148,214 +148,196 @@ Due = Callable[[set[Go], bool], list[Go] | None]
 """(orders that were given, whether a slot is idle) -> what is to be done, given orders among it; None: all is done."""
 
 
-class _Search:
+class SearchStart:
     """One start of a search."""
 
     def __init__(self, config: Config, task: Task, count: int, on_event: driver.OnEvent | None):
         """`count`: how many slots there will be."""
         self._config, self._task, self._count, self._tune = config, task, count, config.deploy.tune
         self._search = Run(task.search)
-        self._record = Record(self._search, on_event, config.deploy.cluster)
+        self.record = Record(self._search, on_event, config.deploy.cluster)
         self._aim, self._seed = Aim.of(self._tune), config.recipe.train.seed
         self._costs = None if self._tune.cost == "training" else costs.Costs(task.search, self._tune.cost)
-        self._counted, self._slots = time.monotonic(), 0
+        self._counted, self.slot_count = time.monotonic(), 0
         """Until when seconds were counted, and how many slots are there."""
-        self._told: set[int] = set()
-        """Trials of which the user knows that they were left behind."""
 
     @property
-    def _history(self) -> History:
-        return self._record.history
+    def history(self) -> History:
+        return self.record.history
 
     def run(self) -> Found:
         try:
-            if self._history.chosen is None:
+            if self.history.chosen is None:
                 try:
-                    self._decide()
+                    self.decide()
                 finally:
                     with suppress(OSError):  # of a full disk, which has been told: the seconds are an estimate
-                        self._spend()
+                        self.spend()
             self._leave()
         finally:  # of a search that is interrupted too
             with suppress(OSError):
                 self._export()
-        return Found(self._search, self._history)
+        return Found(self._search, self.history)
 
-    def _decide(self) -> None:
-        if not self._history.trials:
-            self._ask({}, "recipe")
-        self._reopen()
-        self._measure()
+    def decide(self) -> None:
+        if not self.history.trials:
+            self.ask({}, "recipe")
+        self.reopen()
+        self.measure()
         # The rows are read before the slots start: they would all read them.
         prepared = self._task.prepared(0, {})
-        self._ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
-        self._asker = Asker.of(self._config, self._ladder)
-        self._told = set(self._left_behind())
+        self.ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
+        self.asker = Asker.of(self._config, self.ladder)
         source = records.inspect(prepared.config.recipe.data, self._task.tokens_root, begun=True)
-        self._parts = judged.parts(prepared.config, source, prepared.store)
-        with self._record.following(), slots.opened(self._config, self._task, self._count) as open_slots:
-            self._spend()
-            self._slots = self._count
-            self._phases(open_slots)
+        self.parts = judged.parts(prepared.config, source, prepared.store)
+        with self.record.following(), slots.opened(self._config, self._task, self._count) as open_slots:
+            self.spend()
+            self.slot_count = self._count
+            self.phases(open_slots)
 
     # --------------------------------------------------------------------------------------------------------- phases
 
-    def _phases(self, open_slots: slots.Slots) -> None:
+    def phases(self, open_slots: slots.Slots) -> None:
         """The halving, and the end. One that has begun is gone on with: its trials are trained past the rungs to which
         a halving in a larger field, or in one that a trial has failed in since, would order them."""
-        if not self._history.ending:
-            self._work(open_slots, self._halving)
-            self._record.write("ending")
-        self._work(open_slots, self._ending)
+        if not self.history.ending:
+            self.work(open_slots, self.halving)
+            self.record.write("ending")
+        self.work(open_slots, self.ending)
 
-    def _work(self, open_slots: slots.Slots, due: Due) -> None:
+    def work(self, open_slots: slots.Slots, due: Due) -> None:
         """Keep the slots busy until `due` says that nothing is left to do."""
         while True:
             for slot in open_slots.idle:
                 given = {Go(order.trial, order.rung) for order in open_slots.orders.values()}
                 if (go := next((go for go in due(given, True) or [] if go not in given), None)) is None:
                     break
-                self._record.give(open_slots, slot, self._order(go))
+                self.record.give(open_slots, slot, self._order(go))
             if not open_slots.orders and due(set(), False) is None:
                 return
-            self._record.hear(open_slots, self._spend_now_and_then)
-            self._spend()
+            self.record.hear(open_slots, self._spend_now_and_then)
+            self.spend()
 
-    def _spend(self) -> None:
+    def spend(self) -> None:
         """Write down the seconds since this was done last: those of a search that is killed count too."""
         now = time.monotonic()
         seconds, self._counted = now - self._counted, now
-        self._record.write("spent", seconds=round(seconds, 3), slot_seconds=round(seconds * self._slots, 3))
+        self.record.write("spent", seconds=round(seconds, 3), slot_seconds=round(seconds * self.slot_count, 3))
 
     def _spend_now_and_then(self) -> None:
         """The same while a trial trains to its rung, which may take hours."""
         if time.monotonic() - self._counted >= SPENT_S:
-            self._spend()
+            self.spend()
 
     def _order(self, go: Go) -> Order:
-        rows = self._ladder.full if go.rung is None else self._ladder.rungs[go.rung]
-        trial = numbered(self._history.trials, go.trial)
+        rows = self.ladder.full if go.rung is None else self.ladder.rungs[go.rung]
+        trial = numbered(self.history.trials, go.trial)
         return Order(go.trial, trial.settings, go.rung, rows, trial.of)
 
-    def _halving(self, given: set[Go], idle: bool) -> list[Go] | None:
+    def halving(self, given: set[Go], idle: bool) -> list[Go] | None:
         """Trials go to their next rung, the first ones first; another one is asked for where a slot is idle."""
-        asking = self._history.stopped is None
-        found = halving.due(self._history, self._ladder, self._aim, asking)
+        asking = self.history.stopped is None
+        found = halving.due(self.history, self.ladder, self._aim, asking)
         if not (asking and idle and found is not None and given.issuperset(found)):
-            self._tell_frozen()
             return found
-        self._note_noise()
+        self.note_noise()
         new = [] if self._stop() else self._next(found)
-        if self._history.stopped is not None:
-            self._tell_frozen()
-            return halving.due(self._history, self._ladder, self._aim, asking=False)
+        if self.history.stopped is not None:
+            return halving.due(self.history, self.ladder, self._aim, asking=False)
         return [*found, *new]
 
     def _next(self, waiting: list[Go]) -> list[Go]:
         """What is begun beside the trials that are on their way; nothing where these have to be there first, and where
         no further trial is asked for, which is written down."""
-        look = self._asker.is_look(self._history)
+        look = self.asker.is_look(self.history)
         if look and waiting:
             return []
-        if look and (best := self._asker.repeat(self._history)) is not None:
+        if look and (best := self.asker.repeat(self.history)) is not None:
             return [Go(self._seeded(finals.Run(best.number, self._seed + 1), parts=1), 0)]
-        why = self._asker.enough(self._history) if look else None
-        proposal = None if why else self._asker.proposal(self._history)
+        why = self.asker.enough(self.history) if look else None
+        proposal = None if why else self.asker.proposal(self.history)
         if proposal is None:
-            self._record.write("stopped", why=why or "every point of the space was tried")
+            self.record.write("stopped", why=why or "every point of the space was tried")
             return []
-        return [Go(self._ask(*proposal), 0)]
+        return [Go(self.ask(*proposal), 0)]
 
-    def _tell_frozen(self) -> None:
-        """Tell the user which trials were left behind at a rung, once all have come there."""
-        new = dict[int, list[int]]()
-        for number, rung in self._left_behind().items():
-            if number not in self._told:
-                new.setdefault(rung, []).append(number)
-        for rung, numbers in sorted(new.items()):
-            self._record.say({"kind": "search", "what": "frozen", "rung": rung, "trials": sorted(numbers)})
-            self._told.update(numbers)
-
-    def _left_behind(self) -> dict[int, int]:
-        """By trial: the rung at which it was; none as long as further trials may be asked for."""
-        return {} if self._history.stopped is None else halving.frozen_at(self._history, self._ladder, self._aim)
-
-    def _ending(self, given: set[Go], idle: bool) -> list[Go] | None:
+    def ending(self, given: set[Go], idle: bool) -> list[Go] | None:
         """The two best and trial 0 go to their ends, and again with other seeds, until it is clear which is best."""
-        if self._history.chosen is not None:
+        if self.history.chosen is not None:
             return None
-        if not any(trial.sound for trial in self._history.own):
-            raise UserError(f"no trial of the search came to a score; {finals.failures(self._history)}")
-        budget = FINAL_RUNS * self._ladder.full if self._tune.final_rows is None else self._tune.final_rows
+        if not any(trial.sound for trial in self.history.own):
+            text = f"no trial of the search came to a score; {finals.failures(self.history)}"
+            raise UserError(text, code="no_score")
+        budget = FINAL_RUNS * self.ladder.full if self._tune.final_rows is None else self._tune.final_rows
         wanted = finals.next_runs(
-            self._history,
-            self._ladder.full,
+            self.history,
+            self.ladder.full,
             budget,
-            judged.every(self._search, self._history, self._tune.held_back, self._parts),
+            judged.every(self._search, self.history, self._tune.held_back, self.parts),
             seed=self._seed,
-            parts=self._parts,
+            parts=self.parts,
             aim=self._aim,
             steered=not self._tune.held_back,
-            further=self._over() is None,
+            further=self.over() is None,
         )
         if isinstance(wanted, finals.Verdict):
-            self._record.write("chosen", best=wanted.best, verdict=wanted.to_document())
+            self.record.write("chosen", best=wanted.best, verdict=wanted.to_document())
             return None
-        return [Go(self._seeded(one, self._parts), None) for one in wanted]
+        return [Go(self._seeded(one, self.parts), None) for one in wanted]
 
     # -------------------------------------------------------------------------------------------------------- deciding
 
     def _stop(self) -> bool:
         """Whether trials, time or money are used up; what, is written down."""
-        own, why, by = len(self._history.own), None, dict[str, Any]()
-        if own >= self._asker.planned:
-            asked = self._asker.planned == self._tune.trials
-            why = f"tune.trials={self._asker.planned}" if asked else f"the budget pays for {self._asker.planned} trials"
-        elif own > 1 and (over := self._over()):
+        own, why, by = len(self.history.own), None, dict[str, Any]()
+        if own >= self.asker.planned:
+            asked = self.asker.planned == self._tune.trials
+            why = f"tune.trials={self.asker.planned}" if asked else f"the budget pays for {self.asker.planned} trials"
+        elif own > 1 and (over := self.over()):
             why, by = over, {"budget": self._budget}
         if why is not None:
-            self._record.write("stopped", why=why, **by)
+            self.record.write("stopped", why=why, **by)
         return why is not None
 
-    def _reopen(self) -> None:
+    def reopen(self) -> None:
         """Ask for further trials again where time or money had run out, this start may take more, and the end has not
         begun."""
-        before = self._history.budget
-        if not self._history.ending and before is not None and before != self._budget and self._over() is None:
-            self._record.write("reopened", budget=self._budget)
+        before = self.history.budget
+        if not self.history.ending and before is not None and before != self._budget and self.over() is None:
+            self.record.write("reopened", budget=self._budget)
 
     @property
     def _budget(self) -> dict[str, float | None]:
         return {"minutes": self._tune.minutes, "money": self._tune.money, "price": self._tune.price}
 
-    def _over(self) -> str | None:
+    def over(self) -> str | None:
         """Why no further trial is begun, by time and money."""
         tune, workers, since = self._tune, self._config.recipe.train.workers, time.monotonic() - self._counted
-        now = self._history.after({"kind": "spent", "seconds": since, "slot_seconds": since * self._slots})
+        now = self.history.after({"kind": "spent", "seconds": since, "slot_seconds": since * self.slot_count})
         if tune.minutes is not None and now.seconds > 60 * tune.minutes:
             return f"{tune.minutes:g} minutes are over"
         if tune.money is not None and tune.price is not None and (money := now.money(workers, tune.price)) > tune.money:
             return f"{money:.2f} of {tune.money:g} are spent"
         return None
 
-    def _note_noise(self) -> None:
+    def note_noise(self) -> None:
         """Write down how far the space goes, and with which updates training ends soonest, once trial 0's log tells
         that: whoever goes on with the search asks for trials of the same space."""
-        if self._history.noise is not None:
+        if self.history.noise is not None:
             return
         recipe = self._task.of({}).recipe
         weights = choose_k.weights(model.resolve(recipe.model.name, self._task.tokens_root))
         if (told := choose_k.prior(self._search.trial(0).events(), recipe, weights)) is not None:
-            self._record.write("noise", rows=told.most_rows, chosen=told.rows)
+            self.record.write("noise", rows=told.most_rows, chosen=told.rows)
 
-    def _ask(self, settings: Mapping[str, Any], by: str, **more: Any) -> int:
-        number = len(self._history.trials)
+    def ask(self, settings: Mapping[str, Any], by: str, **more: Any) -> int:
+        number = len(self.history.trials)
         if self._costs is not None:
             more["cost"] = self._cost(self._costs, settings)
-        self._record.write("asked", trial=number, settings=dict(settings), by=by, **more)
+        self.record.write("asked", trial=number, settings=dict(settings), by=by, **more)
         return number
 
-    def _measure(self) -> None:
+    def measure(self) -> None:
         """Measure what students of the space cost before the slots start: beside a training a model takes longer than
         trial 0's has, and is known by that for ever."""
         if self._costs is not None:
@@ -371,43 +353,42 @@ class _Search:
         the rows validate, another one for each seed."""
         if one.seed is None:
             return one.of
-        base = numbered(self._history.trials, one.of)
+        base = numbered(self.history.trials, one.of)
         settings = {**base.settings, **finals.overrides(one, seed=self._seed, parts=parts)}
-        known = (trial for trial in self._history.trials if trial.of == one.of and trial.settings == settings)
+        known = (trial for trial in self.history.trials if trial.of == one.of and trial.settings == settings)
         if (found := next(known, None)) is not None:
             return found.number
-        return self._ask(settings, SEED, of=one.of, seed=one.seed)
+        return self.ask(settings, SEED, of=one.of, seed=one.seed)
 
     # --------------------------------------------------------------------------------------------------------- the end
 
     def _leave(self) -> None:
         """Write down what others read: the winner's settings, its report, and the search's page."""
-        history, best = self._history, self._history.chosen
+        history, best = self.history, self.history.chosen
         assert best is not None
         winner = self._search.trial(best)
         config = configuration.load(str(winner.config))
-        text = configuration.to_yaml(_replayed(config, self._config))
+        text = configuration.to_yaml(replayed_config(config, self._config))
         drafts.write_text(self._search.best, text)
         if self._search.winner is None:
             self._search.append("searched", best=best, trials=len(history.trials))
-        say = self._record.say
+        say = self.record.say
         teacher = self._task.teacher
         driver.add(self._search, "gate", lambda run: gated.run(run, best, self._config, say, teacher), say)
         if not winner.report.is_file():
             driver.report(winner, lambda event: say({**event, "trial": best}))
         driver.add(self._search, "page", page.write, say)
         driver.copy_out(winner, config.deploy.cluster)  # the storage may have been away when it was finished
-        self._record.finish_copy()
-        driver.explain(winner, lambda event: say({**event, "trial": best}))
+        self.record.finish_copy()
 
     def _export(self) -> None:
         """Write down what Optuna's own tools read, where it is installed."""
         if ask_tell.installed():
-            history, say = self._history, self._record.say
+            history, say = self.history, self.record.say
             driver.add(self._search, "study", lambda run: dashboard.export(run.folder, self._config, history), say)
 
 
-def _replayed(config: Config, search: Config) -> Config:
+def replayed_config(config: Config, search: Config) -> Config:
     """A trial's configuration for another run: what belongs to the search's place, or served the search, is the
     search's."""
     own = {"cluster.storage": search.deploy.cluster.storage, LOG_EVERY: search.recipe.train.log_every}

@@ -70,7 +70,8 @@ def number(config: Config, device: str) -> int:
     wanted = f"{asked} trials of {train.workers} workers need {asked * each} logical {supply.NEEDS[device]}s"
     with_data = f", {spare} a trial for data tasks" if device == "cpu" else ""
     nearest = f"write {fits}, or {max(1, room // asked - (spare if device == 'cpu' else 0))} for train.workers"
-    raise ConfigError([Problem("tune.concurrent", asked, f"{wanted}{with_data}; the Ray cluster has {room}", nearest)])
+    reason = f"{wanted}{with_data}; the Ray cluster has {room}"
+    raise ConfigError([Problem("tune.concurrent", asked, reason, nearest, code="too_large")])
 
 
 def _slot(settings: dict[str, Any], office: Any, task: Task) -> None:
@@ -163,7 +164,8 @@ class Slots:
             if ray.wait([waits], timeout=LOOK_S)[0]:
                 break
             if not self.tuner.is_alive():
-                raise UserError(f"Ray Tune has ended before the search: {self.error or 'no slot is left'}")
+                text = f"Ray Tune has ended before the search: {self.error or 'no slot is left'}"
+                raise UserError(text, code="workers_lost")
             self._count_deaths()
             for slot in ended:  # what they have answered before is read by now
                 del self.boxes[slot]
@@ -196,7 +198,8 @@ class Slots:
             if self.blameless[slot] > LOSSES:
                 raise UserError(
                     f"the process of slot {slot} died {self.blameless[slot]} times while it started or had nothing to "
-                    "do; the logs of Ray's workers say why. The same command with --resume goes on"
+                    "do; the logs of Ray's workers say why. The same command with --resume goes on",
+                    code="workers_lost",
                 )
             if slot not in self.orders:
                 self.boxes.pop(slot, None)  # nobody reads it any more

@@ -53,7 +53,7 @@ def check(config: Config, teacher: distill.Teacher, root: Path) -> None:
     if isinstance(config.deploy.tune.space.get(WIDTH), Range):
         reason = "most widths of a range are no multiple of the size of the teacher's heads"
         fix = "write a list of widths, such as [128, 192, 256]"
-        raise ConfigError([Problem(f"tune.space.{WIDTH}", "a range", reason, fix)])
+        raise ConfigError([Problem(f"tune.space.{WIDTH}", "a range", reason, fix, code="not_a_list")])
     search.check(config, students=True)
     if problems := distill.too_long(config, [teacher, *distill.co_teachers(config, teacher)]):
         raise ConfigError(problems)

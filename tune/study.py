@@ -21,10 +21,9 @@ from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.run import Run
 from rtrain.runs import driver, opening
 from tune import slots
-from tune.known.history import Trial
-from tune.known.journal import Journal
+from tune.known.history import Journal, Trial
 from tune.record import Record
-from tune.results import study_page, study_table
+from tune.results import study_table
 from tune.results.study_table import FIRST, Cell, Table
 from tune.trial import Order, Task, headline_of, held, refused
 
@@ -69,7 +68,8 @@ def plan(config: Config, rows: int) -> Plan:
         told = "; ".join(f"k={k}: {why}" for k, why in left_out.items())
         raise UserError(
             f"{rows} training rows are too few to compare aggregation frequencies ({told}); give more rows, or more "
-            "epochs with --set train.epochs"
+            "epochs with --set train.epochs",
+            code="too_few_rows",
         )
     cells, runs, known = list[Cell](), dict[int, Settings](), dict[str, int]()
     for optimizer in OPTIMIZERS:
@@ -104,12 +104,12 @@ def check(config: Config) -> None:
     data = config.recipe.data
     if data.valid_share == 0 and not (data.valid or data.split):
         reason = "a run's best weights are those with the best validation score, and there are no validation rows"
-        problems.append(Problem("data.valid_share", 0, reason, "give a share, e.g. 0.1"))
+        problems.append(Problem("data.valid_share", 0, reason, "give a share, e.g. 0.1", code="no_rows"))
     wrong = _of_space(config)
     problems += wrong
     if not wrong and FIRST not in frequencies(config):
         reason = f"times are told against an exchange after every pass, {FREQUENCY}={FIRST}"
-        problems.append(Problem("tune.space", frequencies(config), reason, f"add {FIRST}"))
+        problems.append(Problem("tune.space", frequencies(config), reason, f"add {FIRST}", code="missing"))
     if problems:
         raise ConfigError(problems)
 
@@ -120,13 +120,16 @@ def _of_space(config: Config) -> list[Problem]:
     if space == SPACE:
         return []
     reason, fix = "a study compares aggregation frequencies alone", f"leave it out, or write {FREQUENCY}: [1, 2, 10]"
-    found = [Problem(f"tune.space.{name}", None, reason, fix) for name in space if name != FREQUENCY]
+    others = [name for name in space if name != FREQUENCY]
+    found = [Problem(f"tune.space.{name}", None, reason, fix, code="not_searchable") for name in others]
     values = space.get(FREQUENCY, FREQUENCIES)
     named = values if isinstance(values, tuple) else ()
     whole = named and all(type(value) is int and value > 0 for value in named)
     if not whole or len(set(named)) < len(named):
         reason = "no list of different whole numbers above 0"
-        found.append(Problem(f"tune.space.{FREQUENCY}", values, reason, "write for example [1, 2, 10]"))
+        found.append(
+            Problem(f"tune.space.{FREQUENCY}", values, reason, "write for example [1, 2, 10]", code="wrong_type")
+        )
     return found
 
 
@@ -188,12 +191,12 @@ def run(
             study_table.of_run(cell, study.trial(cell.number), _why(known[cell.number])) for cell in planned.cells
         ]
         if all(one.error for one in results):
-            raise UserError(f"no run of the study came to its end; {results[0].error}")
+            raise UserError(f"no run of the study came to its end; {results[0].error}", code="no_score")
         # Networks were measured for the study of the start before.
         networks = study_table.measured(documents.read(study.study_table)) if study.study_table.is_file() else {}
         found = Studied(study, study_table.table(results, headline_of(settled), planned.left_out, networks))
         study_table.keep(study, found.table.document)
-        driver.add(study, "page", study_page.write, on_event or (lambda event: None))
+        driver.add(study, "page", study_table.write, on_event or (lambda event: None))
     return found
 
 
@@ -212,7 +215,8 @@ class _Study:
         prepared = self._task.prepared(0, first(self._config))  # its rows are those of all
         if not prepared.store.rows("test"):
             reason = "the table has the scores of test rows, and there are none"
-            raise ConfigError([Problem("data.test", None, reason, "name a file of them with --test, or give a share")])
+            fix = "name a file of them with --test, or give a share"
+            raise ConfigError([Problem("data.test", None, reason, fix, code="no_rows")])
         planned = plan(self._config, prepared.store.rows("train"))
         self._ask(planned)
         rows = prepared.order.rows_until(prepared.updates)
@@ -234,7 +238,7 @@ class _Study:
             elif known[number].settings != settings:
                 shown, reason = known[number].named, "the study was started with other runs, of which one is {}"
                 fix = "leave out what was changed, or start another study with --new"
-                raise ConfigError([Problem("tune.study", BY, reason.format(shown), fix)])
+                raise ConfigError([Problem("tune.study", BY, reason.format(shown), fix, code="changed_setting")])
 
     def _waiting(self, rows: int) -> list[Order]:
         """The runs that have yet to come to their ends, in their order."""

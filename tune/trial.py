@@ -25,8 +25,8 @@ from rtrain.tasks import base
 from rtrain.training import best, rungs
 from rtrain.training.step import NonFinite
 from tune.asking import space
-from tune.ending import chance, held_back, judged
-from tune.known.journal import Journal
+from tune.ending import chance, judged
+from tune.known.history import Journal
 
 LOG_EVERY = "train.log_every"
 LOGGED = Train.model_fields["log_every"].default
@@ -93,7 +93,7 @@ def refused(config: Config) -> list[Problem]:
     if config.recipe.train.strategy == "manual":
         return []
     reason, fix = "trials share the memory of nodes", "write manual, with what rtrain plan --search names"
-    return [Problem("train.strategy", "auto", reason, fix)]
+    return [Problem("train.strategy", "auto", reason, fix, code="unsupported")]
 
 
 @contextmanager
@@ -126,7 +126,8 @@ def held(
         except OSError as error:
             if error.strerror not in FULL:
                 raise
-            raise TryAgain(f"{error.strerror}; make room, and the same command with --resume goes on") from error
+            text = f"{error.strerror}; make room, and the same command with --resume goes on"
+            raise TryAgain(text, code="disk_full") from error
 
 
 def _bring_back(config: Config, search: Run) -> None:
@@ -152,7 +153,9 @@ def _refuse_another(old: Config, new: Config) -> None:
     fix = f"leave it out, or start another {what} with --new"
     if changed := [name for name in fixed if before[name] != after[name]]:
         started = f"the {what} was started with "
-        raise ConfigError([Problem(name, after[name], f"{started}{before[name]!r}", fix) for name in changed])
+        raise ConfigError(
+            [Problem(name, after[name], f"{started}{before[name]!r}", fix, code="changed_setting") for name in changed]
+        )
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,7 @@ FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
     """Do an order. A run that was begun goes on from its newest checkpoint; one that is there already is read."""
     run = Run(task.search).trial(order.trial)
-    watch, prepared, until = _Diverging(run), None, None
+    watch, prepared, until = DivergenceWatch(run), None, None
     try:
         prepared = task.prepared(order.trial, order.settings)
         until = None if order.rung is None else prepared.order.update_at(order.rows)
@@ -238,7 +241,7 @@ def _reached(order: Order, task: Task, prepared: preparing.Prepared, update: int
     """What the answers at a rung come to on the rows that steer the search."""
     run, config, store = prepared.run, prepared.config, open_store(prepared.store.folder)
     output = base.get(config.recipe.task).output
-    positions = held_back.steering(store, config.deploy.tune.held_back)
+    positions = judged.steering(store, config.deploy.tune.held_back)
     targets, headline = store.targets("valid", positions), headline_of(config)
 
     def answers(of: Run) -> Ragged | None:
@@ -327,7 +330,7 @@ def diverges(losses: Sequence[float]) -> bool:
     return min(losses[-LAST:]) > max(RISE * began, began + LEAST_RISE)
 
 
-class _Diverging:
+class DivergenceWatch:
     """Follows a trial's log, and freezes the trial as soon as it diverges."""
 
     def __init__(self, run: Run):

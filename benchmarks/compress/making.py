@@ -77,7 +77,7 @@ def teacher(work: Work, one: Set) -> Run:
     settings = {name: value for name, value in job.settings.items() if name not in UNLIKE}
     # null: the recipes of some sets say how often gradients are exchanged, and their lines how many rows an update has.
     cadence = {"train.aggregation_frequency": None, "train.epochs": work.epochs}
-    values = {**settings, **cadence, "train.keep": 1, "report.attributions": 0}
+    values = {**settings, **cadence, "train.keep": 1}
     values["train.seed"] = work.seed
     return commands.train(folder / "teacher", job.recipe, arguments, values)
 

@@ -36,7 +36,7 @@ def part(work: Work, sets_: Sequence[Set], keep: Keep) -> dict[str, Any]:
     job = making.job_of(LINE)
     source = work.data / job.folder
     arguments = job.prepare(source, files)
-    values = {**tasks.FEW_ROWS, "train.keep": 1, "report.attributions": 0}
+    values = {**tasks.FEW_ROWS, "train.keep": 1}
     taught = [
         commands.train(
             folder / f"teacher-{number}", job.recipe, arguments, {**values, "train.seed": work.seed + number}

@@ -18,8 +18,7 @@ import psutil
 
 from benchmarks import sides
 from rtrain.run import Run
-from tune.known import journal
-from tune.known.history import replay
+from tune.known.history import read_journal, replay
 
 MARK = "BENCHMARK_COMMAND"
 """Environment variable by whose value the processes of a command are known: all that it starts inherit it."""
@@ -135,7 +134,7 @@ def train(folder: Path, recipe: str, arguments: Sequence[str], values: Mapping[s
 def tune(folder: Path, recipe: str, arguments: Sequence[str], values: Mapping[str, Any]) -> Run:
     """A search, which is run, or gone on with, where it has not ended."""
     made = Run(folder)
-    if replay(journal.read(made.trials)).chosen is None or not made.best.is_file():
+    if replay(read_journal(made.trials)).chosen is None or not made.best.is_file():
         cost = run(words("tune", recipe, arguments, values, folder), folder.with_suffix(".log"))
         cost_file(folder).write_text(json.dumps(vars(cost)) + "\n", encoding="utf-8")
     return made

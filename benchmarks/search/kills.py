@@ -10,15 +10,13 @@ from benchmarks import rows
 from benchmarks.search import commands, figures
 from benchmarks.search.parts import Work
 from rtrain.run import Run
-from tune.known import journal
-from tune.known.history import replay
+from tune.known.history import read_journal, replay
 
 ROWS, LABELS, WORDS = 320, 8, 12
 VALUES: dict[str, Any] = {
     "train.epochs": 2,
     "train.precision": "fp32",
     "train.log_every": 1,
-    "report.attributions": 0,
     "tune.trials": 6,
     "tune.concurrent": 1,  # with several at once, what the sampler knows at an ask depends on which ended first
     "tune.final_rows": 0,
@@ -50,7 +48,7 @@ def measure(work: Work, keep: Any) -> dict[str, Any]:
     moments, missing, left = list[float](), 0, 0
     draw = random.Random(0)
     for _ in range(work.kills):
-        known = journal.read(Run(disturbed).trials)
+        known = read_journal(Run(disturbed).trials)
         with commands.started(commands.words("tune", "intent", files, VALUES, disturbed), place / "disturbed.log") as (
             process,
             mark,
@@ -61,16 +59,16 @@ def measure(work: Work, keep: Any) -> dict[str, Any]:
             process.kill()
             process.wait()
         left += commands.left(mark)
-        after = journal.read(Run(disturbed).trials)
+        after = read_journal(Run(disturbed).trials)
         missing += figures.lost(known, after)
         moments.append(len(after))
         keep({"kills": len(moments), "events_at_the_kills": moments})
-    known = journal.read(Run(disturbed).trials)
+    known = read_journal(Run(disturbed).trials)
     ended = commands.tune(disturbed, "intent", files, VALUES)
-    after = journal.read(ended.trials)
+    after = read_journal(ended.trials)
     missing += figures.lost(known, after)
     logs = {one.number: ended.trial(one.number).events() for one in replay(after).trials}
-    one, two = figures.told(journal.read(begun.trials)), figures.told(after)
+    one, two = figures.told(read_journal(begun.trials)), figures.told(after)
     return {
         "kills": len(moments),
         "events_at_the_kills": moments,

@@ -19,7 +19,6 @@ BESIDE = ("qwk", "exact_match")
 VALUES: dict[str, Any] = {
     "train.epochs": 1,
     "train.log_every": 10,
-    "report.attributions": 0,
     "tune.full_runs": BUDGET,
     "tune.final_rows": 0,
 }

@@ -20,8 +20,7 @@ from rtrain.config import Config
 from rtrain.run import Run
 from tune import trial
 from tune.asking import points, space
-from tune.known import journal
-from tune.known.history import replay
+from tune.known.history import read_journal, replay
 
 SEEDS = (0, 1, 2)
 """Seeds with which the recipe is trained as it stands."""
@@ -51,7 +50,6 @@ class Work:
             "train.epochs": self.epochs,
             "train.keep": 1,
             "train.log_every": 1,
-            "report.attributions": 0,
         }
 
     def files(self) -> list[str]:
@@ -104,7 +102,7 @@ def seen(made: Run) -> int:
 
 def ended(made: Run, seed: int, headline: str = HEADLINE) -> Ended:
     """What a finished search has found."""
-    history = replay(journal.read(made.trials))
+    history = replay(read_journal(made.trials))
     assert history.chosen is not None
     halving, end = figures.rows_of_search(history, {one.number: seen(made.trial(one.number)) for one in history.trials})
     return Ended(
@@ -239,7 +237,7 @@ def slots(work: Work, keep: Any) -> dict[str, Any]:
     spent: dict[str, list[float]] = {}
     for seed in range(work.searches):
         made = search(work, seed)
-        history = replay(journal.read(made.trials))
+        history = replay(read_journal(made.trials))
         logs = {one.number: made.trial(one.number).events() for one in history.trials}
         for kind, values in figures.until_training(made.events(), logs).items():
             spent.setdefault(kind, []).extend(values)

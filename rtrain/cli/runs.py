@@ -133,7 +133,7 @@ def export(
         WheelsFor, typer.Option("--wheels-for", help="What these packages must do; all: train as well.")
     ] = WheelsFor.SERVE,
     no_texts: Annotated[
-        bool, typer.Option("--no-texts", help="Leave out predictions, explained rows and the report: they hold texts.")
+        bool, typer.Option("--no-texts", help="Leave out predictions and the report: they hold texts.")
     ] = False,
     ungated: Annotated[bool, typer.Option("--ungated", help="Carry what the gate has refused, too.")] = False,
     as_json: Json = False,

@@ -35,10 +35,10 @@ def searched(
     from rtrain.report.live.progress import Line, summary_text, then
     from rtrain.report.summary import summarise
     from tune import search, trial
-    from tune.known import journal
+    from tune.known.history import Journal
     from tune.results import table, verdict
 
-    settings, known, headline = config.deploy.tune, journal.Journal(Run(folder).trials), trial.headline_of(config)
+    settings, known, headline = config.deploy.tune, Journal(Run(folder).trials), trial.headline_of(config)
     with (
         resumable(folder, *verb),
         _so_far(folder, headline, settings),
@@ -74,9 +74,9 @@ def _so_far(folder: Path, headline: str, settings: Any) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, TryAgain):
         from rtrain.report.live.progress import say
-        from tune.known import journal
+        from tune.known.history import Journal
         from tune.results import table
 
-        if (history := journal.Journal(Run(folder).trials).history).trials:
+        if (history := Journal(Run(folder).trials).history).trials:
             say(table.text(history, headline, settings))
         raise

@@ -158,10 +158,10 @@ def report(
     made = Run(run.absolute())
     if made.is_search:
         from rtrain import config
-        from tune.results import page, study_page
+        from tune.results import page, study_table
 
         studied = config.load(str(made.config)).deploy.tune.study is not None
-        print(study_page.write(made) if studied else page.write(made))
+        print(study_table.write(made) if studied else page.write(made))
         return
     from rtrain.report import html
     from rtrain.report.live.progress import after, say

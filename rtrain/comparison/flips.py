@@ -130,7 +130,7 @@ def said(output: str, value: Any) -> str:
     if isinstance(value, str):
         return value or "nothing"
     if output == "tags":
-        return entities.named(value, None)
+        return entities.named(value)
     if output == "summary":
         return f"sentences {', '.join(value)}" if value else "no sentence"
     return ", ".join(str(part) or "-" for part in value) or "nothing"

@@ -230,8 +230,6 @@ class Serve(Section):
 
 
 class Report(Section):
-    attributions: Annotated[int, Field(ge=0, le=20)] = 20
-    """How many of the hardest rows the report explains; they are computed once, when the run has finished. 0: none."""
     trackers: tuple[Literal["tensorboard", "mlflow"], ...] = ()
     """Trackers that get what the run logs, e.g. [tensorboard, mlflow]; each needs the extra of its name."""
     tensorboard_dir: str | None = None

@@ -18,13 +18,11 @@ RECORDS = re.compile(
     r"config\.yaml|events\.jsonl|decisions\.json|summary\.json|report\.html|baselines\.json|trials\.jsonl|demo\.json"
     r"|best\.yaml|search\.html|study\.(json|html)|mlflow\.json|lock|notice|placement_group|\.ending"
     r"|quantizers\.safetensors|profile-\d+\.json"
-    r"|(scores|attributions)-\w+\.json|predictions-[\w.-]+\.parquet|stalled-\d+\.txt|[\w.-]+-\d{8}-\d{6}\.txt"
+    r"|scores-\w+\.json|predictions-[\w.-]+\.parquet|stalled-\d+\.txt|[\w.-]+-\d{8}-\d{6}\.txt"
 )
-TEXTS = re.compile(r"predictions-[\w.-]+\.parquet|attributions-\w+\.json|report\.html")
+TEXTS = re.compile(r"predictions-[\w.-]+\.parquet|report\.html")
 """Records that hold the texts of rows."""
-DRAFT = re.compile(
-    r"\.(?P<name>.+)\.(?:[0-9a-f]{8}|old)|\..+\.draft|\.(?:predictions|attributions)-[\w.-]+|(?:decisions|config)\.draft"
-)
+DRAFT = re.compile(r"\.(?P<name>.+)\.(?:[0-9a-f]{8}|old)|\..+\.draft|\.predictions-[\w.-]+|(?:decisions|config)\.draft")
 SETTLED_S = 3600
 """Seconds without a write after which a draft has no writer: `rtrain quantize` holds no lock while it writes one."""
 

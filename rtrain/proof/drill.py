@@ -143,7 +143,7 @@ def run(
     config = configuration.with_overrides(
         config,
         {"train.save_every": save_every, "train.keep": KEEP, "train.log_every": 1, "cluster.stall_s": STALL_S}
-        | {"cluster.storage": None, "report.attributions": 0},
+        | {"cluster.storage": None},
     )
     updates = 3 * save_every * (len(faults) + 1)
     config, weights = _long_enough(config, folder.parent, updates + save_every)

@@ -91,11 +91,13 @@ def read(run: Run, split: str) -> AnswerRows | None:
         schema = pyarrow.parquet.read_schema(path)
         lacking = [name for name in COLUMNS if name not in schema.names]
         if lacking:
-            raise UserError(f"{path} lacks the columns {', '.join(lacking)}; remove it, or evaluate the run again")
+            text = f"{path} lacks the columns {', '.join(lacking)}; remove it, or evaluate the run again"
+            raise UserError(text, code="missing_columns")
         table = pyarrow.parquet.read_table(path, columns=[name for name in schema.names if name != "text"])
     except (pa.ArrowInvalid, OSError) as error:
         raise UserError(
-            f"{path} cannot be read ({str(error).splitlines()[0]}); remove it, or evaluate the run again"
+            f"{path} cannot be read ({str(error).splitlines()[0]}); remove it, or evaluate the run again",
+            code="unreadable",
         ) from None
     if not table.num_rows:
         return None

@@ -36,7 +36,6 @@ from rtrain.run import Run
 from rtrain.tasks import base
 
 SCHEMA_VERSION = 3
-"""Documents of before do not say which rows they are of: measured again where the rows are there."""
 NAME = "baselines.json"
 TFIDF, ONE_ANSWER, TAGS = "TF-IDF and a linear model", "one answer to every text", "each word's most frequent tag"
 BESIDE, NO_ANSWER = "the words beside those of the question", "no answer to every question"
@@ -79,11 +78,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:  # cut off: they are measured again
         return None
-    return found if found["schema_version"] <= SCHEMA_VERSION else None
-
-
-def _is_current(found: dict[str, Any] | None) -> bool:
-    return found is not None and found["schema_version"] == SCHEMA_VERSION
+    return found if found["schema_version"] == SCHEMA_VERSION else None
 
 
 def ensure(run: Run) -> Path | None:
@@ -92,21 +87,20 @@ def ensure(run: Run) -> Path | None:
     Returns the file, or None where there is nothing to measure. The figures belong to the rows alone, so they are kept
     beside the token store: other runs on the same rows, a search's winner or a student, read them there.
     """
-    path, tokenizer, known = run.baselines, run.artifact / "tokenizer.json", read(run)
-    if _is_current(known):
+    path, tokenizer = run.baselines, run.artifact / "tokenizer.json"
+    if read(run) is not None:
         return path
     if not tokenizer.is_file() or (place := run.store) is None:
-        return None if known is None else path
+        return None
     store = open_store(place)
     task = base.get(configuration.load(str(run.config)).recipe.task)
     if task.output not in MEASURED or "outside" in store.manifest.head.facts or not store.rows("train"):
         return None  # a row outside of all classes is told by a threshold, which these have not
     shared = place.with_name(f".{place.name}.{task.output}.{NAME}")
-    if not _is_current(found := _read(shared)):
+    if (found := _read(shared)) is None:
         head = {"schema_version": SCHEMA_VERSION, "headline": metric_for(task.output).headline}
         found = {**head, **_measure(store, task, tokenizer)}
         _write(shared, found)
-    assert found is not None
     _write(path, found)
     return path
 

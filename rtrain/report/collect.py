@@ -12,7 +12,7 @@ from rtrain.config import Config
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError, meant
 from rtrain.metrics import scores
-from rtrain.report import answer_rows, attributions, baseline, summary
+from rtrain.report import answer_rows, baseline, summary
 from rtrain.run import Run
 from rtrain.tasks import base
 from rtrain.tasks.encode import Reading, reading_of
@@ -29,8 +29,6 @@ class Collected:
     log: list[Event]
     summary: dict[str, Any]
     store: Store | None
-    tokenizer: Path | None
-    """tokenizer.json that the rows were made with."""
     artifact: dict[str, Any] | None
     """artifact.json of a finished run."""
     answers: answer_rows.AnswerRows | None
@@ -40,8 +38,6 @@ class Collected:
     """scores-valid.json, where the run has one."""
     baselines: dict[str, Any] | None
     """baselines.json (`rtrain.report.baseline`)."""
-    attributions: dict[str, Any] | None
-    """attributions-<split>.json of the rows that `answers` is about."""
 
     @property
     def folder(self) -> Path:
@@ -84,32 +80,18 @@ def read(run: Run) -> Collected:
     """Raises `UserError` for a folder that holds no run."""
     if not run.exists:
         fix = meant(run.folder) or "name the folder that --out named"
-        raise UserError(f"{run} holds no run (no {run.config.name}); {fix}")
+        raise UserError(f"{run} holds no run (no {run.config.name}); {fix}", code="not_a_run")
     config = configuration.load(str(run.config))
-    made, answers = _artifact(run), answer_rows.newest(run)
-    explained = attributions.read(run, answers.split, made["version"]) if made and answers is not None else None
+    answers = answer_rows.newest(run)
     return Collected(
         run=run,
         config=config,
         log=run.events(),
         summary=summary.summarise(run),
         store=None if run.store is None else Store(run.store),
-        tokenizer=_tokenizer(run, config),
-        artifact=made,
+        artifact=artifact.document_of(run.artifact) if run.finished else None,
         answers=answers,
         scores=scores.read(run.scores(answers.split)) if answers is not None else None,
         validation=scores.read(run.scores("valid")),
         baselines=baseline.read(run),
-        attributions=explained,
     )
-
-
-def _tokenizer(run: Run, config: Config) -> Path | None:
-    # By a vocabulary that is not the trimmed one the run's tokens would be spelled as other words.
-    folder = trimmed.get("model") if (trimmed := run.last("vocabulary")) else config.recipe.model.name
-    places = [run.artifact / "tokenizer.json", *([Path(folder) / "tokenizer.json"] if folder else [])]
-    return next((place for place in places if place.is_file()), None)
-
-
-def _artifact(run: Run) -> dict[str, Any] | None:
-    return artifact.document_of(run.artifact) if run.finished else None

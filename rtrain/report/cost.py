@@ -67,15 +67,11 @@ def _is_spot(machine: Mapping[str, Any]) -> bool:
     return bool(machine.get("spot"))  # a head is on demand
 
 
-def paid(starts: Sequence[Sequence[Event]]) -> list[Paid] | None:
-    """What the starts of a run have held, each the events of one command; None where one does not tell its machines."""
+def paid(starts: Sequence[Sequence[Event]]) -> list[Paid]:
+    """What the starts of a run have held, each the events of one command."""
     found = []
     for events in starts:
         told = [place for place, event in enumerate(events) if event["kind"] == KIND]
-        if not told:
-            if any(event["kind"] == "started" for event in events):  # by an earlier version
-                return None
-            continue
         logged: Mapping[str, Any] = next((event["prices"] for event in events if event["kind"] == PRICES), {})
         filed = {name: Price(**price) for name, price in logged.items()}
         for one, place in enumerate(told):

@@ -1,7 +1,6 @@
 """Figures behind the report's charts: pure functions of arrays, no files."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -45,38 +44,11 @@ def edges(values: Floats) -> Floats:
     return np.linspace(low, high, BINS + 1)
 
 
-@dataclass(frozen=True)
-class Box:
-    """5th, 25th, 50th, 75th and 95th percentile."""
-
-    low: float
-    q1: float
-    median: float
-    q3: float
-    high: float
-    rows: int
-
-
-def box(values: Floats) -> Box:
-    low, q1, median, q3, high = (float(value) for value in np.percentile(values, (5, 25, 50, 75, 95)))
-    return Box(low, q1, median, q3, high, len(values))
-
-
 def pearson(xs: Floats, ys: Floats) -> float | None:
     """Correlation, or None where one of the two does not vary."""
     if len(xs) < 2 or xs.std() == 0 or ys.std() == 0:
         return None
     return float(np.corrcoef(xs, ys)[0, 1])
-
-
-def eta_squared(values: Floats, groups: Ints) -> float:
-    """Share of the variance of `values` that the groups explain (0 to 1): a correlation with a label."""
-    total = float(((values - values.mean()) ** 2).sum())
-    if total == 0:
-        return 0.0
-    counts = np.bincount(groups)
-    means = np.bincount(groups, weights=values) / np.maximum(1, counts)
-    return float((counts * (means - values.mean()) ** 2).sum() / total)
 
 
 def wilson(right: float, rows: int, z: float = 1.96) -> tuple[float, float]:
@@ -115,22 +87,3 @@ def chain(counts: Ints) -> Ints:
         order.append(best)
         left.discard(best)
     return np.array(order, dtype=np.int64)
-
-
-def distinctive(counts: Ints, most: int = 5) -> list[list[int]]:
-    """For each group the places of the terms that occur in it more often than elsewhere; `counts` is [groups, terms].
-
-    The measure is the log-odds ratio with an informative Dirichlet prior, as a z-score (Monroe et al. 2008,
-    "Fightin' Words"): a rare term has to occur more than once. A single term sets no group apart.
-    """
-    if counts.shape[1] < 2:
-        return [[] for _ in counts]
-    prior = 0.01 * counts.sum(axis=0) + 1e-3
-    total, found = counts.sum(axis=0), []
-    for group in counts:
-        inside, outside = group + prior, total - group + prior
-        odds = np.log(inside / (inside.sum() - inside)) - np.log(outside / (outside.sum() - outside))
-        z = odds / np.sqrt(1 / inside + 1 / outside)
-        best = np.argsort(-z, kind="stable")[:most]
-        found.append([int(term) for term in best if group[term] >= 2 and z[term] > 1])
-    return found

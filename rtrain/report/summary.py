@@ -82,7 +82,7 @@ def summarise(run: Run) -> dict[str, Any]:
     rows, real, padded = (
         sum(event.get(name, 0) for event in ends) for name in ("rows_seen", "real_tokens", "padded_tokens")
     )
-    all_real = real + (cut_real := cut_short(log, "real_tokens"))
+    all_real = real + cut_short(log, "real_tokens")
     train = seconds["train"] or float("inf")
     valid = [event for event in evaluations if event["split"] == "valid"]
     best = end.get("best_update")
@@ -104,8 +104,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "passes_per_update": end.get("passes_per_update"),
         "rows_seen": rows + cut_short(log, "rows"),
         "real_tokens": all_real,
-        # An earlier version's progress told no padded ones.
-        "padded_tokens": padded + (cut_short(log, "padded_tokens") or cut_real),
+        "padded_tokens": padded + cut_short(log, "padded_tokens"),
         "seconds": {"total": total, **seconds},
         "cost": cost.cost(commands(log), all_real),
         "stages": next((event["stages"] for event in reversed(ends) if event.get("stages")), None),

@@ -16,7 +16,7 @@ from rtrain.cluster import preflight, prices, supply
 from rtrain.cluster.demand import Demand, Place, of_worker, places
 from rtrain.config import Cluster
 from rtrain.errors import TryAgain, UserError
-from rtrain.report import attributions, baseline, cost, html, summary
+from rtrain.report import baseline, cost, html, summary
 from rtrain.report.live import trackers
 from rtrain.run import Run
 from rtrain.runs import failures, group, machines, nodes, notice, opening, placement
@@ -111,30 +111,17 @@ def fit(
     made = summary.write(run)
     if last["finished"]:
         copy_out(run, prepared.config.deploy.cluster)
-    if last["finished"] and reports:
-        explain(run, say)
     return made
 
 
 def report(run: Run, say: OnEvent) -> None:
-    """Write the page about the run, without explanations."""
+    """Measure baselines, and write the page about the run."""
     for name, make, text in (
         ("baselines", baseline.ensure, "measuring baselines for the report"),
         (run.report.name, html.write, "writing the report"),
     ):
         say(events.doing(text, "report"))
         add(run, name, make, say)
-
-
-def explain(run: Run, say: OnEvent) -> None:
-    """Explain the hardest rows, for a limited time, when all else of the run is there and said; then write the page
-    again."""
-
-    def make(run: Run) -> None:
-        if attributions.ensure(run, lambda text: say(events.doing(text, "report"))) is not None:
-            html.write(run)
-
-    add(run, "attributions", make, say)
 
 
 def add(run: Run, name: str, make: Callable[[Run], Any], say: OnEvent) -> None:

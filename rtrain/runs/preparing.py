@@ -1,7 +1,10 @@
 """From a configuration to a run that may start: everything that can be refused is refused, and its rows are there."""
 
+import importlib.metadata
+import platform
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from rtrain.data.stores import commit, shards
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import device, heads, model, precision
-from rtrain.report import label_counts, text_facts, versions
+from rtrain.report import label_counts, text_facts
 from rtrain.report.live import trackers
 from rtrain.run import Run
 from rtrain.runs import nodes, opening, smaller, strategy
@@ -32,6 +35,8 @@ DEVICE = "device"
 """The name under which a run keeps the decision."""
 
 
+PACKAGES = ("rtrain", "ray", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
+"""Those whose versions are logged with a run."""
 TOLD = (
     *("tokenised", "tokens_reused", "strategy", "vocabulary", "bad_rows"),
     *("unlabelled", "label_column", "head", "labels", "overlap", "texts", "conflicts"),
@@ -179,7 +184,7 @@ def prepare(
                 origin=origin,
                 identity=frozen.recipe.identity(),
                 order=version(store.rows("train")),
-                versions=versions.installed(),
+                versions=_versions(),
             )
         run.append(
             "tokenised" if made else "tokens_reused",
@@ -216,6 +221,15 @@ def prepare(
         if conflicts := text_facts.find_conflicts(store, task.output):
             run.append("conflicts", **conflicts)
     return Prepared(run, frozen, store, weights, chosen_device, shared=shared.once_read(joined.asked))
+
+
+def _versions() -> dict[str, str]:
+    """Version by name, of Python, of the packages that training depends on, and of the platform."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):  # rtrain from a checkout that was not installed
+            found[name] = importlib.metadata.version(name)
+    return found | {"platform": platform.platform()}
 
 
 def _refuse_copied(config: Config, run: Run) -> None:

@@ -115,7 +115,8 @@ def optuna(sampler: str = "auto") -> Any:
         import optuna
     except ImportError:
         fix = "pip install 'rtrain[tune]', or write tune.sampler=random or grid"
-        raise ConfigError([Problem("tune.sampler", sampler, "it needs optuna, which is not installed", fix)]) from None
+        reason = "it needs optuna, which is not installed"
+        raise ConfigError([Problem("tune.sampler", sampler, reason, fix, code="not_installed")]) from None
     return optuna
 
 

@@ -10,8 +10,7 @@ from typing import Any
 from rtrain.config import Config
 from tune.asking import ask_tell, space
 from tune.asking.points import Dimension, equal
-from tune.known import spread
-from tune.known.aim import Aim, at
+from tune.known.aim import Aim, at, spread_at_first_rung
 from tune.known.halving import Ladder, sizes
 from tune.known.history import History, Trial
 
@@ -64,7 +63,7 @@ class Asker:
     def enough(self, history: History) -> str | None:
         """Why another trial is not worth its cost: it is expected to gain less at the first rung than chance makes
         trials differ there. None where it is, and where either is not known."""
-        chance = spread.at_first_rung(history)
+        chance = spread_at_first_rung(history)
         gain = None if chance is None else self.gain(history)
         if chance is None or gain is None or gain >= chance:
             return None

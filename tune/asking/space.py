@@ -54,7 +54,7 @@ def dimensions(config: Config) -> tuple[Dimension, ...]:
     a setting that no trial may change, and a value, or a combination of values, that the configuration refuses."""
     found, problems = [], []
     for name, searched in config.deploy.tune.space.items():
-        wrong = _refused(config, name) or _flaw(config, name, searched)
+        wrong = refusals(config, name) or _flaw(config, name, searched)
         if not wrong:
             given = _range(name, searched) if isinstance(searched, Range) else Dimension(name, choices=searched)
             one, wrong = _resolved(config, given)
@@ -62,11 +62,14 @@ def dimensions(config: Config) -> tuple[Dimension, ...]:
         problems += [replace(problem, field=f"tune.space.{name}") for problem in wrong]
     if {FREQUENCY, ROWS} <= config.deploy.tune.space.keys():
         problems.append(
-            Problem("tune.space", FREQUENCY, f"{ROWS} says the rows of an update too", "search one of them")
+            Problem(
+                *("tune.space", FREQUENCY, f"{ROWS} says the rows of an update too", "search one of them"),
+                code="conflicting_settings",
+            )
         )
     for place, point in enumerate(config.deploy.tune.points):
         named = f"tune.points.{place}"
-        wrong = [replace(problem, field=f"{named}.{name}") for name in point for problem in _refused(config, name)]
+        wrong = [replace(problem, field=f"{named}.{name}") for name in point for problem in refusals(config, name)]
         problems += wrong or [replace(problem, field=named) for problem in _tried(config, point)]
     if not problems:
         problems += _apart(config, found)
@@ -75,7 +78,7 @@ def dimensions(config: Config) -> tuple[Dimension, ...]:
     return tuple(found)
 
 
-def _refused(config: Config, name: str) -> list[Problem]:
+def refusals(config: Config, name: str) -> list[Problem]:
     """Why no trial may change a setting."""
     if unknown := configuration.put({}, name, None):
         return [unknown]
@@ -105,7 +108,7 @@ def _refused(config: Config, name: str) -> list[Problem]:
         reason = "a search compares settings of one model"
     elif section == "train" and leaf in SPEED and name != FREQUENCY:
         reason = f"it changes speed, never the score; the rows of an update are {FREQUENCY} or {ROWS}"
-    return [] if reason is None else [Problem(name, None, reason, "leave it out")]
+    return [] if reason is None else [Problem(name, None, reason, "leave it out", code="not_searchable")]
 
 
 def _scales(config: Config) -> bool:
@@ -119,25 +122,29 @@ def _scales(config: Config) -> bool:
 def _flaw(config: Config, name: str, searched: Range | tuple[Any, ...]) -> list[Problem]:
     """What is wrong with a range or with choices, whatever the setting."""
 
-    def problem(value: Any, reason: str, fix: str) -> list[Problem]:
-        return [Problem(name, value, reason, fix)]
+    def problem(value: Any, reason: str, fix: str, code: str) -> list[Problem]:
+        return [Problem(name, value, reason, fix, code=code)]
 
     if not isinstance(searched, Range) and name in (FREQUENCY, ROWS) and None in searched:
-        return problem(None, "it stands for what the recipe comes to, which is another choice too", "write the number")
+        return problem(
+            None, "it stands for what the recipe comes to, which is another choice too", "write the number", "no_value"
+        )
     if not isinstance(searched, Range):
         fix = "write two choices or more; a single one belongs to the recipe: --set " + f"{name}=..."
-        return problem(list(searched), "nothing to choose from", fix) if len(searched) < 2 else []
+        return problem(list(searched), "nothing to choose from", fix, "too_few_choices") if len(searched) < 2 else []
     shown = f"{searched.low:g} to {searched.high:g}"
     if not _takes(name, (int, float)):
-        return problem(shown, "the setting is no number", "write a list of choices")
+        return problem(shown, "the setting is no number", "write a list of choices", "not_a_number")
     if config.deploy.tune.sampler == "grid":
-        return problem(shown, "a grid has no ranges", "write a list of choices, or another tune.sampler")
+        return problem(
+            shown, "a grid has no ranges", "write a list of choices, or another tune.sampler", "conflicting_settings"
+        )
     if searched.low >= searched.high:
-        return problem(shown, "low is not below high", "exchange the two, or leave the setting out")
+        return problem(shown, "low is not below high", "exchange the two, or leave the setting out", "empty_range")
     if searched.log and searched.low <= 0:
-        return problem(shown, "a logarithmic range begins above 0", "raise low, or leave out log")
+        return problem(shown, "a logarithmic range begins above 0", "raise low, or leave out log", "out_of_range")
     if _takes(name, (int,)) and not (searched.low.is_integer() and searched.high.is_integer()):
-        return problem(shown, "the setting is a whole number", "write whole numbers")
+        return problem(shown, "the setting is a whole number", "write whole numbers", "not_a_whole_number")
     return []
 
 
@@ -172,7 +179,9 @@ def _resolved(config: Config, given: Dimension) -> tuple[Dimension, list[Problem
             continue
         taken.append(configuration.flat(configuration.with_overrides(config, overrides(config, point)))[given.name])
         if any(same_value(taken[-1], before) for before in taken[:-1]):
-            problems.append(Problem(given.name, value, "twice among the choices", "leave it out once"))
+            problems.append(
+                Problem(given.name, value, "twice among the choices", "leave it out once", code="duplicate")
+            )
     if problems or not given.choices:
         return given, problems
     ordered = all(map(is_number, taken))
@@ -200,7 +209,8 @@ def _apart(config: Config, dimensions: Sequence[Dimension]) -> list[Problem]:
         point = dict(zip((one.name for one in dimensions), values, strict=True))
         if wrong := _tried(config, point):
             shown = ", ".join(f"{name}={value}" for name, value in point.items())
-            return [Problem("tune.space", shown, str(wrong[0].reason), "search less of one of these settings")]
+            fix = "search less of one of these settings"
+            return [Problem("tune.space", shown, str(wrong[0].reason), fix, code=wrong[0].code)]
     return []
 
 

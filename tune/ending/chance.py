@@ -27,18 +27,10 @@ import numpy.typing as npt
 
 from rtrain.comparison import answers
 from rtrain.comparison.chance import ALPHA
-from rtrain.metrics.additive import Additive, Bools, Floats, Ints, ratio
-from rtrain.metrics.slices import LEAST
+from rtrain.metrics.additive import Additive, Floats
 
-POWER = 0.8
-"""Share of cases in which the needed rows or seeds show a difference."""
 _BLOCK = 1 << 20
 """Sums that are held at a time while rows are left out, one after the other."""
-_ROWS = np.concatenate([np.arange(LEAST, 100), *(np.arange(10, 100) * 10**zeros for zeros in range(1, 7))])
-"""Numbers of rows that may be told as needed: of two digits, below a hundred million."""
-_SEEDS = np.arange(2, 101)
-"""Numbers of seeds that may be told as needed."""
-Number = int | Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,12 +67,6 @@ class Gap:
     rows: int
     """Different rows that both were judged on, over all seeds."""
     seeds: int
-    needed_rows: int | None
-    """With about so many rows or more, and as many seeds, the interval would be clear of 0 four times out of five, if
-    the difference is as large as it was seen; None where no number of rows is enough."""
-    needed_seeds: int | None
-    """The same for seeds, on as many rows; None where 100 are not enough, or where there is one seed, which does not
-    tell."""
 
 
 def aligned(table: Table, nested: bool) -> dict[int, list[Held]]:
@@ -114,9 +100,8 @@ def gap(table: Table, first: int, other: int, *, nested: bool = False, alpha: fl
     difference = after - before
     noise = _noise(table, first, other, by_row, nested)
     of_a_seed = rows // seeds if nested else rows
-    half = float(noise.half(of_a_seed, seeds, alpha))
-    needed = _needed(noise, abs(difference), of_a_seed, seeds, alpha, nested) if difference else (None, None)
-    return Gap(name, before, after, difference, difference - half, difference + half, rows, seeds, *needed)
+    half = noise.half(of_a_seed, seeds, alpha)
+    return Gap(name, before, after, difference, difference - half, difference + half, rows, seeds)
 
 
 @dataclass(frozen=True)
@@ -129,19 +114,16 @@ class _Noise:
     free: int
     """Degrees of freedom of the seeds' part that each seed after the first one brings."""
 
-    def half(self, rows: Number, seeds: Number, alpha: float, power: float = 0.5) -> Floats:
-        """Half the width of the interval with so many seeds, on so many rows each; with a `power`, the difference that
-        the interval finds in that share of cases."""
+    def half(self, rows: int, seeds: int, alpha: float) -> float:
+        """Half the width of the interval with so many seeds, on so many rows each."""
         from scipy.special import stdtrit
 
-        def quantile(degrees: Number) -> Floats:
-            at_least_one = np.maximum(1.0, degrees)
-            found: Floats = stdtrit(at_least_one, 1 - alpha / 2) + stdtrit(at_least_one, power)
-            return found
+        def quantile(degrees: int) -> float:
+            return float(stdtrit(max(1, degrees), 1 - alpha / 2))
 
         few, many = self.seed / seeds, (self.row + self.rest / seeds) / rows
         both = few * quantile(self.free * (seeds - 1)) + many * quantile(rows - 1)
-        return ratio(both, np.sqrt(few + many))
+        return both / math.sqrt(few + many) if both else 0.0
 
 
 def _noise(table: Table, first: int, other: int, by_row: Sequence[Floats], nested: bool) -> _Noise:
@@ -195,21 +177,3 @@ def _rest(scores: Floats) -> float:
     """Sum of squares of (trials, seeds), less the means of trial and seed."""
     rest = scores - scores.mean(axis=1, keepdims=True) - scores.mean(axis=0, keepdims=True) + scores.mean()
     return float((rest**2).sum())
-
-
-def _needed(
-    noise: _Noise, difference: float, rows: int, seeds: int, alpha: float, nested: bool
-) -> tuple[int | None, int | None]:
-    """(rows, seeds), see `Gap`; `rows` are those of one seed."""
-    more = None if seeds == 1 else _first(_SEEDS, noise.half(rows, _SEEDS, alpha, POWER) <= difference)
-    if nested:  # another seed brings its own rows
-        return (None if more is None else rows * more), more
-    return _first(_ROWS, noise.half(_ROWS, seeds, alpha, POWER) <= difference), more
-
-
-def _first(sizes: Ints, enough: Bools) -> int | None:
-    """The first size from which on all are enough. More rows are not always better: once the seeds alone make the
-    difference vary, the interval is that of few degrees of freedom."""
-    short = np.flatnonzero(~enough)
-    place = int(short[-1]) + 1 if len(short) else 0
-    return int(sizes[place]) if place < len(sizes) else None

@@ -30,8 +30,7 @@ from rtrain.errors import UserError
 from rtrain.metrics.slices import LEAST
 from tune.ending import chance
 from tune.ending.chance import Gap, Held
-from tune.known import spread
-from tune.known.aim import Aim
+from tune.known.aim import Aim, spread_at_end
 from tune.known.history import Finished, History, Trial, numbered
 
 SCORE = Aim()
@@ -82,9 +81,6 @@ class Verdict:
     the most of the seeds."""
     rows: int = 0
     seeds: int = 0
-    needed_rows: int | None = None
-    """See `chance.Gap`."""
-    needed_seeds: int | None = None
     parts: int = 1
     """Parts of the rows of which each seed had another one to be judged on; 1: all seeds had the same rows, 0: they
     would have had others, but the validation rows are named."""
@@ -141,12 +137,12 @@ def next_runs(
     """
     chosen = candidates(history, aim)
     if not chosen:
-        raise UserError(f"no trial of the search came to a score; {failures(history)}")
+        raise UserError(f"no trial of the search came to a score; {failures(history)}", code="no_score")
     if unfinished := [Run(number) for number in chosen if numbered(history.trials, number).finished is None]:
         return unfinished
     alive = tuple(number for number in chosen if Run(number) in judged)
     if not alive:
-        raise UserError("no answers of the search's last runs can be judged; evaluate them again")
+        raise UserError("no answers of the search's last runs can be judged; evaluate them again", code="no_answers")
     made = {Run(of, trial.seed): trial for of, trial in repeats(history, parts)}
     left = budget_rows - sum(_rest(numbered(history.trials, number)) for number in chosen)
     seeds: list[int | None] = [None]
@@ -258,7 +254,7 @@ class _Seen:
             # One seed does not tell what another would change, and few rows tell nothing.
             return found, found.low > 0 and found.seeds > 1 and found.rows >= LEAST
 
-        return _Seen(means, gaps, costs, (spread.ended(history) or 0.0) if objective == "front" else 0.0)
+        return _Seen(means, gaps, costs, (spread_at_end(history) or 0.0) if objective == "front" else 0.0)
 
     @property
     def leader(self) -> int:
@@ -337,7 +333,7 @@ def _by_time(ends: Mapping[int, Sequence[Finished]], costs: Mapping[int, float],
         count = len(before)
         rare = 1 / math.comb(2 * count, count) <= alpha / 2
         span = float(apart.min()), float(apart.max())
-        found = Gap(SECONDS, means[first], means[other], difference, *span, 0, count, None, None)
+        found = Gap(SECONDS, means[first], means[other], difference, *span, 0, count)
         return found, rare and bool(after.max() < before.min())
 
     return _Seen(means, gaps, costs, reached=reached)

@@ -9,7 +9,7 @@ from rtrain.config import Config
 from rtrain.data.stores.store import open_store
 from rtrain.gate import gate
 from rtrain.run import Run
-from tune.ending import held_back
+from tune.ending import judged
 
 NAMES = ("_name_or_path", "transformers_version")
 """Keys of config.json that say nothing of how a model is computed."""
@@ -36,7 +36,7 @@ def run(
     if made.gate is not None and made.gate.get("version") == made.version:
         return dict(made.gate)
     store, other = open_store(won.store), teacher or base.artifact
-    held = held_back.held(store, config.deploy.tune.held_back)
+    held = judged.held(store, config.deploy.tune.held_back)
     own = score.trained_from(other, artifact.read(other, verify=False), beside=store)
     both = gate.Sides(
         won.artifact,
@@ -44,7 +44,7 @@ def run(
         store,
         trained=own,
         threads=config.deploy.serve.threads,
-        among=(held_back.SPLIT, held) if len(held) else None,
+        among=(judged.SPLIT, held) if len(held) else None,
         timed=not is_computed_alike(won.artifact, other),
         further=() if own is None else (own,),
     )

@@ -1,11 +1,14 @@
-"""What a search is for: which of several trials is the better at a rung, and what the sampler is told. Pure."""
+"""What a search is for: which of several trials is the better at a rung, what the sampler is told, and by how much
+chance makes scores differ. Pure.
+"""
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rtrain.config import Tune
-from tune.known.history import Reached, Trial
+from tune.known.history import History, Reached, Trial
 
 Priced = tuple[float, float]
 """A trial's score, and what it costs."""
@@ -68,3 +71,31 @@ def _fronts(priced: dict[int, Priced]) -> dict[int, int]:
 
 def _dominates(one: Priced, other: Priced) -> bool:
     return one[0] >= other[0] and one[1] <= other[1] and one != other
+
+
+def spread_at_end(history: History) -> float | None:
+    """Standard deviation of a trial's final score from seed to seed; None where no trial has ended with several."""
+    return _pooled(history, lambda trial: trial.finished.score if trial.finished else None)
+
+
+def spread_at_first_rung(history: History) -> float | None:
+    """Standard deviation of a trial's score at the first rung from seed to seed; None where none was repeated there.
+
+    It is known from few pairs, and two scores may be alike by chance. What the rows alone make of a pair, by those that
+    its two trainings answer differently, is known better, and is the least that seeds can differ by.
+    """
+    seeds = _pooled(history, lambda trial: one.score if (one := at(trial, 0)) else None)
+    rows = [one.luck for trial in history.trials if (one := at(trial, 0)) is not None and one.luck is not None]
+    least = math.sqrt(statistics.fmean(luck**2 for luck in rows)) if rows else 0.0
+    return None if seeds is None else max(seeds, least)
+
+
+def _pooled(history: History, score: Callable[[Trial], float | None]) -> float | None:
+    """Over the trials that have a score with several seeds."""
+    squares, free = 0.0, 0
+    for trial in history.own:
+        found = [score(one) for one in history.trials if trial.number in (one.number, one.of)]
+        if len(scores := [one for one in found if one is not None]) > 1:
+            squares += statistics.pvariance(scores) * len(scores)
+            free += len(scores) - 1
+    return math.sqrt(squares / free) if free else None

@@ -103,16 +103,3 @@ def survivors(trials: Sequence[Trial], rung: int, aim: Aim) -> list[Trial]:
     """The better half of the trials at a rung to which all of them have come, in the order of their numbers."""
     ranked = aim.ranked(trials, rung)
     return sorted(ranked[: goes_on(len(ranked))], key=lambda trial: trial.number)
-
-
-def frozen_at(history: History, ladder: Ladder, aim: Aim) -> dict[int, int]:
-    """By trial: the rung at which it was left behind, for those that were."""
-    left: dict[int, int] = {}
-    field = [trial for trial in history.own if trial.sound]
-    for rung in range(len(ladder.rungs)):
-        if any(at(trial, rung) is None for trial in field) or len(field) <= KEPT:
-            break
-        stay = survivors(field, rung, aim)
-        left |= {trial.number: rung for trial in field if trial not in stay}
-        field = stay
-    return left

@@ -1,8 +1,25 @@
-"""What a search knows: its trials, what each came to, and what was decided. Pure; `journal` keeps it on disk."""
+"""What a search knows: its trials, what each came to, and what was decided; and its journal, `trials.jsonl`, one event
+a line, which is only added to and from which all of this is rebuilt.
+
+asked     trial, settings, by, of, seed                        a trial's settings are decided
+reached   trial, rung, update, rows, score, loss, seconds, luck it came to a rung
+finished  trial, update, rows, score, held, ...                it came to its end
+failed    trial, error, seconds                                diverged  trial, why, seconds
+noise     rows, chosen                                         by trial 0: most rows of an update, and the best number
+stopped   why, budget                                          no further trial is asked for
+reopened  budget                                               more may be: by a larger budget, on a resume
+ending                                                         the halving is over
+spent     seconds, slot_seconds                                how long the search took since the last such line, and
+                                                               how long its slots were there, added up
+chosen    best, verdict                                        the search has ended
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
+
+from rtrain import events
 
 Status = Literal["asked", "frozen", "finished", "failed", "diverged"]
 """asked: on its way to its first rung. frozen: at a rung, from where it can go on. finished: trained to its end."""
@@ -156,13 +173,16 @@ class History:
             case "reached":
                 return self._with(event["trial"], lambda trial: _reached(trial, Reached(**fields)))
             case "finished":
-                return self._finished(event["trial"], Finished(**fields))
+                end = Finished(**fields)
+                return self._with(event["trial"], lambda trial: replace(trial, finished=end, error=None))
             case "failed":
-                return self._with(event["trial"], lambda trial: replace(trial, **_ended(event, error="error")))
+                lost = event["seconds"]
+                return self._with(event["trial"], lambda trial: replace(trial, error=event["error"], lost=lost))
             case "diverged":
-                return self._with(event["trial"], lambda trial: replace(trial, **_ended(event, diverged="why")))
+                lost = event["seconds"]
+                return self._with(event["trial"], lambda trial: replace(trial, diverged=event["why"], lost=lost))
             case "noise":
-                return replace(self, noise=event["rows"], rows=event.get("chosen"))
+                return replace(self, noise=event["rows"], rows=event["chosen"])
             case "stopped":
                 return replace(self, stopped=event["why"], budget=event.get("budget"))
             case "reopened":
@@ -170,29 +190,14 @@ class History:
             case "ending":
                 return replace(self, ending=True)
             case "spent":
-                # A journal of an earlier version does not tell how many slots there were: one at least.
-                slots = event.get("slot_seconds", event["seconds"])
-                return replace(self, seconds=self.seconds + event["seconds"], slot_seconds=self.slot_seconds + slots)
+                slots = self.slot_seconds + event["slot_seconds"]
+                return replace(self, seconds=self.seconds + event["seconds"], slot_seconds=slots)
             case "chosen":
                 return replace(self, chosen=event["best"], verdict=event["verdict"])
         return self
 
-    def _finished(self, number: int, end: Finished) -> "History":
-        """With a trial's end. Where that lies past its rungs the end of the search has begun, which a journal of an
-        earlier version does not tell; a first rung of all rows is a trial's end too."""
-        there = self._with(number, lambda trial: replace(trial, finished=end, error=None))
-        trials = (trial for trial in there.trials if trial.number == number)
-        past = any(all(one.rows < end.rows for one in trial.reached) for trial in trials)
-        return replace(there, ending=there.ending or past)
-
     def _with(self, number: int, change: Any) -> "History":
         return replace(self, trials=tuple(change(one) if one.number == number else one for one in self.trials))
-
-
-def _ended(event: Mapping[str, Any], **names: str) -> dict[str, Any]:
-    """What a trial is told by the event with which it failed or diverged; journals of an earlier version have no
-    seconds there."""
-    return {**{field: event[name] for field, name in names.items()}, "lost": event.get("seconds", 0.0)}
 
 
 def _reached(trial: Trial, new: Reached) -> Trial:
@@ -202,13 +207,31 @@ def _reached(trial: Trial, new: Reached) -> Trial:
     return replace(trial, reached=(*trial.reached, new))
 
 
-def replay(events: Iterable[Mapping[str, Any]]) -> History:
+def replay(journal: Iterable[Mapping[str, Any]]) -> History:
     """The history of a journal's events, in their order."""
     found = History()
-    for event in events:
+    for event in journal:
         found = found.after(event)
     return found
 
 
 def numbered(trials: Sequence[Trial], number: int) -> Trial:
     return next(trial for trial in trials if trial.number == number)
+
+
+class Journal:
+    """The journal of one search. One process writes it: the one that holds the search's lock."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.history = replay(read_journal(path))
+
+    def append(self, kind: str, **fields: Any) -> History:
+        """Add an event; returns the history with it. It is on the disk when this returns, also if the machine stops."""
+        self.history = self.history.after(events.add(self.path, kind, sync=True, **fields))
+        return self.history
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """All events of a journal."""
+    return events.read_file(path)

@@ -1,34 +1,17 @@
-"""Figures of a search that its page and its table show: pure functions of its history, nothing is drawn here.
+"""Figures of a search that its page and its table show: pure functions of its history.
 
 Scores are as in the history: larger is better.
 """
 
 import math
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from rtrain import config as configuration
-from rtrain.config import Config, Tune
-from rtrain.config.deploy import Range
+from rtrain.config import Tune
 from tune.known.history import History, Trial, numbered
 
-Floats = npt.NDArray[np.float64]
 SHORT = {"aggregation_frequency": "k"}
-WIDE = 8.0
-"""Ratio of the largest to the smallest choice from which on the choices are steps of a factor."""
-LEAST_SURFACE = 5
-"""Fewest trials that a surface is drawn through."""
-LEAST_IMPORTANCE = 10
-"""Fewest trials from which the importance of settings is estimated."""
-FOLDS, TREES, SHUFFLES = 5, 100, 10
-
-
-# ---------------------------------------------------------------------------------------------------------- dimensions
 
 
 def searched(history: History, tune: Tune) -> list[str]:
@@ -58,79 +41,12 @@ def figure(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-@dataclass(frozen=True)
-class Dimension:
-    """A setting that was searched."""
-
-    name: str
-    short: str
-    scale: Literal["log", "linear", "choice"]
-    default: Any
-    """The recipe's own value."""
-    choices: tuple[Any, ...] = ()
-    """What the places of a `choice` stand for."""
-
-    def value(self, trial: Trial) -> Any:
-        return trial.settings.get(self.name, self.default)
-
-    def place(self, trial: Trial) -> float:
-        """Where a trial lies: equal steps of the search are equally long. NaN where the setting is null in it, which is
-        no number of a range."""
-        value = self.value(trial)
-        if self.scale == "choice":
-            return float(self.choices.index(value))
-        if value is None:
-            return math.nan
-        return math.log10(value) if self.scale == "log" else float(value)
-
-
-def dimensions(history: History, config: Config) -> tuple[Dimension, ...]:
-    """Every setting that was searched and that a trial has set."""
-    space, names = config.deploy.tune.space, searched(history, config.deploy.tune)
-    short, found = short_names(names), []
-    for name in names:
-        default = _default(config, name)
-        values = [trial.settings.get(name, default) for trial in history.own]
-        scale = _scale(values, space.get(name))
-        choices = tuple(dict.fromkeys(values)) if scale == "choice" else ()
-        found.append(Dimension(name, short[name], scale, default, choices))
-    return tuple(found)
-
-
-def _default(config: Config, name: str) -> Any:
-    recipe = config.recipe
-    # A recipe gives one of these two; the other one follows from it.
-    if name == "train.rows_per_update":
-        return recipe.rows_per_update
-    if name == "train.aggregation_frequency":
-        return recipe.rows_per_update / (recipe.train.workers * recipe.train.micro_batch)
-    return configuration.flat(config).get(name)
-
-
-def _scale(tried: Sequence[Any], searched: Any) -> Literal["log", "linear", "choice"]:
-    values = [*tried, *(searched if isinstance(searched, tuple) else ())]
-    if isinstance(searched, Range):  # what a trial has that does not set it may be null, as dropout is
-        values = [value for value in values if value is not None]
-    if not values or not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        return "choice"
-    if min(values) <= 0:
-        return "linear"
-    if isinstance(searched, Range):
-        return "log" if searched.log else "linear"
-    return "log" if max(values) / min(values) >= WIDE else "linear"
-
-
 # -------------------------------------------------------------------------------------------------- what trials came to
 
 
 def first_rung(history: History) -> list[tuple[Trial, float]]:
     """(trial, its score at the first rung): there all trials have been trained on equally many rows."""
     return [(trial, one.score) for trial in history.own for one in trial.reached if one.rung == 0]
-
-
-def rows_of(trial: Trial) -> int:
-    """Rows that a trial is known to have been trained on."""
-    return trial.finished.rows if trial.finished else max((one.rows for one in trial.reached), default=0)
 
 
 @dataclass(frozen=True)
@@ -164,19 +80,6 @@ def leader(history: History) -> Trial | None:
         return (trial.reached[-1].rung, trial.reached[-1].score, -trial.number)
 
     return max(scored, key=standing, default=None)
-
-
-def front(history: History) -> list[Trial]:
-    """Finished trials that no other finished trial beats in the cost or in the held-back score, without being worse in
-    the other one; the cheapest first."""
-    found, most = [], -math.inf
-    ends = [(one, one.finished) for one in history.own if one.finished]
-    ended = [(one.price(end.seconds), -end.held, one.number, one) for one, end in ends]
-    for _, negative, _, trial in sorted(ended):
-        if -negative > most:
-            found.append(trial)
-            most = -negative
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------- what it has cost
@@ -230,68 +133,3 @@ def full_rows(history: History, tune: Tune) -> int | None:
         return max(ended)
     rungs = [one.rows for trial in history.trials for one in trial.reached if one.rung == 0]
     return round(min(rungs) / tune.first_rung) if rungs else None
-
-
-# ------------------------------------------------------------------------------------------------------ what it teaches
-
-
-def surface(xs: Floats, ys: Floats, scores: Floats, grid_x: Floats, grid_y: Floats) -> Floats | None:
-    """Estimated scores [grid_y, grid_x] from trials at the places (xs, ys): the mean of a Gaussian process with a
-    Matern kernel (5/2) and noise, whose lengths are those of the largest likelihood (Rasmussen and Williams 2006,
-    chapters 4 and 5). None with too few trials, or where all came to one score or lie on a line along an axis.
-    """
-    if len(scores) < LEAST_SURFACE or min(np.ptp(scores), np.ptp(xs), np.ptp(ys)) <= 0:
-        return None
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.gaussian_process import GaussianProcessRegressor
-    from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
-
-    kernel = ConstantKernel(1.0) * Matern([0.5, 0.5], (0.1, 10.0), nu=2.5) + WhiteKernel(0.1, (1e-4, 1.0))
-    process = GaussianProcessRegressor(kernel, normalize_y=True, n_restarts_optimizer=2, random_state=0)
-    low, size = np.array([xs.min(), ys.min()]), np.array([np.ptp(xs), np.ptp(ys)])
-    places = np.stack(np.meshgrid(grid_x, grid_y), axis=-1).reshape(-1, 2)
-    with warnings.catch_warnings():  # a length at its bound is an answer: the setting makes no difference
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        process.fit((np.column_stack([xs, ys]) - low) / size, scores)
-    estimated: Floats = process.predict((places - low) / size).reshape(len(grid_y), len(grid_x))
-    return estimated
-
-
-@dataclass(frozen=True)
-class Importance:
-    explained: float
-    """Share of the variance of scores of trials that the forest had not seen (R2); at or below 0 it knows nothing."""
-    falls: tuple[float, ...]
-    """By setting: by how much R2 falls when the setting's values are shuffled; that may be more than 1."""
-
-
-def importance(places: Floats, scores: Floats) -> Importance | None:
-    """Importance of each setting by permutation (Breiman 2001, "Random forests", section 10), in trials [trials,
-    settings] that a forest has not seen: every trial is predicted by the forest of the other folds. None with too few
-    trials, or where all came to one score.
-    """
-    if len(scores) < LEAST_IMPORTANCE or np.ptp(scores) <= 0:
-        return None
-    from sklearn.ensemble import RandomForestRegressor
-    from sklearn.model_selection import KFold
-
-    folds = [
-        (RandomForestRegressor(TREES, random_state=0).fit(places[seen], scores[seen]), unseen)
-        for seen, unseen in KFold(FOLDS, shuffle=True, random_state=0).split(places)
-    ]
-
-    def explained(of: Floats) -> float:
-        predicted = np.empty_like(scores)
-        for forest, unseen in folds:
-            predicted[unseen] = forest.predict(of[unseen])
-        return float(1 - ((scores - predicted) ** 2).mean() / scores.var())
-
-    whole, random = explained(places), np.random.default_rng(0)
-
-    def fall(setting: int) -> float:
-        shuffled = places.copy()
-        shuffled[:, setting] = random.permutation(shuffled[:, setting])
-        return whole - explained(shuffled)
-
-    means = [np.mean([fall(setting) for _ in range(SHUFFLES)]) for setting in range(places.shape[1])]
-    return Importance(whole, tuple(map(float, means)))

@@ -1,15 +1,21 @@
-"""The table of a study of aggregation frequencies: what each run came to, on this machine and over other networks.
-
-Pure but for `of_run`, which reads a run's folder, and `keep`.
+"""The table of a study of aggregation frequencies, as text, JSON and a page: what each run came to, on this machine and
+over other networks.
 """
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from rtrain import documents
+from rtrain.errors import UserError
 from rtrain.metrics.by_output import metric_for
 from rtrain.report import summary
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table as Shown
+from rtrain.report.drawing.charts import Dot
+from rtrain.report.drawing.page import render, write as write_page
 from rtrain.run import Run
 from rtrain.tasks import base
 
@@ -17,6 +23,8 @@ FIRST = 1
 """The frequency with which the others are compared."""
 LINKS = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 """Networks for which times are predicted, in bits per second and direction."""
+CLOSE = 0.01
+"""Difference of the score: a setting that loses no more is told as one that costs little."""
 
 
 @dataclass(frozen=True)
@@ -226,3 +234,61 @@ def _part(
         rows.setdefault(one.optimizer, {})[one.frequency] = shown + ("" if other is None else f" ({other:.0%})")
     columns = sorted({k for row in rows.values() for k in row})
     return Part(title, columns, {name: [row.get(k, "") for k in columns] for name, row in rows.items()})
+
+
+# ---------------------------------------------------------------------------------------------------------------- page
+
+
+def write(study: Run) -> Path:
+    """Make the study's study.html. Raises `UserError` for a study that has not ended."""
+    kept = study.study_table
+    if not kept.is_file():
+        text = f"{study} is a study that has not ended; rtrain tune --resume --out {study} goes on"
+        raise UserError(text, code="not_finished")
+    return write_page(study.study_page, page(study.name, documents.read(kept)))
+
+
+def page(name: str, document: Mapping[str, Any]) -> str:
+    """The page of a study's table as it was kept."""
+    found, sound = of_document(document), [one for one in document["results"] if one["error"] is None]
+    tables: list[Block] = [
+        Shown(part.title, ("", *(f"k = {k}" for k in part.frequencies)), [(at, *row) for at, row in part.rows.items()])
+        for part in found.parts
+    ]
+    notes: list[Block] = [Note(note) for note in found.notes]
+    sections = [
+        Section("trade", "Score for the time", "", _trade(document["headline"], sound)),
+        Section("table", "The table", "k: passes of a worker between two exchanges of gradients.", tables + notes),
+    ]
+    about = f"A study of aggregation frequencies by rtrain, {len(document['results'])} trainings"
+    return render(name, about, [], sections, lead=told(document["headline"], sound))
+
+
+def told(headline: str, results: list[Mapping[str, Any]]) -> str:
+    """The finding in one sentence: the fastest of the settings that lose little."""
+    others = [one for one in results if one["frequency"] != FIRST and None not in (one["lost"], one["saved"])]
+    close = [one for one in others if round(one["lost"], 4) <= CLOSE]
+    if not close:
+        return f"No frequency above {FIRST} keeps the {headline} within {CLOSE:g} of that with k = {FIRST}."
+    best = max(close, key=lambda one: one["saved"])
+    word = "less" if best["saved"] >= 0 else "more"
+    return (
+        f"{best['optimizer']} with k = {best['frequency']} takes {abs(best['saved']):.0%} {word} time than with "
+        f"k = {FIRST}, for {-best['lost']:+.4f} of {headline}."
+    )
+
+
+def _trade(headline: str, results: list[Mapping[str, Any]]) -> list[Block]:
+    names = list(dict.fromkeys(one["optimizer"] for one in results))
+    items = [
+        Dot(
+            *(one["seconds"], one["score"], names.index(one["optimizer"]), f"k={one['frequency']}"),
+            f"{one['optimizer']}, k = {one['frequency']}: {one['score']:.4f} in {one['seconds']:,.0f} s",
+        )
+        for one in results
+        if one["seconds"]
+    ]
+    if not items:
+        return []
+    chart = charts.dots(items, names, "seconds of training", headline)
+    return [Figure(f"The {headline} on the test rows for the time", chart, "Each point is a training to its end.")]

@@ -28,13 +28,11 @@ def text(history: History, headline: str, tune: Tune, most: int = 40) -> str:
     """
     if not history.trials:
         return "no trial has begun"
-    short = _short(history, tune)
-    rungs = 1 + max((one.rung for trial in history.own for one in trial.reached), default=-1)
     shown = _shown(history, most)
-    head = ("trial", "sets", "by", *(f"rung {rung + 1}" for rung in range(rungs)), "held", "seeds", "status", "")
-    rows = [head, *(_row(history, trial, headline, rungs, short) for trial in shown)]
+    rows = cells(history, shown, headline, tune)
+    rungs = len(rows[0]) - 7
     right = {0, *range(3, 5 + rungs)}
-    wide = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    wide = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(
             cell.rjust(size) if column in right else cell.ljust(size)
@@ -44,7 +42,7 @@ def text(history: History, headline: str, tune: Tune, most: int = 40) -> str:
     ]
     if len(shown) < len(history.own):
         lines.append(f"and {len(history.own) - len(shown)} more trials; the page of the search has them all")
-    lines.append(_legend(headline, short, history))
+    lines.append(_legend(headline, _short(history, tune), history))
     if failed := [trial for trial in history.trials if not trial.sound]:
         lines.append(f"{len(failed)} of {len(history.trials)} trials failed or diverged:")
         lines += [f"trial {trial.number}: {_cut(trial.error or trial.diverged or '')}" for trial in failed]
@@ -67,34 +65,44 @@ def _shown(history: History, most: int) -> list[Trial]:
     return sorted(kept, key=lambda trial: trial.number)
 
 
-def _row(history: History, trial: Trial, headline: str, rungs: int, short: Mapping[str, str]) -> tuple[str, ...]:
-    reached = {one.rung: one.score for one in trial.reached}
-    held = figures.held(history, trial.number)
-    return (
-        str(trial.number),
-        figures.named(trial, short),
-        trial.by,
-        *(_figure(headline, reached[rung]) if rung in reached else "-" for rung in range(rungs)),
-        _figure(headline, held.score) if held else "-",
-        str(held.seeds) if held else "-",
-        trial.status,
-        "<- best" if trial.number == history.chosen else "",
+def cells(history: History, trials: Sequence[Trial], headline: str, tune: Tune) -> list[tuple[str, ...]]:
+    """The head of the table, and a row for each of these trials."""
+    short, rungs = (
+        _short(history, tune),
+        1 + max((one.rung for trial in history.own for one in trial.reached), default=-1),
     )
+
+    def row(trial: Trial) -> tuple[str, ...]:
+        reached = {one.rung: one.score for one in trial.reached}
+        held = figures.held(history, trial.number)
+        return (
+            str(trial.number),
+            figures.named(trial, short),
+            trial.by,
+            *(score(headline, reached[rung]) if rung in reached else "-" for rung in range(rungs)),
+            score(headline, held.score) if held else "-",
+            str(held.seeds) if held else "-",
+            trial.status,
+            "<- best" if trial.number == history.chosen else "",
+        )
+
+    head = ("trial", "sets", "by", *(f"rung {rung + 1}" for rung in range(rungs)), "held", "seeds", "status", "")
+    return [head, *map(row, trials)]
 
 
 def _legend(headline: str, short: Mapping[str, str], history: History) -> str:
-    parts = [f"rung: {_name(headline)} on the steering rows", "held: on the held-back rows, the mean over seeds"]
+    parts = [f"rung: {score_of(headline)} on the steering rows", "held: on the held-back rows, the mean over seeds"]
     if any(trial.status == "frozen" for trial in history.own):
         parts.append("frozen: stopped at a rung, and can go on from there")
     parts += [f"{told}: {name}" for name, told in short.items() if told != name]
     return "; ".join(parts)
 
 
-def _name(headline: str) -> str:
+def score_of(headline: str) -> str:
     return score_name(headline.removeprefix("neg_"))
 
 
-def _figure(headline: str, value: float) -> str:
+def score(headline: str, value: float) -> str:
     return f"{-value if headline.startswith('neg_') else value:.4f}"
 
 
@@ -108,24 +116,18 @@ def _cut(error: str) -> str:
 
 def said(event: Mapping[str, Any], history: History, headline: str, tune: Tune) -> str:
     """The line of an event {what, trial, the journal's fields}, by the history with it; empty where there is none."""
-    number, name = event.get("trial", -1), _name(headline)
+    number, name = event.get("trial", -1), score_of(headline)
     match event["what"]:
         case "asked":
             return f"trial {number}: {_asked(numbered(history.trials, number), _short(history, tune))}"
         case "reached":
             return f"trial {number}: {_came(event, history, headline)}"
-        case "frozen":
-            word = "trial" if len(event["trials"]) == 1 else "trials"
-            left = ", ".join(map(str, event["trials"]))
-            return f"frozen at rung {event['rung'] + 1}, with a checkpoint each: {word} {left}"
-        case "thawed":
-            return f"trial {number}: thawed, and goes on"
         case "failed":
             return f"trial {number}: failed: {_cut(event['error'])}"
         case "diverged":
             return f"trial {number}: diverged: {_cut(event['why'])}"
         case "finished":
-            held = f"{name} {_figure(headline, event['held'])} on {event['held_rows']:,} held-back rows"
+            held = f"{name} {score(headline, event['held'])} on {event['held_rows']:,} held-back rows"
             return f"trial {number}: trained to its end ({event['rows']:,} rows): {held}"
         case "noise":
             return (
@@ -154,8 +156,8 @@ def _came(event: Mapping[str, Any], history: History, headline: str) -> str:
     among = f"place {rank} of {len(others)} so far" if len(others) > 1 else "the first to come there"
     if trial.of is not None:
         among = f"with another seed than trial {trial.of}"
-    score = f"{_name(headline)} {_figure(headline, event['score'])}"
-    return f"{score} at rung {rung + 1} ({event['rows']:,} rows, {duration(event['seconds'])}), {among}"
+    came = f"{score_of(headline)} {score(headline, event['score'])}"
+    return f"{came} at rung {rung + 1} ({event['rows']:,} rows, {duration(event['seconds'])}), {among}"
 
 
 def standing(history: History, headline: str, tune: Tune) -> str:
@@ -164,9 +166,9 @@ def standing(history: History, headline: str, tune: Tune) -> str:
     leading = figures.leader(history)
     if leading is not None:
         ended = figures.held(history, leading.number)
-        score = ended.score if ended else leading.reached[-1].score
+        value = ended.score if ended else leading.reached[-1].score
         where = "held back" if ended else f"rung {leading.reached[-1].rung + 1}"
-        parts.append(f"best {_name(headline)} {_figure(headline, score)} ({where}, trial {leading.number})")
+        parts.append(f"best {score_of(headline)} {score(headline, value)} ({where}, trial {leading.number})")
     if spent.budget:
         parts.append(f"{100 * spent.searched / spent.budget:.0f} % of the rows")
     return "  ".join(parts)

@@ -1,16 +1,12 @@
 """Whether a search has found anything, in one sentence: the winner beside the recipe's own settings."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from rtrain import config as configuration
 from rtrain.comparison import verdict
 from rtrain.comparison.chance import Difference
 from rtrain.run import Run
 from tune.ending import finals
 from tune.ending.finals import Verdict
-from tune.known.history import History, replay
-from tune.known.journal import read
+from tune.known.history import History, read_journal, replay
 from tune.results import figures
 
 OWN = "the recipe's own settings"
@@ -20,7 +16,7 @@ CHEAPEST = {"training": "fastest", "latency": "one of the least latency", "bytes
 
 def of(search: Run) -> str:
     """The verdict on a search in one sentence; of one that has not chosen, how far it has come."""
-    history = replay(read(search.trials))
+    history = replay(read_journal(search.trials))
     target = configuration.load(str(search.config)).deploy.tune.target
     return told(history, target)
 
@@ -28,17 +24,12 @@ def of(search: Run) -> str:
 def told(history: History, target: float | None = None) -> str:
     """The same of its history; `target` is the score to be reached, where the least time is searched for."""
     if history.chosen is not None:
-        return ended(Verdict(**_known(history.verdict)), target)
+        return ended(Verdict(**history.verdict), target)
     if history.own and not any(trial.sound for trial in history.own):
         return f"no trial of the search came to a score; {finals.failures(history)}"
     begun = f"{len(history.own)} trial{'' if len(history.own) == 1 else 's'} begun"
     leader = figures.leader(history)
     return f"the search has not ended: {begun}" + ("" if leader is None else f", trial {leader.number} leads so far")
-
-
-def _known(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what a later version may have added."""
-    return {name: value for name, value in document.items() if name in Verdict.__dataclass_fields__}
 
 
 def ended(one: Verdict, target: float | None = None) -> str:
@@ -60,7 +51,7 @@ def ended(one: Verdict, target: float | None = None) -> str:
     return (
         f"trial {one.best}{faster} is taken; that its settings are better than {OWN}, whatever the seed, is not "
         f"shown{where}: "
-        f"{_figures(one, target)}{_needed(one)}"
+        f"{_figures(one, target)}"
     )
 
 
@@ -97,12 +88,3 @@ def _rows(one: Verdict) -> str:
     kind = "validation rows, which have steered the search too" if one.steered else "held-back validation rows"
     own = ", each judged on rows of its own" if one.parts > 1 and one.seeds > 1 else ""
     return f", on {one.rows:,} {kind}, with {seeds}{own}"
-
-
-def _needed(one: Verdict) -> str:
-    ways = []
-    if one.needed_rows is not None and one.needed_rows > one.rows:
-        ways.append(f"about {one.needed_rows:,} such rows")
-    if one.needed_seeds is not None and one.needed_seeds > one.seeds:
-        ways.append(f"{one.needed_seeds} seeds")
-    return f"; that would take {' or '.join(ways)}" if ways else ""

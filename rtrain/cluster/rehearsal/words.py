@@ -59,11 +59,11 @@ def joined(words: Iterable[Word]) -> list[str]:
 
 
 def of(words: Sequence[str], out: str, storage: str) -> list[str]:
-    """A command's words, for the run folder `out` and with what a rehearsal adds: each update is logged, nothing is
-    explained at the end, and a copy goes to `storage` where it would have gone to a storage of the user's."""
+    """A command's words, for the run folder `out` and with what a rehearsal adds: each update is logged, and a
+    copy goes to `storage` where it would have gone to a storage of the user's."""
     found = list(parsed(words))
     kept = [word for word in found if word.name not in (*OWN, *FLAGS)]
-    added = [Word("--out", out), Word("train.log_every", "1"), Word("report.attributions", "0")]
+    added = [Word("--out", out), Word("train.log_every", "1")]
     if any(word.name == "cluster.storage" for word in found):
         added.append(Word("cluster.storage", storage))
     return joined([*kept, *added])

@@ -52,32 +52,12 @@ class Code:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A stretch of a text; `css` marks what it adds to the answer (`for l3`, `against l1`, ...), `hint` its figure."""
-
-    text: str
-    css: str = ""
-    hint: str = ""
-
-
-@dataclass(frozen=True)
-class Marked:
-    """The texts of a row, their parts marked by what they add to one answer."""
-
-    head: str
-    note: str
-    texts: Sequence[Sequence[Piece]]
-    named: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True)
 class Card:
-    """One row of the data with its answer. Where that was explained, `marked` is shown in the place of `text`."""
+    """One row of the data with its answer."""
 
     text: str
     facts: Sequence[tuple[str, str]]
     where: str
-    marked: Sequence[Marked] = ()
 
 
 @dataclass(frozen=True)
@@ -85,8 +65,6 @@ class Cards:
     title: str
     cards: Sequence[Card]
     note: str
-    legend: Sequence[Piece] = ()
-    """Key to the marks, above the cards."""
     wide: bool = True
     kind: str = field(default="cards", init=False)
 

@@ -36,11 +36,10 @@ from rtrain.report.drawing.svg import (
     text,
     text_width,
 )
-from rtrain.report.stats import Box
 
 Floats = npt.NDArray[np.float64]
 ROW = 17.0
-"""Height of a bar or a box with its name."""
+"""Height of a bar with its name."""
 KEYS = 4
 """Names of series on a line of a long legend."""
 CELLS = 4000
@@ -89,19 +88,12 @@ def lines(
     y_label: str,
     marks: Sequence[Mark] = (),
     ticks_at: Sequence[float] = (),
-    faint: Sequence[Line] = (),
 ) -> Markup:
-    """Curves over a common axis. `ticks_at`: small ticks on the axis, e.g. checkpoints; `faint`: curves behind the
-    others, without a name in the legend."""
-    every = [*series, *faint]
+    """Curves over a common axis. `ticks_at`: small ticks on the axis, e.g. checkpoints."""
     x, y = _plane(
-        [v for one in every for v in one.xs] + [mark.x for mark in marks], [v for one in every for v in one.ys]
+        [v for one in series for v in one.xs] + [mark.x for mark in marks], [v for one in series for v in one.ys]
     )
     parts = [axes(x, y, x_label, y_label), legend([one.name for one in series])]
-    for one in faint:
-        path = points([x(v) for v in one.xs], [y(v) for v in one.ys])
-        opacity = f"stroke-opacity:{min(0.4, 12 / len(faint)):.2f}"  # many on each other are no darker than few
-        parts.append(tag("polyline", tag("title", one.name), points=path, class_="faint", style=opacity))
     parts += [line(x(at), y.start, x(at), y.start - 5, "tick") for at in ticks_at]
     taken: dict[float, list[tuple[float, float]]] = {}
     for mark in sorted(marks, key=lambda mark: -mark.x):  # the last one's name is kept
@@ -181,50 +173,22 @@ def _fit_name(name: str) -> str:
     return next(cut for most in range(MOST_LETTERS, 0, -1) if text_width(cut := short(name, most)) <= NAMES_WIDTH)
 
 
-def bars(items: Sequence[Bar], x_label: str, at: tuple[float, str] | None = None, high: float | None = None) -> Markup:
-    """One horizontal bar per name, from 0; `at` is a named vertical line, e.g. the mean of all."""
+def bars(items: Sequence[Bar], x_label: str) -> Markup:
+    """One horizontal bar per name, from 0."""
     left, height = _names_width([bar.name for bar in items]), ROW * len(items)
-    ends = [bar.interval[1] if bar.interval else bar.value for bar in items]
-    starts = [bar.interval[0] if bar.interval else bar.value for bar in items]
-    x = Scale.over([0.0, *starts, *ends, *([at[0]] if at else []), *([high] if high else [])], left, WIDTH - 46)
+    ends = [end for bar in items for end in (bar.value, *(bar.interval or ()))]
+    x = Scale.over([0.0, *ends], left, WIDTH - 46)
     parts = [bottom_axis(x, TOP + height, TOP, x_label)]
     for place, bar in enumerate(items):
-        top = TOP + place * ROW
+        top, end = TOP + place * ROW, x(bar.value)
         parts.append(text(left - 6, top + 12, _fit_name(bar.name), anchor="end", full=bar.name))
-        parts.append(
-            rect(min(x(0), x(bar.value)), top + 3, abs(x(bar.value) - x(0)), ROW - 6, "s0", bar.hint or bar.name)
-        )
-        end = x(bar.value)
+        parts.append(rect(min(x(0), end), top + 3, abs(end - x(0)), ROW - 6, "s0", bar.hint or bar.name))
         if bar.interval:
             low, end = x(bar.interval[0]), x(bar.interval[1])
             parts.append(line(low, top + ROW / 2, end, top + ROW / 2, "whisker"))
-        parts.append(
-            text(
-                max(end, x(0)) + 4, top + 12, number(float(f"{bar.value:.3g}")) if bar.value % 1 else number(bar.value)
-            )
-        )
-    if at is not None:
-        parts.append(line(x(at[0]), TOP, x(at[0]), TOP + height, "mark best"))
-        parts.append(text(x(at[0]), TOP - 6, at[1], anchor="middle", css="mute"))
+        figure = number(float(f"{bar.value:.3g}")) if bar.value % 1 else number(bar.value)
+        parts.append(text(max(end, x(0)) + 4, top + 12, figure))
     return svg(*parts, label=f"{x_label} of {len(items)} groups", height=TOP + height + BOTTOM)
-
-
-def boxes(items: Sequence[tuple[str, Box]], x_label: str) -> Markup:
-    """One box plot per name: median, quartiles, and whiskers to the 5th and 95th percentile."""
-    left, height = _names_width([name for name, _ in items]), ROW * len(items)
-    x = Scale.over([value for _, box in items for value in (box.low, box.high)], left, WIDTH - 52, pad=0.03)
-    parts = [bottom_axis(x, TOP + height, TOP, x_label), text(WIDTH - RIGHT, 11, "rows", anchor="end", css="label")]
-    for place, (name, box) in enumerate(items):
-        top, middle = TOP + place * ROW, TOP + (place + 0.5) * ROW
-        hint = (
-            f"{name}: median {number(box.median)}, quartiles {number(box.q1)} and {number(box.q3)}, {box.rows:,} rows"
-        )
-        parts.append(text(left - 6, top + 12, _fit_name(name), anchor="end", full=name))
-        parts.append(line(x(box.low), middle, x(box.high), middle, "whisker"))
-        parts.append(rect(x(box.q1), top + 3, max(1.5, x(box.q3) - x(box.q1)), ROW - 6, "box", hint))
-        parts.append(line(x(box.median), top + 3, x(box.median), top + ROW - 3, "median"))
-        parts.append(text(WIDTH - RIGHT, top + 12, f"{box.rows:,}", anchor="end"))
-    return svg(*parts, label=f"box plots: {x_label}", height=TOP + height + BOTTOM)
 
 
 def scatter(xs: Floats, ys: Floats, x_label: str, y_label: str, *, diagonal: bool = False) -> Markup:
@@ -257,16 +221,12 @@ def dots(
     names: Sequence[str],
     x_label: str,
     y_label: str,
-    front: Sequence[tuple[float, float]] = (),
 ) -> Markup:
     """A named point per item over a logarithmic axis, coloured by series. A name that would lie on another one is left
-    to the pointer. The points of `front` are joined."""
+    to the pointer."""
     _, y = _plane([], [dot.y for dot in items], pad=0.1)
     x = Logarithmic.over([dot.x for dot in items], LEFT + 14, WIDTH - RIGHT - 14, pad=0.04)
     parts, taken = [axes(x, y, x_label, y_label), legend(names)], list[tuple[float, float]]()
-    if front:
-        path = points([x(at) for at, _ in front], [y(up) for _, up in front])
-        parts.append(tag("polyline", points=path, class_="front"))
     for dot in items:
         at, up, wide = x(dot.x), y(dot.y), text_width(dot.name)
         css = f"bubble s{dot.series % SERIES}"

@@ -36,7 +36,7 @@ def write(path: Path, text: str, fix: str = "make room there, or the folder writ
         with drafts.replacement(path) as draft:
             draft.write_bytes(text.encode("utf-8", "backslashreplace"))
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); {fix}") from None
+        raise UserError(f"{path} cannot be written ({error.strerror}); {fix}", code="unwritable") from None
     return path
 
 

@@ -1,1 +1,1 @@
-"""What the report draws of the answers of one kind: classes, entities, numbers, questions, summaries, marked words."""
+"""What the report draws of the answers of one kind: classes, entities, numbers, questions, summaries."""

@@ -9,7 +9,6 @@ from rtrain.metrics import per_class
 from rtrain.report import stats
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Cell, Figure, Table
-from rtrain.report.drawing.charts import Bar
 from rtrain.report.drawing.svg import short
 
 MOST_CLASSES = 100
@@ -17,7 +16,6 @@ MOST_CLASSES = 100
 FEW = 14
 """Labels up to which the heat map is no wider than other charts."""
 MOST_PAIRS = 15
-MOST_BARS = 30
 
 
 def blocks(tables: Mapping[str, Any], head: str = "", unit: str = "label") -> list[Block]:
@@ -30,27 +28,6 @@ def blocks(tables: Mapping[str, Any], head: str = "", unit: str = "label") -> li
     if "confusion" in tables:
         found.append(_matrix(tables["confusion"], head, unit))
     return found
-
-
-def bars(tables: Mapping[str, Any], note: str = "", unit: str = "label") -> Figure:
-    """F1 of each label, the lowest first."""
-    each = [one for one in tables["per_class"] if one["support"]]
-    shown = each[:MOST_BARS]
-    items = [
-        Bar(
-            one["class"],
-            one["f1"],
-            f"{one['class']}: precision {one['precision']:.2f}, recall {one['recall']:.2f}, {one['support']:,} true, "
-            f"{one['predicted']:,} given",
-        )
-        for one in shown
-    ]
-    title = f"No {unit} has a true row here"
-    if shown:
-        title = f"F1 from {shown[0]['f1']:.2f} ({short(shown[0]['class'], 30)}) to {each[-1]['f1']:.2f}"
-    if len(each) > len(shown):
-        note += f" The {len(shown)} worst of {len(each)}."
-    return Figure(title, charts.bars(items, "F1", high=1.0), note.strip())
 
 
 def worst(tables: Mapping[str, Any], head: str = "", unit: str = "label") -> Table:

@@ -1,15 +1,12 @@
-"""Entities: scores of each type, and what kinds of mistakes there are, with examples in their words."""
+"""Entities: scores of each type, and what kinds of mistakes there are."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from rtrain.metrics.entities import Entity, entities
 from rtrain.report.collect import Collected
 from rtrain.report.drawing.blocks import Block, Note, Table
-from rtrain.report.drawing.svg import short
 from rtrain.report.kinds import confusion
 
 MISSED, INVENTED, TYPE, EDGES, BOTH = ("missed", "invented", "wrong type", "wrong edges", "wrong type and edges")
@@ -20,13 +17,8 @@ MEANING = {
     EDGES: "found, but longer or shorter",
     BOTH: "overlaps, as another type",
 }
-MOST_EXAMPLES = 3
 MOST_NAMED = 12
 """Entities of one row."""
-EXAMPLE_ROWS = 300
-"""Hardest rows among which examples are looked for."""
-AROUND = 3
-"""Words on either side of an example."""
 Mistake = tuple[str, Entity | None, Entity | None]
 """(kind, the true entity, the one that was found)."""
 
@@ -34,7 +26,7 @@ Mistake = tuple[str, Entity | None, Entity | None]
 def blocks(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
     answers = run.answers
     assert answers is not None  # section
-    found: list[Block] = [confusion.bars(tables, "By type of entity.", "type"), confusion.worst(tables, unit="type")]
+    found: list[Block] = [confusion.worst(tables, unit="type")]
     if (running := (run.scores or {}).get("running_text")) is not None:
         text = (
             "Requests are running text, and the scores are by the words that the rows are cut into. Of "
@@ -47,22 +39,14 @@ def blocks(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
     counts = Counter((kind, _type(true, said)) for row in each for kind, true, said in row)
     if not counts:
         return found
-    order = [int(row) for row in answers.hardest(EXAMPLE_ROWS) if each[int(row)]]
-    named = examples(each, words(run, order), order)
-    rows = [
-        (kind, type_, count, "; ".join(named.get((kind, type_), ())) or "-")
-        for (kind, type_), count in sorted(counts.items(), key=lambda item: -item[1])
-    ]
+    rows = [(kind, type_, count) for (kind, type_), count in sorted(counts.items(), key=lambda item: -item[1])]
     total = sum(counts.values())
     kinds = Counter(kind for row in each for kind, _, _ in row)
     worst, number = kinds.most_common(1)[0]
     title = f"{100 * number / total:.0f} % of the {total:,} mistakes are entities that are {_said(worst)}"
     meaning = ", ".join(f"{kind}: {MEANING[kind]}" for kind in MEANING if kind in kinds)
-    note = (
-        f"{meaning[0].upper()}{meaning[1:]}. Examples are from the hardest rows, [the words in question] in "
-        "brackets; an arrow leads to what was tagged instead."
-    )
-    return [*found, Table(title, ("mistake", "type", "entities", "examples"), rows[:40], note, wide=True)]
+    note = f"{meaning[0].upper()}{meaning[1:]}."
+    return [*found, Table(title, ("mistake", "type", "entities"), rows[:40], note, wide=True)]
 
 
 def _said(kind: str) -> str:
@@ -93,66 +77,13 @@ def mistakes(true: Sequence[str], said: Sequence[str]) -> list[Mistake]:
     return found + [(INVENTED, None, other) for other in extra]
 
 
-def examples(
-    each: Sequence[Sequence[Mistake]], words: Mapping[int, Sequence[str]], order: Sequence[int]
-) -> dict[tuple[str, str], list[str]]:
-    """A few mistakes of each kind and type in their words, looked for among the rows in that order."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for row in order:
-        for kind, true, said in each[row]:
-            known = found.setdefault((kind, _type(true, said)), [])
-            if row in words and len(known) < MOST_EXAMPLES:
-                known.append(_example(words[row], true or said, said if true else None))
-    return found
-
-
-def _example(words: Sequence[str], entity: Entity | None, said: Entity | None) -> str:
-    assert entity is not None  # a mistake has one of the two
-    before = " ".join(words[max(0, entity.start - AROUND) : entity.start])
-    inner = " ".join(words[entity.start : entity.end])
-    after = " ".join(words[entity.end : entity.end + AROUND])
-    text = f"{before} [{short(inner, 60)}] {after}".strip()
-    if said is not None and (said.start, said.end) != (entity.start, entity.end):
-        text += f" → {short(' '.join(words[said.start : said.end]), 60)}"
-    return short(text, 160)
-
-
-def named(tags: Sequence[str], words: Sequence[str] | None) -> str:
-    """A row's entities by type and words: `Disease “ataxia”`; without its words, by their numbers from 1."""
+def named(tags: Sequence[str]) -> str:
+    """A row's entities by type and place, from 1: `Disease at word 3`."""
     found = entities(tags)
     texts = []
     for one in found[:MOST_NAMED]:
-        if words is None:
-            numbers = str(one.start + 1) if one.end - one.start == 1 else f"{one.start + 1} to {one.end}"
-            texts.append(f"{one.type} at word {numbers}")
-        else:
-            texts.append(f"{one.type} “{short(' '.join(words[one.start : one.end]), 60)}”")
+        numbers = str(one.start + 1) if one.end - one.start == 1 else f"{one.start + 1} to {one.end}"
+        texts.append(f"{one.type} at word {numbers}")
     if len(found) > MOST_NAMED:
         texts.append(f"{len(found) - MOST_NAMED} more")
     return ", ".join(texts) or "no entity"
-
-
-def words(run: Collected, rows: Sequence[int]) -> dict[int, list[str]]:
-    """The words of each row as they are written; where these are not kept whole, as its tokens spell them. Then rows
-    of several windows are left out; without a store, all."""
-    answers = run.answers
-    if answers is None or run.store is None or run.tokenizer is None or not rows:
-        return {}
-    import tokenizers
-
-    spelling = tokenizers.Tokenizer.from_file(str(run.tokenizer))
-    positions = np.array(rows, dtype=np.int64)
-    tokens, texts = run.store.read(answers.split, positions), run.store.texts(answers.split, positions)
-    found = {}
-    for place, row in enumerate(rows):
-        written = texts[place]
-        if written is not None and len(kept := written[0].split(" ")) == len(answers.target[row]):
-            found[row] = kept
-            continue
-        one = tokens.pick([place])
-        starts = np.flatnonzero(one.targets >= -1)  # a word is answered at its first token
-        ends = [*starts[1:].tolist(), len(one.ids)]
-        pieces = [one.ids[start:end].tolist() for start, end in zip(starts.tolist(), ends, strict=True)]
-        if len(one.lengths) == 1 and len(pieces) == len(answers.target[row]):
-            found[row] = [word.removeprefix("##") for word in spelling.decode_batch(pieces, skip_special_tokens=True)]
-    return found

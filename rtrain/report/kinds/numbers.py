@@ -22,14 +22,13 @@ def blocks(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
     assert answers is not None  # section
     chosen = stats.sample(len(answers), MOST_POINTS)
     target, found = answers.target, answers.prediction
-    off, tokens = found - target, answers.tokens.astype(np.float64)
+    off = found - target
     drawn = f"{len(chosen):,} of {len(answers):,} rows are drawn." if len(chosen) < len(answers) else "A point per row."
     lean = "too high" if off.mean() > 0 else "too low"
-    by_length, true_by_length = stats.pearson(tokens, found), stats.pearson(tokens, target)
-    residuals = tables["residuals"]
+    residuals, correlation = tables["residuals"], stats.pearson(target, found)
     figures: list[Block] = [
         Figure(
-            f"Predicted against true: correlation {_figure(stats.pearson(target, found))}",
+            f"Predicted against true: correlation {'undefined' if correlation is None else f'{correlation:.2f}'}",
             charts.scatter(target[chosen], found[chosen], "true score", "predicted score", diagonal=True),
             f"On the dashed line the prediction is right. {drawn}",
         ),
@@ -39,12 +38,6 @@ def blocks(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
                 residuals["edges"], {"error": residuals["rows"]}, "predicted minus true score", "rows", (0.0, "right")
             ),
             f"On average the predictions are {abs(float(off.mean())):.3g} {lean}.",
-        ),
-        Figure(
-            f"Length and predicted score: correlation {_figure(by_length)}",
-            charts.scatter(tokens[chosen], found[chosen], "length (tokens)", "predicted score"),
-            f"For the true scores it is {_figure(true_by_length)}; a much stronger one means that length was learned "
-            "instead.",
         ),
     ]
     scale = tables.get("scale", {})
@@ -68,10 +61,6 @@ def losses(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
     hard = number(round(float(np.exp(high)), 1))
     note = (
         f"Mean loss of a block's masked tokens; perplexity is its exponential. One block in twenty has more than {hard}"
-        ": read some of them below, they are often lists, tables or another language."
+        ": they are often lists, tables or another language."
     )
     return [Figure(title, charts.histogram(edges.tolist(), {"blocks": counts}, "loss of a block", "blocks"), note)]
-
-
-def _figure(value: float | None) -> str:
-    return "undefined" if value is None else f"{value:.2f}"

@@ -12,17 +12,16 @@ from rtrain.report.drawing.charts import Line, Mark
 def blocks(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
     found: list[Block] = []
     if tables["by_length"]:
-        found += _by_length(tables["by_length"])
+        found.append(_by_length(tables["by_length"]))
     if "no_answer" in tables:
         assert run.scores is not None  # section
         found.append(_no_answer(tables["no_answer"], run.scores["scores"]["f1"]))
     return found
 
 
-def _by_length(groups: list[dict[str, Any]]) -> list[Block]:
+def _by_length(groups: list[dict[str, Any]]) -> Table:
     names = [str(one["low"]) if one["low"] == one["high"] else f"{one['low']} to {one['high']}" for one in groups]
-    note = "Questions with an answer, by its tokens; a dot is the middle of a group, whose rows are in the table."
-    table = Table(
+    return Table(
         "Scores by the length of the answer",
         ("tokens", "questions", "F1", "exact match"),
         [
@@ -31,16 +30,6 @@ def _by_length(groups: list[dict[str, Any]]) -> list[Block]:
         ],
         "Of tokens, 0 to 1: an answer that is found in part has an F1, but no exact match.",
     )
-    if len(groups) < 2:
-        return [table]
-    xs = [(one["low"] + one["high"]) / 2 for one in groups]
-    series = [
-        Line(name, xs, [one[key] for one in groups], dots=True)
-        for name, key in (("F1", "f1"), ("exact match", "exact_match"))
-    ]
-    fewest, most = groups[0]["f1"], groups[-1]["f1"]
-    title = f"F1 is {fewest:.2f} for answers of {names[0]} and {most:.2f} for those of {names[-1]} tokens"
-    return [Figure(title, charts.lines(series, "length of the answer (tokens)", "score"), note), table]
 
 
 def _no_answer(found: Mapping[str, Any], f1: float) -> Figure:

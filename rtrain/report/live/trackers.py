@@ -53,7 +53,8 @@ def missing(config: Config) -> list[Problem]:
     for name in config.deploy.report.trackers:
         if lacking := [module for module in MODULES[name] if importlib.util.find_spec(module) is None]:
             reason = f"{name} needs {', '.join(lacking)}, which is not installed"
-            problems.append(Problem("report.trackers", name, reason, f"run: pip install 'rtrain[{name}]'"))
+            fix = f"run: pip install 'rtrain[{name}]'"
+            problems.append(Problem("report.trackers", name, reason, fix, code="not_installed"))
     return problems
 
 
@@ -67,7 +68,7 @@ def following(config: Config, run: Run, say: Say) -> Iterator[None]:
     outcome: Outcome = "failed"
     try:
         for name in config.deploy.report.trackers:  # where one is refused, those before it are closed
-            feeds.append(Feed(name, _OPEN[name](config, run), run, past, say))
+            feeds.append(Feed(name, TRACKERS[name](config, run), run, past, say))
         with ExitStack() as stack:
             for feed in feeds:  # each by a thread of its own: a slow server must not hold up the others
                 stack.enter_context(events.Follow([(run.folder, {})], feed))
@@ -197,7 +198,8 @@ class TensorBoard:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"report.tensorboard_dir: {folder} cannot be made ({error.strerror})") from None
+            text = f"report.tensorboard_dir: {folder} cannot be made ({error.strerror})"
+            raise UserError(text, code="unwritable") from None
         self._writer = Writer(str(folder))
 
     def log(self, values: Mapping[str, float], update: int, time: float) -> None:
@@ -236,7 +238,8 @@ class MLflow:
         except MlflowException as error:
             reason = (str(error).splitlines() or [""])[0][:300]
             fix = "set report.mlflow_uri to a server that answers, or take mlflow out of report.trackers"
-            raise UserError(f"report.mlflow_uri: {hide(uri)} cannot be used ({hide(reason)}); {fix}") from None
+            text = f"report.mlflow_uri: {hide(uri)} cannot be used ({hide(reason)}); {fix}"
+            raise UserError(text, code="unreachable") from None
 
     def _open(self, experiment: str, uri: str, run: Run) -> tuple[str, bool]:
         """(id of the tracker's run, whether it is new). The id is kept in the run folder, for its address."""
@@ -266,4 +269,4 @@ class MLflow:
         self._client.set_terminated(self._run_id, status)
 
 
-_OPEN: Mapping[str, Callable[[Config, Run], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
+TRACKERS: Mapping[str, Callable[[Config, Run], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}

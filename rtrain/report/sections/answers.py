@@ -95,7 +95,7 @@ def _classes(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
 def _labels(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
     chances = sorted(one["threshold"] for one in tables["per_class"])
     note = f"Each label is given from a chance of its own on, {chances[0]:.2f} to {chances[-1]:.2f}." if chances else ""
-    return [confusion.bars(tables, note), confusion.worst(tables)]
+    return [confusion.worst(tables), *([Note(note)] if note else [])]
 
 
 def _heads(run: Collected, tables: Mapping[str, Any]) -> list[Block]:

@@ -12,7 +12,7 @@ from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.drawing.svg import number
 from rtrain.report.live import said
-from rtrain.report.sections import labels, terms
+from rtrain.report.sections import labels
 
 MOST_BAD = 50
 NAMES = {"train": "training", "valid": "validation", "test": "test"}
@@ -25,7 +25,7 @@ def section(run: Collected) -> Section:
         return Section("data", "Data", "", [note])
     overlaps = {event["split"]: Note(said.overlap(event)) for event in run.of("overlap")}
     blocks: list[Block] = [*overlaps.values(), _splits(run, store), _lengths(run, store), *labels.blocks(run, store)]
-    blocks += [*terms.blocks(run, store), _quarantine(store)]
+    blocks.append(_quarantine(store))
     made, without = store.manifest.copies, store.manifest.unlabelled.get("rows", 0)
     intro = f"{store.given:,} rows were read; {store.manifest.quarantined:,} more were set aside as unusable. "
     intro += f"{made:,} copies of training rows were made. " if made else ""

@@ -15,7 +15,6 @@ from rtrain.report.advice import Compared, Facts, Label, Weak
 from rtrain.report.collect import Collected
 from rtrain.report.drawing.blocks import Block, Note, Steps
 from rtrain.report.sections import curves, slices
-from rtrain.report.sections.hardest import SHOWN
 from rtrain.run import Run
 
 SURE = 0.9
@@ -23,6 +22,8 @@ SURE = 0.9
 PAIR_SHARE = 0.1
 """Share of all mistakes from which on a confused pair is worth a remedy of its own."""
 PAIR_ROWS = 5
+HARDEST = 20
+"""Rows of the largest loss among which wrong labels are looked for."""
 
 
 def block(run: Collected) -> Block:
@@ -223,5 +224,5 @@ def _suspects(run: Collected) -> list[str]:
     if answers is None or run.output != "classes":
         return []
     right = answers.right
-    rows = [int(row) for row in answers.hardest(SHOWN) if not right[row] and answers.score[row] >= SURE]
+    rows = [int(row) for row in answers.hardest(HARDEST) if not right[row] and answers.score[row] >= SURE]
     return [answers.place(row) for row in rows]

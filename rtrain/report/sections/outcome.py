@@ -11,8 +11,8 @@ from rtrain.report.drawing.svg import duration, number, rate, score_name, short,
 from rtrain.report.kinds import entities
 from rtrain.report.sections import answers, next_steps, slices
 
-EACH = 3
-"""Lines of each kind in the table of what is wrong."""
+EACH, HARDEST = 3, 10
+"""Lines of each kind in the table of what is wrong, and of the hardest rows."""
 TEXT = 160
 """Characters of a row's text."""
 
@@ -225,11 +225,10 @@ def _hardest(run: Collected) -> list[tuple[str, str, str]]:
     known = run.answers
     if known is None:
         return []
-    rows = [int(row) for row in known.hardest(2 * EACH + 20)]
+    rows = [int(row) for row in known.hardest(4 * HARDEST)]
     if run.output not in ("number", "tokens", "summary"):  # a hard row whose answer is right is no mistake
         rows = [row for row in rows if not known.right[row]]
-    rows = rows[:EACH]
-    found = []
+    rows, found = rows[:HARDEST], list[tuple[str, str, str]]()
     for row, text in zip(rows, known.texts(rows), strict=True):
         found.append(("hardest row", f"{short(text, TEXT)} ({short(known.place(row), 90)})", _mistake(run, row)))
     return found
@@ -242,7 +241,7 @@ def _mistake(run: Collected, row: int) -> str:
     if run.output in ("tokens", "summary"):
         return loss
     if run.output == "tags":
-        sides = [entities.named(side[row], None) for side in (known.target, known.prediction)]
+        sides = [entities.named(side[row]) for side in (known.target, known.prediction)]
     else:
         sides = [_said(side[row]) for side in (known.target, known.prediction)]
     return f"{short(sides[0], 80)} answered as {short(sides[1], 80)}, {loss}"

@@ -1,31 +1,21 @@
 """Where the model is worse than on the whole: scores by length and by every further column of the rows."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from rtrain.metrics.slices import LEAST, quantiles
 from rtrain.report import stats
-from rtrain.report.answer_rows import AnswerRows
 from rtrain.report.collect import Collected
-from rtrain.report.drawing import charts
-from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
-from rtrain.report.drawing.charts import Bar
+from rtrain.report.drawing.blocks import Block, Note, Section, Table
 from rtrain.report.drawing.svg import score_name, short, three
 
 ALPHA = 0.05
 """A slice with a smaller corrected p differs by more than chance."""
 LENGTH = "length"
 """The slices by tokens in scores-<split>.json."""
-FEWEST = 10
-"""Rows below which quartiles say nothing."""
 SHOWN = 15
-MOST_COLUMNS, MOST_BOXES = 6, 12
-
 
 COUNTS: dict[str, Callable[[Any, Any], bool]] = {
     "classes": lambda true, said: True,
@@ -52,8 +42,6 @@ class Measure:
     sign: int
     whole: float
     """Its value over all rows."""
-    bounded: bool
-    """0 to 1."""
 
     @property
     def larger_is_better(self) -> bool:
@@ -61,14 +49,10 @@ class Measure:
 
 
 def section(run: Collected) -> Section | None:
-    answers = run.answers
-    if answers is None or len(answers) < 2 * FEWEST:
+    if run.answers is None or run.scores is None:
         return None
-    blocks: list[Block] = []
-    if run.scores is not None:
-        blocks += _worst(told(run, slices(run.scores)), measure(run.scores))
-        blocks += _unjudged(told(run, slices(run.scores, judged=False)))
-    blocks += _boxes(answers)
+    blocks = _worst(told(run, slices(run.scores)), measure(run.scores))
+    blocks += _unjudged(told(run, slices(run.scores, judged=False)))
     if not blocks:
         return None
     intro = (
@@ -81,7 +65,7 @@ def section(run: Collected) -> Section | None:
 def measure(scores: dict[str, Any]) -> Measure:
     name = scores["headline"]
     sign = -1 if name.startswith("neg_") else 1
-    return Measure(score_name(name.removeprefix("neg_")), sign, sign * scores["scores"][name], sign > 0)
+    return Measure(score_name(name.removeprefix("neg_")), sign, sign * scores["scores"][name])
 
 
 def slices(scores: dict[str, Any], judged: bool = True) -> list[Slice]:
@@ -128,15 +112,9 @@ def _worst(found: Sequence[Slice], whole: Measure) -> list[Block]:
     worst = found[:SHOWN]
     if len(found) < 2:
         return []
-    items = [
-        Bar(one.name, one.value, f"{one.name}: {three(one.value)}, {one.rows:,} rows", one.interval) for one in worst
-    ]
-    chart = charts.bars(
-        items, whole.name, (whole.whole, f"all rows {three(whole.whole)}"), high=1.0 if whole.bounded else None
-    )
     said = verdicts(found, whole)
     note = (
-        "Whiskers: 95 % intervals of each slice alone. The verdicts are corrected for the number of slices, by Holm's "
+        "95 % intervals of each slice alone. The verdicts are corrected for the number of slices, by Holm's "
         f"method. Slices of {LEAST} rows or more, the worst first."
     )
     weak = next((one for one, verdict in zip(found, said, strict=True) if verdict == "worse"), None)
@@ -153,8 +131,7 @@ def _worst(found: Sequence[Slice], whole: Measure) -> list[Block]:
         )
         for one, verdict in zip(worst, said, strict=False)
     ]
-    table = Table("The same in figures", ("slice", "rows", whole.name, "95 % interval", "vs. all"), rows)
-    return [Figure(title, chart, note), table]
+    return [Table(title, ("slice", "rows", whole.name, "95 % interval", "vs. all"), rows, note, wide=True)]
 
 
 def _unjudged(found: Sequence[Slice]) -> list[Block]:
@@ -182,33 +159,3 @@ def verdicts(found: Sequence[Slice], whole: Measure) -> list[str]:
         lower = found[place].value < whole.whole
         said[place] = "alike" if p >= ALPHA else "worse" if lower == whole.larger_is_better else "better"
     return said
-
-
-def _boxes(answers: AnswerRows) -> list[Block]:
-    """Box plots by each column, of the length and of the loss (where the answers are numbers: of the true score)."""
-    values, label = (answers.target, "true score") if answers.kind == "numbers" else (answers.loss, "loss of the row")
-    tokens = answers.tokens.astype(np.float64)
-    found: list[Block] = []
-    for column, of_row in list(answers.slices.items())[:MOST_COLUMNS]:
-        found += _box(column, of_row, values, label) + _box(column, of_row, tokens, "length (tokens)")
-    lengths = [f"{name} tokens" for name in quantiles(answers.tokens)]  # those that the slices have
-    return [*_box("length", lengths, values, label), *found]
-
-
-def _box(column: str, of_row: Sequence[str], values: stats.Floats, label: str) -> list[Block]:
-    items = _grouped(of_row, values)
-    if len(items) < 2:
-        return []
-    low, high = items[0][1].median, items[-1][1].median
-    spread = f"{short(items[-1][0], 30)} has the highest median" if high > low else "the medians are equal"
-    note = "Box: the middle half of the rows; line in it: the median; whiskers: 5th to 95th percentile."
-    title = f"{label[0].upper()}{label[1:]} by {short(column)}: {spread}"
-    return [Figure(title, charts.boxes(items, label), note)]
-
-
-def _grouped(of_row: Sequence[str], values: stats.Floats) -> list[tuple[str, stats.Box]]:
-    """A box per value of the column, for the most frequent ones, by their median."""
-    keys, known = np.array(of_row, dtype=object), np.isfinite(values)
-    frequent = [key for key, count in Counter(of_row).most_common(MOST_BOXES) if count >= FEWEST]
-    parts = [(key or "(empty)", values[(keys == key) & known]) for key in frequent]
-    return sorted(((key, stats.box(part)) for key, part in parts if len(part)), key=lambda item: item[1].median)

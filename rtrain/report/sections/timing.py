@@ -59,7 +59,7 @@ def measured_updates(log: Sequence[Event]) -> int:
 
 
 def _stages(found: Sequence[Mapping[str, float]] | None) -> list[Block]:
-    """An update of each worker, by what it did; of a start that an earlier version made there is nothing."""
+    """An update of each worker, by what it did; nothing before a start has come to its end."""
     if not found:
         return []
     parts = [part for part in PARTS if any(worker[part] > LEAST for worker in found)]
