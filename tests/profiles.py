@@ -45,7 +45,7 @@ def row(workers: int = 1, *, slower: int = 1, cores: int = 2, **facts: Any) -> d
     """A row of a profile's document."""
     known: dict[str, Any] = {
         **{"name": f"workers={workers}", "settings": {"train.workers": workers}, "precision": "fp32"},
-        **{"transport": "stock", "device": "cpu", "rows_per_update": 8 * workers, "order_digest": "ab" * 32},
+        **{"device": "cpu", "rows_per_update": 8 * workers, "order_digest": "ab" * 32},
         **{"save_every": 25, "run_updates": 1000, "processes": {"raylet": 0.02, "driver": 0.01}},
     }
     made = [worker(rank, slower=slower, cores=cores) for rank in range(workers)]

@@ -7,8 +7,8 @@ import pytest
 
 from rtrain.config import load
 from rtrain.doctor.forecast import choose_k
-from rtrain.doctor.forecast.choose_k import Option, Pilot, chosen, miss, of_run, options
-from rtrain.doctor.forecast.scaling import Compute
+from rtrain.doctor.forecast.choose_k import Option, Pilot, chosen, of_run, options
+from rtrain.doctor.forecast.pace import Compute
 from rtrain.errors import UserError
 from rtrain.exchange.noise import Scale
 
@@ -160,12 +160,6 @@ def test_a_log_that_tells_too_little_is_refused() -> None:
         of_run([LOG[0], *LOG[1:3], LOG[-1]], 4)
     with pytest.raises(UserError, match="has not come to its end"):
         of_run(LOG[:-1], 4)
-
-
-def test_a_choice_is_compared_with_the_best_that_was_measured() -> None:
-    times = {1: [12.0, 10.0, 11.0], 2: [10.0, 10.5, 9.0], 4: [10.0, 11.0, 12.0]}
-    assert miss(times, 2) == 0.0
-    assert miss(times, 4) == pytest.approx(0.1)
 
 
 # ------------------------------------------------------------------------------------------------ what a search is told

@@ -96,20 +96,8 @@ def test_every_way_is_foretold_by_the_model_s_own_pass(encoder: Path) -> None:
     assert cut.activations < plain.activations
     assert both.weights == pytest.approx(cut.weights / 2)
     assert {need.checkpoint for need in found.values()} == {plain.checkpoint}
-    assert {way for way, need in found.items() if need.segment} == set()
     again = found[Way(gradient_checkpointing=True)]
     assert again.activations < plain.activations
-
-
-def test_two_workers_of_a_host_share_a_segment_where_they_have_whole_models(encoder: Path) -> None:
-    recipe = config.load("intent").recipe
-    passes = Pass((32,) * 4)
-    found = dict(fitting.needs(recipe, encoder, ways.ordered(2), passes, 2, "cpu"))
-    assert {way for way, need in found.items() if need.segment} == {
-        Way(shard, gradient_checkpointing=again) for shard in (0, 1) for again in (False, True)
-    }
-    on_gpu = dict(fitting.needs(recipe, encoder, [Way()], passes, 2, "gpu"))[Way()]
-    assert (on_gpu.segment, on_gpu.checkpoint) == (0, 0)
 
 
 @pytest.mark.parametrize("shard", [2, 3])

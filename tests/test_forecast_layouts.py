@@ -16,9 +16,8 @@ from rtrain.errors import ConfigError
 from rtrain.network import device
 from rtrain.run import Run
 from rtrain.runs import preparing
+from tests.root import ROOT
 from tune import slots
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def document(kinds: dict[str, tuple[dict[str, int], int]], limit: int = 4, head: int = 0) -> dict[str, Any]:
@@ -196,7 +195,6 @@ def test_nodes_hold_no_more_workers_than_their_memory() -> None:
     assert layouts.fewest(cluster, needs, need, holds=lambda kind: 8) == {"worker": 1}
     assert layouts.fewest(cluster, needs, need, holds=lambda kind: 2 if kind.name == "worker" else 0) == {"worker": 3}
     assert layouts.fewest(cluster, needs, need, holds=lambda kind: 0) is None
-    assert layouts.dealt(cluster, {"worker": 3}, 6, needs, lambda kind: 4) == 4
 
 
 def test_the_project_s_own_file_has_its_instances() -> None:

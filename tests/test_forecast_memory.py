@@ -99,11 +99,9 @@ def test_an_unknown_strategy_is_none() -> None:
 
 
 def test_what_workers_share_and_what_is_saved_is_told_apart() -> None:
-    need = needed(TRACED, 2, transport="shared_memory", saves=True)
-    assert need.segment == (400 - 120) * MB * 4 / 2
+    need = needed(TRACED, 2, saves=True)
     assert need.checkpoint == (420 + 800) * MB
     assert need.process == memory.PROCESS
-    assert needed(TRACED, 1, transport="shared_memory").segment == 0
 
 
 # ------------------------------------------------------------------------------------------------------------ the trace
@@ -324,13 +322,12 @@ def test_what_is_measured_first_is_well_within_what_is_foretold(
 
 def test_a_gpu_s_room_says_where_measuring_begins(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rtrain import config
-    from rtrain.doctor.forecast import guess
 
     recipe = config.load("intent").recipe
     task, found = base.get("classification"), []
     for room in (50 * MB, 100 * MB):
         monkeypatch.setattr(pass_size, "room", lambda network, room=room: room)
-        found.append(guess.tried(None, encoder, task, recipe, 64, "bf16"))  # type: ignore[arg-type]
+        found.append(trace.tried(None, encoder, task, recipe, 64, "bf16"))  # type: ignore[arg-type]
     assert LEAST <= found[0][0] < found[0][1] < found[1][1]
 
 
@@ -341,7 +338,6 @@ def test_what_cannot_be_traced_is_said_and_measured_at_fixed_sizes(
     import torch
 
     from rtrain import config
-    from rtrain.doctor.forecast import guess
     from rtrain.training import step
 
     def looks(*given: Any, **named: Any) -> torch.Tensor:
@@ -353,7 +349,7 @@ def test_what_cannot_be_traced_is_said_and_measured_at_fixed_sizes(
     monkeypatch.setattr(pass_size, "room", lambda network: 1e9)
     network: Any = None
     recipe, task = config.load("intent").recipe, base.get("classification")
-    assert guess.tried(network, encoder, task, recipe, 64, "bf16") == pass_size.TRIED
+    assert trace.tried(network, encoder, task, recipe, 64, "bf16") == pass_size.TRIED
 
 
 # --------------------------------------------------------------------------------------------------- against processes
@@ -421,7 +417,7 @@ def foretold(folder: Path, settings: dict[str, Any]) -> float:
     )
     way = Way(settings.get("shard", 0), settings.get("tensor", 1), recomputed)
     [(_, need)] = fitting.needs(recipe, folder, [way], passes, workers, "cpu")
-    return need.total - need.process - need.checkpoint - need.segment
+    return need.total - need.process - need.checkpoint
 
 
 def measured(folder: Path, settings: dict[str, Any]) -> float:

@@ -206,7 +206,7 @@ def test_a_delay_in_what_parts_of_a_model_send_is_the_exchanges(
 ) -> None:
     """It happens inside of forward and backward passes."""
     clock, network = Ahead(), make_network(make_still_encoder(tmp_path))
-    exchange = choose.build(network, Train(workers=2, transport="stock", **train))  # type: ignore[arg-type]
+    exchange = choose.build(network, Train(workers=2, **train))  # type: ignore[arg-type]
     exchange.timeline.now = clock
     inject(clock, monkeypatch)
     optimizer, rows = torch.optim.SGD(network.parameters(), lr=0.0), make_rows(8)

@@ -40,7 +40,7 @@ def test_rows_and_tokens_of_a_replica_on_several_workers_count_once() -> None:
 def test_a_start_that_was_interrupted_is_no_profile() -> None:
     whole = worker()
     part = replace(whole, updates=whole.updates[3:])
-    facts = {key: row()[key] for key in ("name", "settings", "precision", "transport", "device", "rows_per_update")}
+    facts = {key: row()[key] for key in ("name", "settings", "precision", "device", "rows_per_update")}
     known = figures.Facts(**facts, order_digest="", save_every=1, run_updates=1, processes={})
     with pytest.raises(UserError, match="worker 0 has trained 4 updates in one go, not 7"):
         figures.of_row(known, [part], LENGTH)

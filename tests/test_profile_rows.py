@@ -37,8 +37,8 @@ def test_sweeps_are_combined_and_have_short_names() -> None:
 
 def test_loader_and_transport_are_settings_too() -> None:
     assert [row.config.deploy.cluster.data_cpus for row in rows(intent(), ["loader=1,2,4"], LENGTH)] == [1, 2, 4]
-    found = rows(intent(), ["transport=stock,shared_memory"], LENGTH)
-    assert [row.config.recipe.train.transport for row in found] == ["stock", "shared_memory"]
+    found = rows(intent(), ["precision=fp32,bf16"], LENGTH)
+    assert [row.config.recipe.train.precision for row in found] == ["fp32", "bf16"]
 
 
 def test_all_rows_have_the_updates_of_the_recipe_as_it_stands() -> None:
@@ -89,7 +89,7 @@ def test_a_sweep_that_cannot_be_is_refused(sweeps: list[str], said: str) -> None
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as error:
-        rows(intent(), ["workers", "precision=", "transport=stock,stock"], LENGTH)
+        rows(intent(), ["workers", "precision=", "loader=1,1"], LENGTH)
     assert len(error.value.problems) == 3
 
 

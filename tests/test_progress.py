@@ -118,20 +118,9 @@ def test_a_start_says_to_what_the_learning_rate_rises(capsys: pytest.CaptureFixt
     ]
 
 
-def test_how_gradients_go_is_said_where_it_is_not_as_asked_or_loses_something(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    asked = {"kind": "transport", "asked": "shared_memory", "used": "shared_memory", "reason": None}
-    assert shown(
-        capsys,
-        asked,
-        {**asked, "used": "stock", "reason": "there is a GPU"},
-        {**asked, "asked": "auto", "used": "stock", "reason": "there is a GPU"},
-        {"kind": "compressed", "error": 0.00171},
-    ) == [
-        "train.transport=shared_memory: stock is used, as there is a GPU",
-        "gradients are sent in fewer bits, with an error of 1.7e-03 of their norm",
-    ]
+def test_what_compression_loses_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    [line] = shown(capsys, {"kind": "compressed", "error": 0.00171})
+    assert "1.7e-03" in line
 
 
 def test_time_left_is_by_the_updates_of_this_start(capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,7 +167,7 @@ def _left_alone(rank: int, folder: Path) -> None:
 def _run(folder: Path, name: str, rank: int) -> dict[str, Any]:
     before, after = RUNS[name]
     ground = folder / ("ground" if name in DROPPING else STILL)
-    chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "world": 2, "rank": rank, "workers": 2, "transport": "stock"}
+    chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "world": 2, "rank": rank, "workers": 2}
     if before is not None:
         test_training_loop.start(ground, folder / name, kill=KILLED_AT, **chosen, **LAYOUTS[before])
     return told(test_training_loop.start(ground, folder / name, **chosen, **LAYOUTS[after]))

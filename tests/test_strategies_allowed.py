@@ -70,7 +70,6 @@ def test_what_can_be_is_not_refused(tmp_path: Path) -> None:
         (BERT, {"train__tensor": 2, "train__min_workers": 2}, "train.min_workers", "in groups; leave it out"),
         (BERT, {"train__tensor": 2, "distill__relations": 1.0}, "distill.relations", "write 0"),
         (BERT, {"train__shard": 2, "train__gradient_compression": "bf16"}, "train.gradient_compression", "write none"),
-        (BERT, {"train__shard": 3, "train__transport": "shared_memory"}, "train.transport", "write auto"),
         (BERT, {"train__shard": 2, "train__balance": "auto"}, "train.balance", "write off"),
         (BERT, {"train__pipeline": 2, "train__balance": "auto"}, "train.balance", "write off"),
         (BERT, {"train__pipeline": 2, "train__workers": 3}, "train.pipeline", "write 1 or 3, or train.workers=2"),
@@ -142,9 +141,9 @@ def test_what_cannot_be_is_named_with_what_to_write(
 
 
 def test_all_of_it_is_said_at_once(tmp_path: Path) -> None:
-    chosen = {"train__tensor": 5, "train__min_workers": 1, "train__transport": "shared_memory", "train__shard": 1}
+    chosen = {"train__tensor": 5, "train__min_workers": 1, "train__shard": 1}
     found = problems(tmp_path, BERT, **chosen)
-    assert {one.field for one in found} == {"train.transport", "train.shard", "train.min_workers", "train.tensor"}
+    assert {one.field for one in found} == {"train.shard", "train.min_workers", "train.tensor"}
     others = {"train__pipeline": 7, "train__workers": 4}
     more = problems(tmp_path, BERT, **chosen, **others)
     assert {one.field for one in more} == {one.field for one in found} | {"train.pipeline", "train.workers"}

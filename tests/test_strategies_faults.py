@@ -48,7 +48,7 @@ def _worker(rank: int, folder: Path, name: str, layout: Layout, number: int | No
 
     joined(rank, WORKERS, folder / "starts" / name)
     watch = Watch() if number is None else Watch(folder / "starts" / name / f"stalled-{rank}", STALL_S)
-    settings = {"save_every": 1, "keep": 9, "transport": "stock", "workers": WORKERS, **layout}
+    settings = {"save_every": 1, "keep": 9, "workers": WORKERS, **layout}
     try:
         ran = test_training_loop.start(
             folder, folder / name, world=WORKERS, rank=rank, watch=watch, on_update=meet, **settings

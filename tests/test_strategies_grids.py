@@ -78,7 +78,7 @@ def scored(folder: Path, train: dict[str, Any] | None) -> list[float]:
 
 def _fewer(folder: Path, name: str, rank: int, world: int, kill: int | None, **train: Any) -> list[int]:
     """A part of the run that four workers begin, two go on with, and one ends. From which update it went on."""
-    chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "workers": world, "transport": "stock", **train}
+    chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "workers": world, **train}
     begun = test_training_loop.start(
         folder / "still", folder / f"run {name}", kill=kill, world=world, rank=rank, **chosen
     )
@@ -126,7 +126,7 @@ def _eight(rank: int, folder: Path) -> None:
 
 
 def _whole(folder: Path, name: str, rank: int, kill: int | None, **train: Any) -> None:
-    chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "workers": 4, "transport": "stock", **train}
+    chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "workers": 4, **train}
     test_training_loop.start(folder / "ground", folder / name, kill=kill, world=4, rank=rank, **chosen)
 
 

@@ -85,7 +85,7 @@ def rows(seed: int, tokens: int, words: int) -> Tokens:
 
 
 def recipe_of(way: Way) -> Recipe:
-    return load("intent", {"train.transport": "stock", **way.settings}).recipe
+    return load("intent", way.settings).recipe
 
 
 def _worker(rank: int, folder: Path, names: tuple[str, ...], tokens: int) -> None:

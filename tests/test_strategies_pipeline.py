@@ -196,7 +196,7 @@ def _left_alone(rank: int, folder: Path) -> None:
 def _start(folder: Path, name: str, layout: str, rank: int, kill: int | None = None) -> test_training_loop.Ran:
     ground = folder / ("ground" if name in DROPPING else "still")
     workers = 1 if layout == ONE else 2
-    chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "workers": workers, "transport": "stock"}
+    chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "workers": workers}
     chosen |= {**LAYOUTS, **OTHERS}[layout]
     return test_training_loop.start(ground, folder / f"run {name}", kill=kill, world=workers, rank=rank, **chosen)
 

@@ -90,30 +90,6 @@ def test_freed_memory_goes_back_where_blocks_of_many_sizes_come_and_go(
     assert ways.gives_back(train) is expected
 
 
-@pytest.mark.parametrize(
-    ("settings", "workers", "device", "expected"),
-    [
-        ({}, 2, "cpu", "shared_memory"),
-        ({}, 1, "cpu", "stock"),
-        ({}, 4, "cpu", "stock"),  # whose sums would differ in their last bit
-        ({"transport": "shared_memory"}, 4, "cpu", "shared_memory"),
-        ({"transport": "stock"}, 2, "cpu", "stock"),
-        ({}, 2, "gpu", "stock"),
-        ({"shard": 1}, 2, "cpu", "shared_memory"),
-        ({"shard": 2}, 2, "cpu", "stock"),
-        ({"tensor": 2}, 2, "cpu", "stock"),
-        ({"pipeline": 2}, 2, "cpu", "stock"),
-        ({"context": 2}, 2, "cpu", "stock"),
-        ({"context": 2}, 4, "cpu", "stock"),
-    ],
-)
-def test_two_workers_with_whole_models_share_memory(
-    settings: dict[str, Any], workers: int, device: str, expected: str
-) -> None:
-    train = recipe(train__workers=workers, **{f"train__{name}": value for name, value in settings.items()}).train
-    assert ways.transport(train, workers, device) == expected
-
-
 def test_the_rest_are_those_that_come_after() -> None:
     found = [Way(), Way(1), Way(2)]
     assert list(ways.beginning_with(Way(1), iter(found))) == [Way(1), Way(2)]

@@ -122,11 +122,6 @@ class Train(Section):
     gradient_checkpointing: bool = False
     """Save memory: keep only each layer's input, and compute the layer again in the backward pass. With MiniLM and 16
     texts of 512 tokens, a pass took 1.1 GB in place of 2.6, and 1.0 to 1.25 times as long."""
-    transport: Literal["auto", "stock", "shared_memory"] = "auto"
-    """How gradients go from worker to worker: `stock` is Gloo's sockets (NCCL on GPUs), `shared_memory` is memory that
-    the workers of one host share. `auto` uses shared memory for exactly two workers on one host, where both transports
-    give the same sums bit for bit; with more, results would depend on the hosts. On several hosts or on GPUs,
-    `shared_memory` becomes `stock`, and a line says so."""
     gradient_compression: Literal["none", "bf16"] = "none"
     """`bf16` sends gradients in half the bytes. It changes the weights; the log says how far the gradient is off. For
     two workers over 100 Mbit/s an update of MiniLM took 3.5 s in place of 5.3."""
@@ -198,7 +193,7 @@ LAID_OUT = ("shard", "offload", "tensor", "sequence", "pipeline", "schedule", "c
 """Settings of `train` that say how the model lies on the workers."""
 SPEED = (
     *("workers", "device", "gpus_per_worker", "min_workers", "micro_batch", "tokens_per_pass"),
-    *("aggregation_frequency", "balance", "gradient_checkpointing", "transport"),
+    *("aggregation_frequency", "balance", "gradient_checkpointing"),
     *("strategy", *LAID_OUT),
     *("save_every", "keep", "log_every"),
 )

@@ -103,6 +103,14 @@ def norm(tensors: "Sequence[torch.Tensor]") -> "torch.Tensor":
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
 
+def squared(tensor: "torch.Tensor") -> "torch.Tensor":
+    """The squared norm of a tensor, [], on its device: nothing waits for it yet."""
+    import torch
+
+    found: torch.Tensor = torch.linalg.vector_norm(tensor)
+    return full(found).double() ** 2
+
+
 def from_holders(own: "Mapping[str, torch.Tensor]", watch: Watch) -> "Iterator[tuple[str, torch.Tensor]]":
     """Tensors of which each worker has some, or shares of some: on rank 0 all, whole, sent to its processor's memory;
     on others none."""

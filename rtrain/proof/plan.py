@@ -125,9 +125,9 @@ Refused = Callable[[int, str], Sequence[Problem]]
 
 
 def train_of(train: Train, layout: str, workers: int) -> Train:
-    """The section `train` of a case. What is shared out goes by the process group's own sums, whatever a run's whole
-    gradients go by, and its workers make equally many passes."""
-    shared = {"transport": "auto", "balance": "off", **{**LAYOUTS, **GRIDS, **CUBES}[layout]} if layout else {}
+    """The section `train` of a case. The workers of what is shared out make equally many
+    passes."""
+    shared = {"balance": "off", **{**LAYOUTS, **GRIDS, **CUBES}[layout]} if layout else {}
     return train.model_copy(update={**PLAIN, **shared, "workers": workers, "min_workers": None})
 
 

@@ -18,7 +18,7 @@ from rtrain.config import Model, Recipe
 from rtrain.data import ingest
 from rtrain.data.order import Order
 from rtrain.data.stores.store import Store, open_store
-from rtrain.doctor.forecast import guess
+from rtrain.doctor.forecast import trace
 from rtrain.errors import UserError
 from rtrain.exchange import ranks, whole
 from rtrain.exchange.alive import Watch
@@ -207,7 +207,7 @@ class _Worker:
             return pass_size.longest_rows(store, task, tokens, recipe.answers)
 
         longest = int(store.column("train", "length").max())
-        tried = guess.tried(self.network, self._source, task, recipe, longest, precision)
+        tried = trace.tried(self.network, self._source, task, recipe, longest, precision)
         return pass_size.measured(self.network, loss, made, model.pad_id(self._source), precision, tried)
 
     def _timed(self, store: Store, task: base.Task, loss: losses.RunLoss, precision: str) -> tuple[float, ...]:

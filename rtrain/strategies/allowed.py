@@ -33,10 +33,8 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
         for name, neutral, reason in (
             ("gradient_compression", "none", "gradients are sent as they are"),
             ("balance", "off", "workers make equally many passes, or the same"),
-            ("transport", "auto", "the process group sends what is exchanged"),
         ):
-            value = getattr(train, name)
-            if value not in (neutral, "stock"):
+            if (value := getattr(train, name)) != neutral:
                 found.append(Problem(f"train.{name}", value, f"{asked} {reason}", f"write {neutral}, or {fix}"))
     if not within:
         return found

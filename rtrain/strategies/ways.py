@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from rtrain.config import Recipe, Train
-from rtrain.exchange.transport import SAME_BITS
 from rtrain.strategies import allowed
 
 STRATEGIES: Final[Mapping[str, str]] = {
@@ -83,14 +82,6 @@ def gives_back(train: Train) -> bool:
     computed again do: then a worker returns what it has freed (`env.freed_goes_back`), which would else be holes."""
     cut = train.tensor > 1 or train.pipeline > 1 or train.gradient_checkpointing
     return cut or (train.shard > 1 and train.workers > 1)
-
-
-def transport(train: Train, workers: int, device: str) -> str:
-    """By which transport gradients go between so many workers of one host: `shared_memory` or `stock`; see
-    `exchange.transport`."""
-    whole = train.within == 1 and train.shard < 2 and workers > 1
-    asked = train.transport == "shared_memory" or (train.transport == "auto" and workers == SAME_BITS)
-    return "shared_memory" if whole and asked and device == "cpu" else "stock"
 
 
 def ordered(workers: int) -> Iterator[Way]:

@@ -16,8 +16,7 @@ from typing import Any, Final
 
 from rtrain import events
 from rtrain.config import Recipe
-from rtrain.doctor.forecast.pace import memory_per_s, passes
-from rtrain.doctor.forecast.scaling import STEP, Compute, between
+from rtrain.doctor.forecast.pace import STEP, Compute, between, memory_per_s, passes
 from rtrain.errors import UserError
 from rtrain.exchange import noise
 from rtrain.training.stages import BACKWARD, FORWARD
@@ -185,9 +184,3 @@ def chosen(found: Sequence[Option], early: bool = False) -> Option:
 def time_of(one: Option, early: bool) -> float:
     """Its relative time, `early` as in `chosen`."""
     return one.high if early and one.high is not None else one.relative
-
-
-def miss(measured: Mapping[int, Sequence[float]], choice: int) -> float:
-    """By what share the chosen frequency's measured time is above the best one's; medians over seeds."""
-    medians = {k: statistics.median(times) for k, times in measured.items()}
-    return medians[choice] / min(medians.values()) - 1

@@ -14,7 +14,7 @@ from rtrain.doctor.forecast import memory, stages, trace
 from rtrain.doctor.forecast.memory import Need
 from rtrain.doctor.forecast.pace import PEAK
 from rtrain.errors import ConfigError, Problem
-from rtrain.strategies.ways import Way, gives_back, transport
+from rtrain.strategies.ways import Way, gives_back
 from rtrain.tasks import base
 from rtrain.training import pass_size
 
@@ -93,7 +93,6 @@ def needs(
         settings = way.of(recipe.train, workers)
         need = memory.needed(
             *(found, replicas, way.strategy if replicas > 1 else "ddp"),
-            transport=transport(settings, workers, device),
             saves=device == "cpu",
             several=several,
             buckets=way.tensor == 1,

@@ -188,13 +188,3 @@ def fewest(
     if found is None:
         return None
     return {kind.name: count for kind, count in zip(cluster.kinds, found, strict=True) if count}
-
-
-def dealt(cluster: Cluster, chosen: Nodes, workers: int, needs: Needs, holds: Holds) -> int:
-    """Most workers on one node, where those that are chosen are filled one after another."""
-    found, left = 0, workers
-    for kind in (*cluster.heads, *cluster.kinds):
-        for _ in range(chosen.get(kind.name, 1 if kind in cluster.heads else 0)):
-            here = min(left, holds(kind), needs.offered([kind.host]).places)
-            found, left = max(found, here), left - here
-    return found

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from rtrain import torch_internals
 from rtrain.batch import Tokens, single
-from rtrain.config import Model
+from rtrain.config import Model, Recipe
 from rtrain.errors import UserError
 from rtrain.exchange import whole
 from rtrain.exchange.touched_rows import TouchedRows, table_of
@@ -25,7 +25,7 @@ from rtrain.strategies import shares
 from rtrain.strategies.staged import Staged
 from rtrain.tasks.base import Task
 from rtrain.tasks.masked_lm import SHARE
-from rtrain.training import layerwise, step
+from rtrain.training import layerwise, pass_size, step
 
 if TYPE_CHECKING:
     import torch
@@ -199,3 +199,34 @@ def _layers(network: "torch.nn.Module") -> tuple[int, ...]:
     lists = [one for one in network.modules() if isinstance(one, torch.nn.ModuleList)]
     longest = max(lists, key=len, default=())
     return tuple(sum(weight.nbytes for weight in one.parameters() if whole.here(weight)) for one in longest)
+
+
+# ------------------------------------------------------------------------- where a GPU is measured for its passes
+
+
+FORETOLD: Final = (512, 2048)
+"""Fewest tokens of the two passes that are traced: what a pass takes is a line in its tokens."""
+
+
+def tried(
+    network: "torch.nn.Module", folder: Path, task: Task, recipe: Recipe, longest: int, precision: str
+) -> tuple[int, int]:
+    """Fewest tokens of the two passes to measure on the network's GPU. `longest`: tokens of the longest row.
+
+    What cannot be traced is measured at fixed sizes.
+    """
+    room = pass_size.room(network)
+    try:
+        small, large = (_peak(folder, task, recipe, longest, tokens, precision) for tokens in FORETOLD)
+    except Untraceable:
+        return pass_size.TRIED
+    return pass_size.guessed(small, large, room)
+
+
+def _peak(folder: Path, task: Task, recipe: Recipe, longest: int, tokens: int, precision: str) -> pass_size.Peak:
+    """What is there in a pass: weights and gradients included, as when it is measured."""
+    window = min(longest, recipe.data.window_tokens)
+    lengths = [window] * -(-tokens // window)
+    again = recipe.train.gradient_checkpointing
+    found = of_pass(folder, task, recipe.model, lengths, device="gpu", precision=precision, recomputed=again)
+    return pass_size.Peak(found.tokens, found.weights + found.gradients + found.activations)

@@ -19,7 +19,6 @@ class Facts:
     name: str
     settings: Mapping[str, Any]
     precision: str
-    transport: str
     device: str
     rows_per_update: int
     order_digest: str
@@ -54,7 +53,6 @@ def of_row(facts: Facts, workers: Sequence[Worker], length: Length) -> dict[str,
         "settings": dict(facts.settings),
         "workers": len(workers),
         "precision": facts.precision,
-        "transport": facts.transport,
         "device": facts.device,
         "rows_per_update": facts.rows_per_update,
         "passes_per_update": round(counts["passes"] * facts.within / len(workers), 3),

@@ -56,7 +56,6 @@ def row(
         name=found.name,
         settings=found.settings,
         precision=known["precision"],
-        transport=known["exchange"]["transport"],
         device=known["device"],
         rows_per_update=recipe.rows_per_update,
         order_digest=known["order_digest"],

@@ -15,7 +15,6 @@ SHORT = {
     "workers": "train.workers",
     "loader": "cluster.data_cpus",
     "precision": "train.precision",
-    "transport": "train.transport",
 }
 """Setting by the name that a sweep may call it; any other setting has its own name."""
 MOST = 32
