@@ -132,6 +132,7 @@ class _Worker:
         order = Order(
             store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, recipe.train.seed
         )
+        at_random, measures = decisions.measures(self.watch, self._run, self.exchange.tells_noise)
         self.job = loop.Job(
             recipe=recipe,
             run=self._run,
@@ -144,7 +145,8 @@ class _Worker:
             until=min(start.until or order.updates, order.updates),
             rung=start.rung,
             replica=replica.of(start.config.deploy.cluster, start.run, start.owners),
-            measures=decisions.measures(self.watch, self._run, self.exchange.tells_noise),
+            at_random=at_random,
+            measures=measures,
             profile=self._run.profile(self._rank) if start.profile else None,
         )
 
@@ -235,7 +237,7 @@ class _Worker:
             self.job.store.folder,
             self.job.order,
             *(self.exchange.world, self.exchange.rank, most_rows, most_tokens, teacher),
-            measures=self.job.measures,
+            at_random=self.job.at_random,
             speeds=self._speeds,
             task_cpus=supply.task_cpus(start.config.deploy.cluster.data_cpus, self.exchange.workers),
             labels=start.config.deploy.cluster.data_labels,
