@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 def profile(
     context: typer.Context,
-    recipe: Annotated[str | None, typer.Argument(help="A recipe's name or a YAML file.")] = None,
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file.")],
     data: DataOption = None,
     valid: ValidOption = None,
     test: TestOption = None,
     model: ModelOption = None,
     workers: Workers = None,
-    out: Annotated[str | None, typer.Option("--out", help="Folder of the profile, or page of two.")] = None,
+    out: Annotated[str | None, typer.Option("--out", help="Folder of the profile.")] = None,
     assignments: Set = None,
     address: Address = None,
     updates: Annotated[int, typer.Option("--updates", min=1, help="Updates that are measured.")] = 20,
@@ -40,23 +40,12 @@ def profile(
         list[str] | None,
         typer.Option("--sweep", help="A row for each value: workers=1,2, loader=1,2,4, precision=..., any setting=..."),
     ] = None,
-    scaling: Annotated[str | None, typer.Option("--scaling", help="Numbers of workers, e.g. 1,2,4,8,16.")] = None,
     choose_k: Annotated[
         bool, typer.Option("--choose-k", help="Train a pilot; say which aggregation frequency trains soonest.")
     ] = False,
-    beside: Annotated[
-        list[Path] | None,
-        typer.Option("--beside", help="No training: a profile's JSON; named twice, one page of both."),
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say where the time of a recipe's updates goes, on each worker; print it, and write a page and a trace."""
-    if beside:
-        _beside(recipe, beside, out, as_json)
-        return
-    if recipe is None:
-        fix = "write rtrain profile RECIPE --data FILE, or --beside A.json --beside B.json"
-        raise ConfigError([Problem("profile", None, "takes a recipe, or two profiles by --beside", fix)])
     from rtrain.cluster.session import session
     from rtrain.doctor.profile import profile as profiling, rows, tables
     from rtrain.report.live.progress import Line
@@ -65,15 +54,14 @@ def profile(
     short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
     config = opening.absolute(configured(recipe, assignments, **short))
     if choose_k:
-        if sweep or scaling:
-            fix = "profile first, and choose then"
-            raise ConfigError([Problem("--choose-k", None, "trains one pilot, and sweeps nothing", fix)])
+        if sweep:
+            reason, fix = "trains one pilot, and sweeps nothing", "profile first, and choose then"
+            raise ConfigError([Problem("--choose-k", None, reason, fix, code="conflicting_settings")])
         _chosen_k(context, config, opening.folder_for(f"{config.recipe.name}-choose-k", out), as_json)
         return
     folder = opening.folder_for(f"{config.recipe.name}-profile", out)
     length = rows.Length(updates, warm_up)
-    sweeps = [*(sweep or ()), *([] if scaling is None else [f"workers={scaling}"])]
-    found = rows.rows(config, sweeps, length)
+    found = rows.rows(config, sweep or (), length)
     with Line(context.obj) as line:
         document = profiling.run(
             config, found, length, folder, lambda row, place: session(row, place.parent, line), on_event=line
@@ -95,26 +83,3 @@ def _chosen_k(context: typer.Context, config: "Config", folder: Path, as_json: b
     file = str(folder / frequency.JSON)
     lines = [*frequency.text(document), f"decision: {file}", context.obj.text()]
     show({**document, "file": file}, as_json, *lines)
-
-
-def _beside(recipe: str | None, paths: list[Path], out: str | None, as_json: bool) -> None:
-    if len(paths) != 2 or recipe is not None:
-        fix = "write rtrain profile --beside A.json --beside B.json"
-        raise ConfigError([Problem("--beside", None, "sets two profiles beside each other, and trains nothing", fix)])
-    from rtrain.doctor.profile import page, profile as profiling, tables
-
-    documents = [profiling.read(path.expanduser().absolute()) for path in paths]
-    names = [document["name"] for document in documents]
-    if names[0] == names[1]:
-        names = [str(path) for path in paths]
-    made = Path(out or "profiles.html").expanduser().absolute()
-    made.write_text(page.beside(documents, names), encoding="utf-8")
-    notes = tables.unpaired(documents, names)
-    found = {"profiles": [str(path) for path in paths], "rows": _ratios(documents), "notes": notes, "page": str(made)}
-    show(found, as_json, "\n".join([tables.beside(documents, names).text, "", *notes, f"page: {made}"]))
-
-
-def _ratios(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How long an update of the second takes beside the first, row by row."""
-    pairs = zip(*(document["rows"] for document in documents), strict=False)
-    return [{"rows": [one["name"], other["name"]], "ratio": other["update"] / one["update"]} for one, other in pairs]

@@ -1,8 +1,6 @@
-"""profile.html: stacked bars of where the time went, and the tables; of one profile, or of two on the same scale."""
+"""profile.html: stacked bars of where the time went, and the tables."""
 
-from collections.abc import Sequence
-
-from rtrain.doctor.profile import scaling, tables
+from rtrain.doctor.profile import tables
 from rtrain.doctor.profile.tables import Columns, Document
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table, Tile
@@ -29,38 +27,24 @@ def page(document: Document) -> str:
             "where",
             "Where the time goes",
             "",
-            [_bars([document], [""]), _block("Each worker", tables.where(document), tables.LEGEND)],
+            [_bars(document), _block("Each worker", tables.where(document), tables.LEGEND)],
         ),
         *([] if scale is None else [scale]),
         Section(
             "beside",
             "Beside it",
             "",
-            [_block("Speed, and what a checkpoint costs", tables.speed(document)), *_processes(document)],
+            [_block("Speed, and what a checkpoint costs", tables.speed(document))],
         ),
     ]
     about = f"A profile of the recipe {document['recipe']} by rtrain"
     return render(document["name"], about, tiles, sections, lead=tables.told(document))
 
 
-def beside(documents: Sequence[Document], names: Sequence[str]) -> str:
-    """Two profiles, of two machines or two settings, on one page."""
-    every = [Note(f"{name}: {tables.told(document)}.") for name, document in zip(names, documents, strict=True)]
-    compared = _block("Part by part", tables.beside(documents, names), tables.LEGEND)
-    left = [Note(one) for one in tables.unpaired(documents, names)]
-    bars = _bars(documents, [f"{name}: " for name in names])
-    sections = [
-        Section("where", "Where the time goes", "", [bars, compared, *left]),
-        Section("what", "What was measured", "", every),
-    ]
-    return render(" and ".join(names), "Two profiles by rtrain", [], sections)
-
-
-def _bars(documents: Sequence[Document], before: Sequence[str]) -> Block:
-    parts = tables.shown_parts(documents)
+def _bars(document: Document) -> Block:
+    parts = tables.shown_parts(document)
     bars = [
-        Stacked(f"{lead}{row['name']}, worker {one['rank']}", [1000 * one["parts"][part] for part in parts])
-        for lead, document in zip(before, documents, strict=True)
+        Stacked(f"{row['name']}, worker {one['rank']}", [1000 * one["parts"][part] for part in parts])
         for row in document["rows"]
         for one in row["of_workers"]
     ]
@@ -70,7 +54,7 @@ def _bars(documents: Sequence[Document], before: Sequence[str]) -> Block:
 
 
 def _scaling(document: Document) -> Section | None:
-    columns, lines = tables.scaled(document), scaling.table(document["rows"])
+    columns, lines = tables.scaled(document), tables.scaling(document["rows"])
     if columns is None:
         return None
     workers = [one["workers"] for one in lines]
@@ -78,15 +62,8 @@ def _scaling(document: Document) -> Section | None:
     series = [Line("measured", workers, [one["speedup"] for one in lines], True), Line("in proportion", workers, ideal)]
     chart = charts.lines(series, "workers", "speed-up")
     figure = Figure("Speed-up with workers", chart, "Beside the fewest workers; in proportion is what no run exceeds.")
-    notes = [Note(one) for one in scaling.warnings(document["rows"])]
+    notes = [Note(one) for one in tables.warnings(document["rows"])]
     return Section("scaling", "Scaling", "", [figure, _block("The same updates with more workers", columns), *notes])
-
-
-def _processes(document: Document) -> list[Block]:
-    if not any(row["processes"] for row in document["rows"]):
-        return []
-    note = "Processor time of Ray's own processes on the machine of the command, in cores, while the workers trained."
-    return [_block("Ray beside the workers", tables.processes(document), note)]
 
 
 def _block(title: str, columns: Columns, note: str = "") -> Table:
