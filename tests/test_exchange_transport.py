@@ -95,10 +95,9 @@ def _network(rank: int, world: int, compressed: str, folder: Path) -> dict[str, 
                 assert all(one is not None and not one.any() for one in before)
         kept.append({name: one.grad.clone() for name, one in network.named_parameters() if one.grad is not None})
     torch.save(kept, folder / f"network-{world}-{rank}-{compressed}.pt")
-    buckets = exchange.model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")  # type: ignore[operator]
     numbers = sum(one.numel() for one in network.layers.parameters()) + exchange.rows.gradient.numel()
     sent = numbers * (2 if compressed == "bf16" else 4)
-    return {"said": said, "buckets": len(buckets), "cost": exchange.cost(), "sent": sent}
+    return {"said": said, "cost": exchange.cost(), "sent": sent}
 
 
 Results = tuple[dict[tuple[int, int], dict[str, Any]], Path]

@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rtrain.batch import single
 from rtrain.config import Model, Recipe, Train
 from rtrain.doctor.forecast import fitting, memory, stages, trace
 from rtrain.doctor.forecast.memory import needed, optimizer_bytes
@@ -140,6 +142,7 @@ def test_activations_are_what_autograd_keeps_and_little_else(encoder: Path) -> N
     network: Any = model.build(encoder, base.get("classification"), ("a", "b"), 0, fast_dropout=False).train()
     own = {one.untyped_storage().data_ptr() for one in network.parameters()}
     kept: dict[int, int] = {}
+    sizes, ones = np.full(32, 64, dtype=np.int32), np.ones(32 * 64, dtype=np.int32)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -148,7 +151,7 @@ def test_activations_are_what_autograd_keeps_and_little_else(encoder: Path) -> N
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        step.forward(network, trace._tokens([64] * 32), 0, "fp32")
+        step.forward(network, single(ones, sizes, sizes, np.zeros(32), np.arange(32, dtype=np.uint64)), 0, "fp32")
     found = traced(encoder, [64] * 32).activations
     assert sum(kept.values()) < found < 1.35 * sum(kept.values())
 
@@ -344,7 +347,7 @@ def test_what_cannot_be_traced_is_said_and_measured_at_fixed_sizes(
         return torch.ones(3) if torch.rand(()).item() > 0.5 else torch.zeros(3)
 
     monkeypatch.setattr(step, "forward", looks)
-    with pytest.raises(trace.Untraceable, match="BertForSequenceClassification"):
+    with pytest.raises(trace.Untraceable):
         traced(encoder, [8])
     monkeypatch.setattr(pass_size, "room", lambda network: 1e9)
     network: Any = None
@@ -380,18 +383,10 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("bert", {"task": "classification", "lengths": [128] * 4, "workers": 2, "shard": 2}),
     ("bert", {"task": "classification", "lengths": [128] * 4, "workers": 2, "shard": 3}),
     ("bert", {"task": "classification", "lengths": [128] * 4, "workers": 2, "tensor": 2}),
-    ("bert", {"task": "classification", "lengths": [128] * 4, "workers": 2, "shard": 3, "passes": 2}),
-    ("minilm12", {"task": "classification", "lengths": [512] * 4, "workers": 2, "shard": 2}),
     ("minilm12", {"task": "classification", "lengths": [512] * 4, "workers": 2, "shard": 3}),
-    ("minilm12", {"task": "classification", "lengths": [512] * 4, "workers": 2, "tensor": 2}),
-    ("roberta", {"task": "classification", "lengths": [64] * 16, "workers": 2, "shard": 2}),
-    ("roberta", {"task": "classification", "lengths": [64] * 16, "workers": 2, "shard": 3}),
-    ("roberta", {"task": "classification", "lengths": [64] * 16, "workers": 2, "tensor": 2}),
     ("bert", {"task": "classification", "lengths": [128] * 16, "recomputed": True}),
-    ("minilm12", {"task": "classification", "lengths": [512] * 4, "workers": 2, "shard": 3, "recomputed": True}),
     ("distilbert", {"task": "masked_lm", "lengths": [256] * 8, "precision": "bf16", "passes": 2}),
     ("roberta", {"task": "span_qa", "lengths": [384] * 6, "model": {"attention_dropout": 0.0}}),
-    ("minilm6", {"task": "classification", "lengths": [512] * 16, "recomputed": True}),
     (
         "bert",
         {

@@ -99,18 +99,6 @@ def shared_by_all(config: Config, source: records.Source, weights: Path, root: P
     return nodes.Shared(source, weights, {}, frozenset())
 
 
-def test_to_spare_a_gpu_s_memory_is_refused_where_there_is_none(
-    ground: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(supply, "most", lambda kind, labels: 0 if kind == "gpu" else 8)
-    monkeypatch.setattr(nodes, "share", shared_by_all)
-    rows = write_rows(tmp_path / "rows.csv", labelled_rows(60))
-    asked = {"model.name": str(ground / "encoder"), "data.path": str(rows), "train.shard": 3, "train.offload": True}
-    with pytest.raises(ConfigError, match=r"train\.offload=True: the processor's memory is where everything lies"):
-        preparing.prepare(configuration.load("intent", asked), tmp_path / "run")
-    assert not (tmp_path / ".tokens").exists()
-
-
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_a_layout_that_does_not_fit_the_gpus_there_are_is_refused_before_rows_are_read(
     ground: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, layout: str

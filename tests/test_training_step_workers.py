@@ -123,7 +123,7 @@ def _collectives(world: int, rank: int, folder: Path) -> dict[str, Any]:
     weights = []
     for planned in (True, False):
         network = make_network(folder / "encoder")
-        exchange, optimizer = Replicated(network, by="auto"), optim.build(network, Optim(lr=1e-3))
+        exchange, optimizer = Replicated(network), optim.build(network, Optim(lr=1e-3))
         for name in COLLECTIVES:
             setattr(dist, name, counted(name))
         try:

@@ -61,7 +61,9 @@ def plan(
     if write_prices is not None:
         if write_prices.exists():
             fix = "name another file"
-            raise ConfigError([Problem("--write-prices", str(write_prices), "is there already", fix)])
+            raise ConfigError(
+                [Problem("--write-prices", str(write_prices), "is there already", fix, code="already_exists")]
+            )
         write_prices.write_text(pricing.text(pricing.table(prices)), encoding="utf-8")
         show({"file": str(write_prices)}, as_json, f"{shown(write_prices)}: edit it, and name it by --prices")
         return
@@ -72,10 +74,13 @@ def plan(
         _chosen_k(like, assignments, where | files | counts | {"--search": search or None}, as_json)
         return
     if recipe is None:
-        raise ConfigError([Problem("recipe", None, "missing", "write a recipe's name or a YAML file")])
+        fix = "write a recipe's name or a YAML file"
+        raise ConfigError([Problem("recipe", None, "missing", fix, code="missing")])
     if tokens is not None and rows is None:
         fix = "write --rows N beside it, or leave it out: the rows of data.path are counted"
-        raise ConfigError([Problem("--tokens", tokens, "is the length of rows that are not read", fix)])
+        raise ConfigError(
+            [Problem("--tokens", tokens, "is the length of rows that are not read", fix, code="missing_rows")]
+        )
     config = configured(recipe, assignments, data=data, valid=valid, test=test, model=model, workers=workers)
     document = planning.read_cluster(cluster)
     nodes = layouts.of_document(document)
@@ -120,8 +125,7 @@ def _planned(
     price = money.worker_price(config, table)
     total = planning.searched(config, found, layout.trials, price) if search else found.hours
     watched = "rtrain.cluster.spot" in json.dumps(nodes.document.get("worker_start_ray_commands", []))
-    notes = [layout.choice.why, planning.replicas(config, nodes)]
-    notes += planning.untold(chosen.way.of(recipe.train, layout.room))
+    notes = [layout.choice.why, *planning.untold(chosen.way.of(recipe.train, layout.room))]
     notes += planning.unchecked(kinds, layout.needs)
     if pace.exchange_s is None and layout.room > 1:
         notes.append("how long an update waits for the exchange of gradients is not foretold; name a run by --like")
@@ -169,13 +173,17 @@ def _chosen_k(like: Path | None, assignments: list[str] | None, unused: Mapping[
     if like is None:
         reason = "needs a pilot: a short run of the recipe"
         fix = "write --like RUN, or let one be trained: rtrain profile RECIPE --choose-k"
-        problems.append(Problem("--like", None, reason, fix))
-    problems += [Problem(name, value, why, "leave it out") for name, value in unused.items() if value is not None]
+        problems.append(Problem("--like", None, reason, fix, code="missing"))
+    problems += [
+        Problem(name, value, why, "leave it out", code="conflicting_settings")
+        for name, value in unused.items()
+        if value is not None
+    ]
     overrides = overrides_of(assignments)
     for name in (name for name in overrides if not name.startswith(CARRIED)):
         reason = f"{why}, which was trained with settings of its own"
         fix = "leave it out, or let a pilot be trained with it: rtrain profile RECIPE --choose-k"
-        problems.append(Problem(name, overrides[name], reason, fix))
+        problems.append(Problem(name, overrides[name], reason, fix, code="conflicting_settings"))
     if like is None or problems:
         raise ConfigError(problems)
     run = Run(chosen_run(like))

@@ -133,10 +133,6 @@ class Train(Section):
     """What each worker keeps a share of, in place of the whole: 0 nothing; 1 the optimizer's state; 2 gradients too; 3
     weights too, which are gathered layer by layer (the stages of ZeRO). Each takes less memory than the one before, and
     more exchanges from 2 on. 1 gives the same weights as 0, bit for bit; the others add in another order."""
-    offload: bool = False
-    """With shard 2 or 3, on GPUs: the shares of weights, gradients and moments lie in the processor's memory, where
-    they are updated; weights are brought to the GPU for each pass over a layer. It takes less of the GPU's memory, and
-    longer."""
     tensor: Positive = 1
     """Workers that share one replica of the model: each has as many attention heads, and of the inner feed-forward
     layers as much, as the others (tensor parallelism). It must divide both, and the workers."""
@@ -189,7 +185,7 @@ class Train(Section):
         return -(-self.workers // self.within)
 
 
-LAID_OUT = ("shard", "offload", "tensor", "sequence", "pipeline", "schedule", "context")
+LAID_OUT = ("shard", "tensor", "sequence", "pipeline", "schedule", "context")
 """Settings of `train` that say how the model lies on the workers."""
 SPEED = (
     *("workers", "device", "gpus_per_worker", "min_workers", "micro_batch", "tokens_per_pass"),

@@ -65,7 +65,8 @@ def train(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], Non
             f"--choose-k: a pilot has {FEWEST} updates at least, {CLOCK} of another k beside it take as long as "
             f"{CLOCK * other(1)}, and both may be {SHARE:.0%} of a run: this run has "
             f"{prepared.order.updates} updates of {prepared.config.recipe.rows_per_update} rows. Train on more rows or "
-            "epochs, or name a pilot of your own: rtrain plan --choose-k --like RUN"
+            "epochs, or name a pilot of your own: rtrain plan --choose-k --like RUN",
+            code="too_few_rows",
         )
     beside = preparing.prepare(piloted(config, other(k)), folder / BESIDE, tokens_root=folder.parent)
     workers = kept.Kept(Run(folder / WORKERS), kept.post())

@@ -45,8 +45,8 @@ class Stock:
         assert work is not None
 
         def finished(done: Any) -> torch.Tensor:
-            [total] = done.value()  # raises what the exchange failed with
-            return flat if part is flat else flat.copy_(total)
+            total = done.value()  # raises what the exchange failed with
+            return flat if part is flat else flat.copy_(total[0])
 
         future: Future = work.get_future().then(finished)
         return future

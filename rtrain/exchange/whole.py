@@ -18,17 +18,11 @@ def here(tensor: "torch.Tensor") -> bool:
     return tensor.device.type != "meta"
 
 
-COMPUTES = "rtrain_computes"
-"""Attribute of a module whose weights lie elsewhere between passes: the device on which it computes."""
-
-
 def device(module: "torch.nn.Module") -> "torch.device":
-    """Where this worker computes the module: where the weights are that it has, unless `COMPUTES` says otherwise;
-    `meta`, where nobody has any."""
+    """Where this worker computes the module: where the weights are that it has; `meta`, where nobody has any."""
     every = module.parameters()  # asked for before each pass: to walk through all takes milliseconds
     first = next(every)
-    found: torch.device = next((one.device for one in itertools.chain([first], every) if here(one)), first.device)
-    return getattr(module, COMPUTES, found)
+    return next((one.device for one in itertools.chain([first], every) if here(one)), first.device)
 
 
 def move(module: "torch.nn.Module", device: "torch.device") -> None:
@@ -68,7 +62,7 @@ def like(value: "torch.Tensor", parameter: "torch.Tensor") -> "torch.Tensor":
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     found = value
-    if isinstance(parameter, DTensor):  # cut on the mesh's device, where an offloaded parameter's share does not lie
+    if isinstance(parameter, DTensor):
         found = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return found.to(parameter.device)
 

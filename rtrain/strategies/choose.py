@@ -45,7 +45,7 @@ def build(
     cut: dict[str, Any] = {"tensor": train.tensor, "sequence": train.sequence, "device": device}
     shared = train.shard > 1 and workers > train.within
     if shared:
-        cut |= {"weights": train.shard == 3, "offload": train.offload}
+        cut["weights"] = train.shard == 3
     made: Exchange
     if train.pipeline > 1:
         staged = PipelineInShares if shared else Pipeline

@@ -61,8 +61,9 @@ def of_run(log: Sequence[Mapping[str, Any]], k: float) -> Pilot:
     scale = noise.of_run(log)
     if scale is None:
         raise UserError(
-            "--choose-k: this run has too few measurements of its gradients' noise (one in "
-            f"{noise.EVERY} updates, at least 3); train for more updates, with the whole model on each worker"
+            "--choose-k: this run has not measured the noise of its gradients, or in fewer than 3 updates; "
+            f"{noise.HOW}, with the whole model on each worker",
+            code="not_measured",
         )
     started, ended = _last(log)
     exchange = (ended.get("exchange") or {}).get("seconds", 0.0)
@@ -95,7 +96,9 @@ def update_s(log: Sequence[Mapping[str, Any]]) -> float:
 def _last(log: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     last = events.trained(log)
     if last is None or last[1]["updates"] <= last[0]["update"]:
-        raise UserError("--choose-k: this run has not come to its end: its log has no event `trained`")
+        raise UserError(
+            "--choose-k: this run has not come to its end: its log has no event `trained`", code="not_finished"
+        )
     return last
 
 

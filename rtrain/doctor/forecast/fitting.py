@@ -3,7 +3,7 @@ asked for; which one is taken, and why, is pure."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Final
@@ -98,8 +98,7 @@ def needs(
             buckets=way.tensor == 1,
             kept=held(settings, device),
         )
-        # Shares lie in the processor's memory, and only what is gathered of them is on the GPU.
-        yield way, replace(need, weights=0.0, gradients=0.0, optimizer=0.0) if settings.offload else need
+        yield way, need
 
 
 def held(train: Train, device: str) -> float:
@@ -166,7 +165,7 @@ def first(needs: Iterable[tuple[Way, Need]], room: Room) -> Choice:
     assert before is not None  # the whole model on each worker is always a way
     reason = f"even with {before[0]} {_told(room, before[1])}"
     fix = "have fewer workers on a node, or write --set train.tokens_per_pass=512"
-    raise ConfigError([Problem("train.strategy", "auto", reason, fix)])
+    raise ConfigError([Problem("train.strategy", "auto", reason, fix, code="out_of_memory")])
 
 
 def _told(room: Room, need: Need) -> str:

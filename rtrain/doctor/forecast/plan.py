@@ -109,7 +109,7 @@ def choose(
         size, larger_ones = need.total, f"nodes of more than {largest:g} GB, fewer workers"
     reason = f"a worker needs {size / 1e9:.1f} GB even with {way}, and {layout.need.places} do not fit"
     fix = f"name {larger_ones}, or --set train.tokens_per_pass=512"
-    raise ConfigError([Problem("train.workers", config.recipe.train.workers, reason, fix)])
+    raise ConfigError([Problem("train.workers", config.recipe.train.workers, reason, fix, code="out_of_memory")])
 
 
 def _why(config: Config, larger: Sequence[str]) -> str:
@@ -217,20 +217,7 @@ def untold(train: Train) -> list[str]:
         found.append("train.context: memory is that of workers which have all tokens")
     if train.pipeline > 1 and (train.tensor > 1 or train.shard > 1):
         found.append("train.pipeline: memory is that of stages whose layers are neither cut nor shared")
-    if train.offload:
-        found.append("train.offload: how long weights and gradients are on their way to GPUs and back is not foretold")
     return found
-
-
-def replicas(config: Config, cluster: Cluster) -> str | None:
-    """What is to be said of the endpoint's processors, if anything: replicas never wait for ever, but share."""
-    serve = config.deploy.serve
-    wanted = (serve.max_replicas or serve.copies) * serve.threads
-    has = sum(kind.node.get("CPU", 0.0) for kind in cluster.heads)
-    has += max((kind.node.get("CPU", 0.0) for kind in cluster.kinds), default=0.0) * cluster.limit
-    if wanted <= has:
-        return None
-    return f"{wanted} replicas' threads share {has:g} processors: replicas answer more slowly, and none waits"
 
 
 def document(
@@ -310,9 +297,10 @@ def read_cluster(file: Path) -> dict[str, Any]:
 
     if not file.is_file():
         fix = "write one with rtrain cluster init --cloud aws"
-        raise ConfigError([Problem("--cluster", str(file), "no such file", fix)])
+        raise ConfigError([Problem("--cluster", str(file), "no such file", fix, code="not_found")])
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError) as error:  # ValueError: other bytes, a date that the calendar has not
-        raise ConfigError([Problem("--cluster", str(file), f"no YAML ({error})", "see rtrain cluster lint")]) from None
+        reason, fix = f"no YAML ({error})", "see rtrain cluster lint"
+        raise ConfigError([Problem("--cluster", str(file), reason, fix, code="malformed")]) from None
     return found if isinstance(found, dict) else {}

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 class Untraceable(UserError):
     """The memory of this network cannot be told without its numbers."""
 
+    code = "unsupported_model"
+
 
 @dataclass(frozen=True)
 class Traced:
