@@ -28,7 +28,7 @@ def test_time_is_updates_by_their_seconds() -> None:
     assert {k: one.rows_per_update for k, one in found.items()} == {1: 16, 2: 32, 4: 64, 8: 128}
     for k, one in found.items():
         assert one.relative == pytest.approx(times[k] / min(times.values()))
-    assert chosen(list(found.values())).k == min(times, key=lambda k: times[k])
+    assert min(found.values(), key=lambda one: one.relative).k == min(times, key=lambda k: times[k])
 
 
 def test_noise_asks_for_large_updates_where_the_step_is_dear() -> None:
@@ -48,13 +48,11 @@ def test_of_equal_times_the_smaller_updates_are_taken() -> None:
     assert chosen(options(pilot(1e9), Compute(0.0, 0.1))).k == 1
 
 
-def test_a_noise_scale_of_a_run_s_beginning_is_taken_for_the_upper_end_of_its_interval() -> None:
+def test_the_noise_scale_of_a_beginning_is_taken_for_the_upper_end_of_its_interval() -> None:
     """Noise of 150 rows, up to 300: passes of 0.03 s, and 0.08 s beside them."""
-    found, compute = pilot(150.0, high=300.0), Compute(0.08, 0.03)
-    assert chosen(options(found, compute)).k == 4
-    assert chosen(options(found, compute), early=True).k == 8
-    unknown = options(pilot(150.0, high=None), compute)
-    assert chosen(unknown, early=True).k == 4
+    compute = Compute(0.08, 0.03)
+    assert chosen(options(pilot(150.0, high=300.0), compute)).k == 8
+    assert chosen(options(pilot(150.0, high=None), compute)).k == 4
 
 
 def test_an_open_interval_has_no_upper_time() -> None:
@@ -176,7 +174,7 @@ def test_a_search_tries_no_update_that_costs_more_than_it_gains() -> None:
     told = choose_k.prior(LOG, RECIPE, 1.0)
     assert told is not None
     worth = [one.rows_per_update for one in found if one.high is not None and one.high <= 1.1]
-    assert told.rows == choose_k.chosen(found, early=True).rows_per_update
+    assert told.rows == choose_k.chosen(found).rows_per_update
     assert told.rows <= told.most_rows
     assert told.most_rows == min(max(worth), MOST_ROWS) < max(one.rows_per_update for one in found)
 

@@ -11,17 +11,15 @@ import numpy as np
 import pytest
 import yaml
 
-from rtrain import config as configuration, events
+from rtrain import config as configuration
 from rtrain.cli import app as cli
 from rtrain.cluster import prices, supply
 from rtrain.config import Config
 from rtrain.doctor.forecast import facts, layouts, memory, money, pace, plan
 from rtrain.doctor.forecast.memory import Need
 from rtrain.errors import ConfigError
-from rtrain.run import Run
 from rtrain.strategies.ways import Way
 from tests.root import ROOT
-from tests.test_forecast_choose_k import LOG
 from tests.tiny import make_encoder
 
 GB = 1e9
@@ -504,35 +502,8 @@ def test_spot_nodes_that_are_taken_away_too_often_have_no_price(run: Cli, encode
     assert [cost[name] for name in ("spot_dollars", "interruptions", "repeated_hours")] == [None] * 3
 
 
-def test_a_pilot_chooses_the_aggregation_frequency(run: Cli, encoder: Path, tmp_path: Path) -> None:
-    pilot = Run(tmp_path / "pilot")
-    pilot.folder.mkdir()
-    settings = {"model__name": str(encoder), "train__workers": 2, "train__aggregation_frequency": 4}
-    pilot.config.write_text(configuration.to_yaml(configured(**settings)))
-    for event in LOG:
-        events.append(pilot.folder, event["kind"], **{key: value for key, value in event.items() if key != "kind"})
-    code, out, err = run("plan", "--choose-k", "--like", pilot.folder, "--json")
-    assert code == 0, err
-    made = json.loads(out)
-    assert [one["k"] for one in made["options"]] == [1, 2, 4, 8]
-    best = min(made["options"], key=lambda one: one["relative"])
-    assert (best["relative"], made["aggregation_frequency"]) == (1.0, best["k"])
-    assert made["settings"] == best["settings"]
-    # As a search carries it: by the root of the rows.
-    assert [one["lr"] for one in made["options"]] == pytest.approx([3e-4 * (k / 4) ** 0.5 for k in (1, 2, 4, 8)])
-    words = ("plan", "--choose-k", "--like", pilot.folder)
-    assert run(*words)[1].splitlines()[-1].startswith(f"write --set train.aggregation_frequency={best['k']} --set ")
-    linear = json.loads(run(*words, "--set", "tune.lr_scaling=linear", "--json")[1])
-    assert [one["lr"] for one in linear["options"]] == pytest.approx([3e-4 * k / 4 for k in (1, 2, 4, 8)])
-    assert run(*words, "--set", "tune.no_such=1")[0] == 2
-    found = refused("plan", "intent", *words[1:], "--workers", 4, "--cluster", "c.yaml", "--set", "train.epochs=2")
-    assert {field for field, _ in found} == {"recipe", "--workers", "--cluster", "train.epochs"}
-    assert {code for _, code in found} == {"conflicting_settings"}
-
-
-@pytest.mark.parametrize("words", [("plan", "--choose-k"), ("plan", "intent", "--rows", 1000)])
-def test_a_run_that_is_not_there_is_named(run: Cli, encoder: Path, words: tuple[Any, ...]) -> None:
-    assert run(*words, *(("--model", encoder) if "intent" in words else ()), "--like", "nowhere")[0] == 1
+def test_a_run_that_is_not_there_is_named(run: Cli, encoder: Path) -> None:
+    assert run("plan", "intent", "--rows", 1000, "--model", encoder, "--like", "nowhere")[0] == 1
 
 
 def test_nobody_misses_notices_of_nodes_that_are_no_spot_nodes(run: Cli, encoder: Path) -> None:
@@ -553,7 +524,6 @@ def test_nobody_misses_notices_of_nodes_that_are_no_spot_nodes(run: Cli, encoder
         (("plan", "intent", "--cluster", "none.yaml"), ("--cluster", "not_found")),
         (("plan", "intent", "--rows", 1000, "--cluster", "date.yaml"), ("--cluster", "malformed")),
         (("plan", "intent", "--rows", 1000, "--cluster", "latin.yaml"), ("--cluster", "malformed")),
-        (("plan", "--choose-k"), ("--like", "missing")),
         (("plan", "intent", "--tokens", 64), ("--tokens", "missing_rows")),
     ],
 )

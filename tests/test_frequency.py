@@ -53,7 +53,7 @@ def test_a_pilot_leaves_no_copies_under_the_name_that_every_pilot_has() -> None:
 
 DOCUMENT: dict[str, Any] = {
     "noise_scale": {"rows": 200.0, "low": 150.0, "high": None, "measurements": 3},
-    "pilot": {"updates": 24, "rows_per_update": 64, "early": True},
+    "pilot": {"updates": 24, "rows_per_update": 64},
     "options": [
         {"k": 2, "rows_per_update": 32, "update_s": 0.25, "relative": 1.0, "low": 1.0, "high": None, "lr": 2e-4},
     ],
@@ -86,7 +86,6 @@ def test_a_pilot_is_trained_and_decides(ray_session: Path) -> None:
     assert timed["updates"] == frequency.CLOCK
     assert ended["rows_seen"] + timed["rows_seen"] <= 0.15 * 16 * begun["of"]
     assert found["noise_scale"]["measurements"] == ended["updates"] // 2
-    assert found["pilot"]["early"]
     configuration.with_overrides(config, found["settings"])
 
 

@@ -1,7 +1,7 @@
 """The verb that says what a run will take, before anything is spent: `rtrain plan`."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,6 @@ from rtrain.cli.options import (
     Workers,
     chosen_run,
     configured,
-    overrides_of,
 )
 from rtrain.cli.output import show
 from rtrain.errors import ConfigError, Problem
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from rtrain.strategies.ways import Way
 
 CLUSTER = Path("cluster.yaml")
-CARRIED = ("optim.", "tune.")
-"""Settings by which --choose-k carries the learning rate; those of the pilot's own training are its run's."""
 
 
 def plan(
@@ -43,13 +40,10 @@ def plan(
     workers: Workers = None,
     rows: Annotated[int | None, typer.Option("--rows", help="Training rows, in place of --data.", min=1)] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", help="Tokens of a row, with --rows.", min=1)] = None,
-    like: Annotated[Path | None, typer.Option("--like", help="A finished run: its pace, or its noise scale.")] = None,
+    like: Annotated[Path | None, typer.Option("--like", help="A finished run, for its pace.")] = None,
     prices: Annotated[Path | None, typer.Option("--prices", help="File of prices, in place of cluster.prices.")] = None,
     write_prices: Annotated[Path | None, typer.Option("--write-prices", help="Write such a file, to edit it.")] = None,
     search: Annotated[bool, typer.Option("--search", help="Of `rtrain tune`, not of one run.")] = False,
-    choose_k: Annotated[
-        bool, typer.Option("--choose-k", help="The aggregation frequency that trains soonest, by the run --like.")
-    ] = False,
     assignments: Set = None,
     as_json: Json = False,
 ) -> None:
@@ -66,12 +60,6 @@ def plan(
             )
         write_prices.write_text(pricing.text(pricing.table(prices)), encoding="utf-8")
         show({"file": str(write_prices)}, as_json, f"{shown(write_prices)}: edit it, and name it by --prices")
-        return
-    if choose_k:
-        files = {"--data": data, "--valid": valid, "--test": test, "--model": model, "--prices": prices}
-        counts = {"--workers": workers, "--rows": rows, "--tokens": tokens}
-        where = {"recipe": recipe, "--cluster": None if cluster == CLUSTER else str(cluster)}
-        _chosen_k(like, assignments, where | files | counts | {"--search": search or None}, as_json)
         return
     if recipe is None:
         fix = "write a recipe's name or a YAML file"
@@ -162,30 +150,3 @@ def _needs(
     )
     ways = planning.ways(config, folder, layout.room)
     return fitting.needs(recipe, folder, ways, passes, layout.room, layout.device)
-
-
-def _chosen_k(like: Path | None, assignments: list[str] | None, unused: Mapping[str, Any], as_json: bool) -> None:
-    """`unused`: what else the command names, which says nothing of a run that is there."""
-    from rtrain import config as configuration
-    from rtrain.doctor import frequency
-
-    why, problems = "--choose-k decides by the run --like", list[Problem]()
-    if like is None:
-        reason = "needs a pilot: a short run of the recipe"
-        fix = "write --like RUN, or let one be trained: rtrain profile RECIPE --choose-k"
-        problems.append(Problem("--like", None, reason, fix, code="missing"))
-    problems += [
-        Problem(name, value, why, "leave it out", code="conflicting_settings")
-        for name, value in unused.items()
-        if value is not None
-    ]
-    overrides = overrides_of(assignments)
-    for name in (name for name in overrides if not name.startswith(CARRIED)):
-        reason = f"{why}, which was trained with settings of its own"
-        fix = "leave it out, or let a pilot be trained with it: rtrain profile RECIPE --choose-k"
-        problems.append(Problem(name, overrides[name], reason, fix, code="conflicting_settings"))
-    if like is None or problems:
-        raise ConfigError(problems)
-    run = Run(chosen_run(like))
-    document = frequency.decided(configuration.load(str(run.config), overrides), run)
-    show(document, as_json, *frequency.text(document))

@@ -169,21 +169,17 @@ def prior(log: Sequence[Mapping[str, Any]], recipe: Recipe, size: float) -> Prio
     if scale is None or scale.high is None or events.trained(log) is None:
         return None
     _, found = of_log(log, recipe, size, SEARCHED)
-    # The first trial's first rung is a run's beginning.
-    best = chosen(found, early=True).rows_per_update
-    worth = max(one.rows_per_update for one in found if time_of(one, early=True) <= WORTH)
+    best = chosen(found).rows_per_update
+    worth = max(one.rows_per_update for one in found if time_of(one) <= WORTH)
     return Prior(min(math.ceil(scale.high), worth), best)
 
 
-def chosen(found: Sequence[Option], early: bool = False) -> Option:
-    """The one that trains soonest; of those within a hundredth of it the smallest, whose updates are more.
-
-    `early`: the noise scale is that of a run's beginning, and it grows while a model learns (as McCandlish et al. 2018
-    find too): it is taken for the upper end of its interval, where that has one.
-    """
-    return min((one for one in found if time_of(one, early) <= 1.01), key=lambda one: one.k)
+def chosen(found: Sequence[Option]) -> Option:
+    """The one that trains soonest; of those within a hundredth of it the smallest, whose updates are more."""
+    return min((one for one in found if time_of(one) <= 1.01), key=lambda one: one.k)
 
 
-def time_of(one: Option, early: bool) -> float:
-    """Its relative time, `early` as in `chosen`."""
-    return one.high if early and one.high is not None else one.relative
+def time_of(one: Option) -> float:
+    """Its relative time. The noise scale is that of a run's beginning, and it grows while a model learns (as McCandlish
+    et al. 2018 find too): it is taken for the upper end of its interval, where that has one."""
+    return one.relative if one.high is None else one.high
