@@ -79,7 +79,7 @@ def test_updates_of_another_frequency_tell_what_passes_take() -> None:
 
 
 LOG: list[dict[str, Any]] = [
-    {"kind": "started", "update": 0, "rows_per_update": 64},
+    {"kind": "started", "update": 0, "rows_per_update": 64, "device": "cpu"},
     *(
         {"kind": "noise", "update": 5 + 8 * n, "trace": 900.0 + 50 * (n % 3), "square": 9.0, "rows": 64}
         for n in range(9)
@@ -90,6 +90,7 @@ LOG: list[dict[str, Any]] = [
         "finished": True,
         "seconds": {"train": 40.0},
         "exchange": {"seconds": 0.1, "bytes": 1},
+        "stages": (),
     },
 ]
 STAGES = [{"forward": 0.12, "backward": 0.2}, {"forward": 0.1, "backward": 0.18}]

@@ -66,8 +66,8 @@ def of_run(log: Sequence[Mapping[str, Any]], k: float) -> Pilot:
             code="not_measured",
         )
     started, ended = _last(log)
-    exchange = (ended.get("exchange") or {}).get("seconds", 0.0)
-    stages = () if started.get("device", "cpu") != "cpu" else ended.get("stages") or ()
+    exchange = ended["exchange"]["seconds"] if ended["exchange"] else 0.0
+    stages = ended["stages"] if started["device"] == "cpu" else ()
     computing = statistics.fmean(one[FORWARD] + one[BACKWARD] for one in stages) if stages else None
     return Pilot(scale, started["rows_per_update"], k, update_s(log), exchange, computing)
 
@@ -149,7 +149,7 @@ def of_log(
     """A pilot of the recipe with `size` bytes of weights, by its log; `another` as in `work`. Raises `UserError` where
     that tells too little."""
     pilot = of_run(log, passes(recipe, recipe.train.workers))
-    memory = memory_per_s(_last(log)[0].get("device", "cpu"))
+    memory = memory_per_s(_last(log)[0]["device"])
     return pilot, options(pilot, work(pilot, size, memory, another), tried)
 
 
