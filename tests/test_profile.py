@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from rtrain.cli import app as cli
 from rtrain.doctor.profile import profile, rows
 from rtrain.training.stages import PARTS
 from tests import trained
+from tests.profiles import document, row
 
 LENGTH = rows.Length(updates=3, warm_up=1)
 
@@ -47,3 +49,19 @@ def test_a_recipe_is_profiled_as_it_trains(ray_session: Path) -> None:
     assert json.loads((folder / profile.JSON).read_text()) == json.loads(json.dumps(found))
     spans = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert sum(span.get("cat") == "update" for span in spans) == 2 * LENGTH.until
+
+
+def test_the_verb_sets_two_profiles_beside_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, slower in (("a", 1), ("b", 2)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(document(row(slower=slower), name=name)))
+    cli.main(["profile", "--beside", "a.json", "--beside", "b.json", "--json"])
+    found = json.loads(capfd.readouterr().out)
+    assert found["rows"] == [{"rows": ["workers=1", "workers=1"], "ratio": pytest.approx(2.0)}]
+    assert found["notes"] == []
+    assert Path(found["page"]).read_text().startswith("<!")
+    (tmp_path / "b.json").write_text(json.dumps(document(row(), row(workers=2), name="b")))
+    cli.main(["profile", "--beside", "a.json", "--beside", "b.json"])
+    assert "workers=2" in capfd.readouterr().out

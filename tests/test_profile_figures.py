@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -100,6 +101,46 @@ def test_the_page_has_a_bar_of_parts_for_each_worker() -> None:
     assert all(name in text for name in ("Where the time goes", "Scaling", "get batch"))
     parts = 6
     assert words.bars >= 3 * parts
+
+
+def test_two_profiles_stand_on_one_page_on_one_scale() -> None:
+    documents = [document(row()), document(row(slower=2), name="other")]
+    table = tables.beside(documents, ["one", "other"])
+    found = {line[1]: line[2:] for line in table.rows}
+    assert found["forward"] == ("30.0", "60.0", "2.00")
+    assert found["update"] == ("100.0", "200.0", "2.00")
+    words = Words()
+    words.feed(page.beside(documents, ["one", "other"]))
+    text = " ".join(words.data)
+    assert "one: workers=1, worker 0, forward: 30, 30.0 %" in text
+    assert "other: workers=1, worker 0, forward: 60, 30.0 %" in text
+
+
+def test_rows_that_have_none_beside_them_are_told() -> None:
+    documents = [document(row(), row(workers=2), row(workers=4)), document(row(), name="other")]
+    (note,) = tables.unpaired(documents, ["one", "other"])
+    assert tables.unpaired([documents[1], documents[1]], ["one", "other"]) == []
+    words = Words()
+    words.feed(page.beside(documents, ["one", "other"]))
+    assert note in " ".join(words.data)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (None, "not_found"),
+        ("{", "other_version"),
+        ('{"kind": "other"}', "other_version"),
+        (json.dumps(document(version=99)), "other_version"),
+        (json.dumps({**document(rows=[]), "name": None}), "incomplete"),
+    ],
+)
+def test_what_is_no_profile_is_refused(tmp_path: Path, text: str | None, code: str) -> None:
+    if text is not None:
+        (tmp_path / "a.json").write_text(text)
+    with pytest.raises(UserError) as error:
+        profile.read(tmp_path / "a.json")
+    assert error.value.code == code
 
 
 # --------------------------------------------------------------------------------------------------------------- trace

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 def profile(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file.")],
+    recipe: Annotated[str | None, typer.Argument(help="A recipe's name or a YAML file.")] = None,
     data: DataOption = None,
     valid: ValidOption = None,
     test: TestOption = None,
     model: ModelOption = None,
     workers: Workers = None,
-    out: Annotated[str | None, typer.Option("--out", help="Folder of the profile.")] = None,
+    out: Annotated[str | None, typer.Option("--out", help="Folder of the profile, or page of two.")] = None,
     assignments: Set = None,
     address: Address = None,
     updates: Annotated[int, typer.Option("--updates", min=1, help="Updates that are measured.")] = 20,
@@ -43,6 +43,10 @@ def profile(
     choose_k: Annotated[
         bool, typer.Option("--choose-k", help="Train a pilot; say which aggregation frequency trains soonest.")
     ] = False,
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option("--beside", help="No training: a profile's JSON; named twice, one page of both."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say where the time of a recipe's updates goes, on each worker; print it, and write a page and a trace."""
@@ -51,6 +55,13 @@ def profile(
     from rtrain.report.live.progress import Line
     from rtrain.runs import opening
 
+    if beside:
+        _beside(recipe, beside, out, as_json)
+        return
+    if recipe is None:
+        reason = "takes a recipe, or two profiles by --beside"
+        fix = "write rtrain profile RECIPE --data FILE, or --beside A.json --beside B.json"
+        raise ConfigError([Problem("profile", None, reason, fix, code="missing")])
     short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
     config = opening.absolute(configured(recipe, assignments, **short))
     if choose_k:
@@ -83,3 +94,27 @@ def _chosen_k(context: typer.Context, config: "Config", folder: Path, as_json: b
     file = str(folder / frequency.JSON)
     lines = [*frequency.text(document), f"decision: {file}", context.obj.text()]
     show({**document, "file": file}, as_json, *lines)
+
+
+def _beside(recipe: str | None, paths: list[Path], out: str | None, as_json: bool) -> None:
+    if len(paths) != 2 or recipe is not None:
+        fix = "write rtrain profile --beside A.json --beside B.json"
+        reason = "sets two profiles beside each other, and trains nothing"
+        raise ConfigError([Problem("--beside", None, reason, fix, code="conflicting_settings")])
+    from rtrain.doctor.profile import page, profile as profiling, tables
+
+    documents = [profiling.read(path.expanduser().absolute()) for path in paths]
+    names = [document["name"] for document in documents]
+    if names[0] == names[1]:
+        names = [str(path) for path in paths]
+    made = Path(out or "profiles.html").expanduser().absolute()
+    made.write_text(page.beside(documents, names), encoding="utf-8")
+    notes = tables.unpaired(documents, names)
+    found = {"profiles": [str(path) for path in paths], "rows": _ratios(documents), "notes": notes, "page": str(made)}
+    show(found, as_json, "\n".join([tables.beside(documents, names).text, "", *notes, f"page: {made}"]))
+
+
+def _ratios(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How long an update of the second takes beside the first, row by row."""
+    pairs = zip(*(document["rows"] for document in documents), strict=False)
+    return [{"rows": [one["name"], other["name"]], "ratio": other["update"] / one["update"]} for one, other in pairs]

@@ -1,4 +1,6 @@
-"""profile.html: stacked bars of where the time went, and the tables."""
+"""profile.html: stacked bars of where the time went, and the tables; of one profile, or of two on the same scale."""
+
+from collections.abc import Sequence
 
 from rtrain.doctor.profile import tables
 from rtrain.doctor.profile.tables import Columns, Document
@@ -27,7 +29,7 @@ def page(document: Document) -> str:
             "where",
             "Where the time goes",
             "",
-            [_bars(document), _block("Each worker", tables.where(document), tables.LEGEND)],
+            [_bars([document], [""]), _block("Each worker", tables.where(document), tables.LEGEND)],
         ),
         *([] if scale is None else [scale]),
         Section(
@@ -41,10 +43,24 @@ def page(document: Document) -> str:
     return render(document["name"], about, tiles, sections, lead=tables.told(document))
 
 
-def _bars(document: Document) -> Block:
-    parts = tables.shown_parts(document)
+def beside(documents: Sequence[Document], names: Sequence[str]) -> str:
+    """Two profiles, of two machines or two settings, on one page."""
+    every = [Note(f"{name}: {tables.told(document)}.") for name, document in zip(names, documents, strict=True)]
+    compared = _block("Part by part", tables.beside(documents, names), tables.LEGEND)
+    left = [Note(one) for one in tables.unpaired(documents, names)]
+    bars = _bars(documents, [f"{name}: " for name in names])
+    sections = [
+        Section("where", "Where the time goes", "", [bars, compared, *left]),
+        Section("what", "What was measured", "", every),
+    ]
+    return render(" and ".join(names), "Two profiles by rtrain", [], sections)
+
+
+def _bars(documents: Sequence[Document], before: Sequence[str]) -> Block:
+    parts = tables.shown_parts(*documents)
     bars = [
-        Stacked(f"{row['name']}, worker {one['rank']}", [1000 * one["parts"][part] for part in parts])
+        Stacked(f"{lead}{row['name']}, worker {one['rank']}", [1000 * one["parts"][part] for part in parts])
+        for lead, document in zip(before, documents, strict=True)
         for row in document["rows"]
         for one in row["of_workers"]
     ]

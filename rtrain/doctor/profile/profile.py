@@ -19,6 +19,8 @@ from rtrain.network.int8 import processor
 from rtrain.runs import preparing
 
 KIND, VERSION = "rtrain profile", 1
+NEEDED = ("name", "recipe", "task", "model", "length", "machine", "rows")
+"""What a document is not written without, and read for."""
 JSON, PAGE, TRACE = "profile.json", "profile.html", "trace.json"
 Session = Callable[[Config, Path], AbstractContextManager[None]]
 OnEvent = Callable[[dict[str, Any]], None]
@@ -73,6 +75,26 @@ def run(
     (folder / TRACE).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": spans}), encoding="utf-8")
     (folder / PAGE).write_text(page.page(document), encoding="utf-8")
     (folder / JSON).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return document
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A profile's document, by its file or by the folder of the profile. Raises `UserError` where there is none."""
+    file = path / JSON if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"--beside: {path} is no profile; name a {JSON} or the folder that holds it", code="not_found")
+    try:
+        document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        version = document["version"] if document["kind"] == KIND else None
+    except (ValueError, KeyError, TypeError):
+        version = None
+    if version != VERSION:
+        fix = (
+            "profile again with this version of rtrain" if version else f"name a {JSON} that rtrain profile has written"
+        )
+        raise UserError(f"--beside: {file} is no profile of version {VERSION}; {fix}", code="other_version")
+    if lacking := [name for name in NEEDED if not document.get(name)]:
+        raise UserError(f"--beside: {file} lacks {', '.join(lacking)}; profile again", code="incomplete")
     return document
 
 

@@ -46,9 +46,9 @@ LEAST = 5e-6
 """Seconds of a part that is shown: those that nothing was done in take a microsecond."""
 
 
-def shown_parts(document: Document) -> list[str]:
+def shown_parts(*documents: Document) -> list[str]:
     """The parts that took any time somewhere."""
-    workers = [one for row in document["rows"] for one in row["of_workers"]]
+    workers = [one for document in documents for row in document["rows"] for one in row["of_workers"]]
     return [part for part in PARTS if any(one["parts"][part] >= LEAST for one in workers)]
 
 
@@ -143,6 +143,39 @@ def scaled(document: Document) -> Columns | None:
         for one in lines
     ]
     return Columns(head, rows, figures=0) if rows else None
+
+
+def beside(documents: Sequence[Document], names: Sequence[str]) -> Columns:
+    """Two profiles, row by row in their order: milliseconds of each part in the mean of the workers, and the second
+    beside the first."""
+    parts = [*shown_parts(*documents), "update"]
+    head = ("row", "part", *names, "ratio")
+    lines = []
+    for one, other in zip(*(document["rows"] for document in documents), strict=False):
+        label = one["name"] if one["name"] == other["name"] else f"{one['name']} / {other['name']}"
+        for place, part in enumerate(parts):
+            values = [mean(row, part) for row in (one, other)]
+            ratio = f"{values[1] / values[0]:.2f}" if values[0] else "-"
+            lines.append((label if not place else "", named(part), *map(ms, values), ratio))
+    return Columns(head, lines, figures=2)
+
+
+def unpaired(documents: Sequence[Document], names: Sequence[str]) -> list[str]:
+    """What is to be said of the rows of two profiles that have none beside them."""
+    pairs = min(len(document["rows"]) for document in documents)
+    left = {name: document["rows"][pairs:] for name, document in zip(names, documents, strict=True)}
+    return [
+        f"{name} has {len(rows)} more than the other: nothing is beside {', '.join(row['name'] for row in rows)}"
+        for name, rows in left.items()
+        if rows
+    ]
+
+
+def mean(row: Mapping[str, Any], part: str) -> float:
+    """Seconds of a part of a row, in the mean of its workers; `update` is the whole."""
+    workers = row["of_workers"]
+    values = [one["update"] if part == "update" else one["parts"][part] for one in workers]
+    return float(sum(values)) / len(values)
 
 
 def told(document: Document) -> str:
