@@ -85,9 +85,7 @@ def test_every_way_is_foretold_by_the_model_s_own_pass(encoder: Path) -> None:
     recipe = config.load("intent").recipe
     passes = Pass(fitting.lengths(recipe, "cpu", 64), tokens_of_update=8192.0)
     found = dict(fitting.needs(recipe, encoder, ways.possible(recipe, encoder, 4), passes, 4, "cpu"))
-    assert len(found) == 14  # it has two attention heads, and two layers
-    staged = found[Way(pipeline=2)]
-    assert staged.weights < 0.8 * found[Way()].weights
+    assert len(found) == 12  # it has two attention heads
     plain, cut, both = (found[way] for way in (Way(), Way(tensor=2), Way(3, 2)))
     assert cut.weights < plain.weights
     assert cut.activations < plain.activations

@@ -36,7 +36,7 @@ def test_sweeps_are_combined_and_have_short_names() -> None:
     assert found[3].config.recipe.optim.clip_norm is None
 
 
-def test_loader_and_transport_are_settings_too() -> None:
+def test_loader_and_precision_are_settings_too() -> None:
     assert [row.config.deploy.cluster.data_cpus for row in rows(intent(), ["loader=1,2,4"], LENGTH)] == [1, 2, 4]
     found = rows(intent(), ["precision=fp32,bf16"], LENGTH)
     assert [row.config.recipe.train.precision for row in found] == ["fp32", "bf16"]

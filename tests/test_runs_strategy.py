@@ -79,8 +79,7 @@ def test_the_way_of_several_numbers_of_workers_has_room_for_each() -> None:
     alone, many = ways.Way(0, gradient_checkpointing=True), ways.Way(3)
     assert ways.joined([alone, many]) == ways.Way(3, gradient_checkpointing=True)
     assert ways.joined([many]) == many
-    assert ways.joined([alone, ways.Way(pipeline=2)]) == ways.Way(0, 1, True, 2)
-    assert ways.joined([ways.Way(tensor=2), ways.Way(pipeline=2)]) == ways.Way(tensor=2)
+    assert ways.joined([alone, ways.Way(tensor=2)]) == ways.Way(0, 2, True)
 
 
 def test_settings_that_are_given_stay(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:

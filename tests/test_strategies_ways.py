@@ -26,15 +26,13 @@ def possible(folder: Path, workers: int, model: dict[str, Any] = BERT, **setting
 
 
 def again(*found: Way) -> list[Way]:
-    return [Way(one.shard, one.tensor, True, one.pipeline) for one in found]
+    return [Way(one.shard, one.tensor, True) for one in found]
 
 
-def test_shares_come_before_layers_computed_again_layers_that_are_cut_and_stages(tmp_path: Path) -> None:
+def test_shares_come_before_layers_computed_again_and_layers_that_are_cut(tmp_path: Path) -> None:
     shards = [Way(shard) for shard in range(4)]
     cut = [Way(tensor=2), Way(3, 2)], [Way(tensor=4)]
     expected = [*shards, *again(*shards), *cut[0], *again(*cut[0]), *cut[1], *again(*cut[1])]
-    for stages in (Way(pipeline=2), Way(pipeline=4)):
-        expected += [stages, *again(stages)]
     assert possible(tmp_path, 4) == expected
 
 
@@ -49,7 +47,6 @@ def test_what_the_recipe_or_the_model_forbids_is_left_out(tmp_path: Path) -> Non
     assert not any(way.tensor > 1 for way in possible(tmp_path, 2, heads))
     # Workers that come and go: also the fewest of them.
     assert not any(way.within > 1 for way in possible(tmp_path, 2, train__workers=4, train__min_workers=2))
-    assert not any(way.pipeline > 1 for way in possible(tmp_path, 4, BERT | {"num_hidden_layers": 1}))
     assert Way(3) in possible(tmp_path, 2, train__workers=4, train__min_workers=2)
 
 

@@ -128,7 +128,7 @@ class Train(Section):
     strategy: Literal["manual", "auto"] = "manual"
     """Who says how the model lies on the workers: `manual`, the settings that follow; `auto`, the forecast of memory,
     which takes the first that fits of the whole model on each worker, shard 1, 2 and 3, the same with
-    gradient_checkpointing, tensor, and pipeline. It is decided once, and kept in the run in their place."""
+    gradient_checkpointing, and with tensor. It is decided once, and kept in the run in their place."""
     shard: Literal[0, 1, 2, 3] = 0
     """What each worker keeps a share of, in place of the whole: 0 nothing; 1 the optimizer's state; 2 gradients too; 3
     weights too, which are gathered layer by layer (the stages of ZeRO). Each takes less memory than the one before, and

@@ -67,9 +67,7 @@ def joined(ways: Sequence[Way]) -> Way:
     """The way that takes no more memory than any of these: as many shares as the most, layers recomputed where one
     does."""
     again, tensor = any(way.gradient_checkpointing for way in ways), max(way.tensor for way in ways)
-    # Both would need as many workers as their product.
-    pipeline = max(way.pipeline for way in ways) if tensor == 1 else 1
-    return Way(max(way.shard for way in ways), tensor, again, pipeline)
+    return Way(max(way.shard for way in ways), tensor, again)
 
 
 def own(train: Train, workers: int) -> Way:
@@ -86,8 +84,7 @@ def gives_back(train: Train) -> bool:
 
 def ordered(workers: int) -> Iterator[Way]:
     """Shares cost exchanges in each pass from the second stage on; layers that are computed again, a third of a pass;
-    layers that are cut, exchanges within each of them; stages wait while an update's first and last passes go through
-    them, and want many small passes."""
+    layers that are cut, exchanges within each of them. A pipeline is a recipe's own choice alone."""
     shards = range(len(NAMES)) if workers > 1 else (0,)
     for again in (False, True):
         yield from (Way(shard, gradient_checkpointing=again) for shard in shards)
@@ -95,9 +92,6 @@ def ordered(workers: int) -> Iterator[Way]:
         if workers % tensor == 0:
             for again in (False, True):
                 yield from (Way(shard, tensor, again) for shard in ((0, 3) if workers > tensor else (0,)))
-    for pipeline in range(2, workers + 1):
-        if workers % pipeline == 0:
-            yield from (Way(0, 1, again, pipeline) for again in (False, True))
 
 
 def possible(recipe: Recipe, folder: Path, workers: int) -> Iterator[Way]:

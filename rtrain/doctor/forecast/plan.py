@@ -215,8 +215,8 @@ def untold(train: Train) -> list[str]:
             found.append(f"train.{name}: what workers send each other within a pass is not foretold")
     if train.context > 1:
         found.append("train.context: memory is that of workers which have all tokens")
-    if train.pipeline > 1 and (train.tensor > 1 or train.shard > 1):
-        found.append("train.pipeline: memory is that of stages whose layers are neither cut nor shared")
+    if train.pipeline > 1:
+        found.append("train.pipeline: memory is that of workers which have all layers")
     return found
 
 
