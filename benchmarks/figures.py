@@ -83,7 +83,6 @@ def figures(techniques: Iterable[str], options: Iterable[str] = ()) -> tuple[Fig
         own("first_batch_s", "ours", 4.0, 2.0),
         own("pad_ratio", "ours", 1.15, 1.02),
         own("exchange_ms", "probe"),
-        own("exchange_ms_shared_memory", "probe"),
         own("exchange_ms_gloo", "probe"),
         Figure("peak_share", ("ours", "probe"), peak_share),
         ratio("equal_length_vs_hf", "ours_equal", "hf_equal", 1.0, 1.15),

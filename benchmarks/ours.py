@@ -14,7 +14,6 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "packing": {"shortcuts.packed": False},
     "touched_rows": {"shortcuts.touched_rows": False},
     "fast_dropout": {"shortcuts.fast_dropout": False},
-    "shared_memory": {"train.transport": "stock"},
 }
 """What switches off one technique, by technique: settings, and shortcuts that only a benchmark leaves out."""
 OPTIONS: dict[str, dict[str, Any]] = {

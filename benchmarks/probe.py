@@ -4,7 +4,6 @@ FILE`.
 """
 
 import argparse
-import copy
 import json
 import statistics
 import time
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 REPEATS = 15
-TRANSPORTS = ("stock", "shared_memory")
 SHAPES = ((2048, 2048, 2048), (1024, 384, 1536), (1024, 1536, 384), (4096, 1024, 1024))
 """Sizes of matrix products in bf16; the fastest product is the peak."""
 
@@ -36,10 +34,10 @@ def median_seconds(work: Callable[[], Any], repeats: int = REPEATS) -> float:
     return statistics.median(found[1:])
 
 
-def exchange_seconds(folder: Path, model_folder: Path) -> tuple[dict[str, float], "torch.nn.Module"]:
-    """Milliseconds that an exchange adds to a pass, by transport.
+def exchange_seconds(folder: Path, model_folder: Path) -> tuple[float, "torch.nn.Module"]:
+    """Seconds that an exchange adds to a pass.
 
-    Passes with an exchange by each transport take turns with passes without one, on the same rows.
+    Passes with an exchange take turns with passes without one, on the same rows.
     """
     from rtrain.config import Distill, Model
     from rtrain.data import ingest, order
@@ -51,16 +49,14 @@ def exchange_seconds(folder: Path, model_folder: Path) -> tuple[dict[str, float]
 
     opened, task = store.open_store(folder), base.get("classification")
     network = model.build(model_folder, task, opened.manifest.labels, 0, Model(pooling="own"))
-    by = {name: Replicated(copy.deepcopy(network), by=name) for name in TRANSPORTS}
-    exchange = by[TRANSPORTS[0]]
+    exchange = Replicated(network)
     loss = losses.for_run(task, Distill(), opened.manifest.head)
     rows_per_update = common.ROWS_PER_PASS * exchange.world
     rows = order.Order(opened.manifest.digest, opened.rows("train"), rows_per_update, 1, 0)
     share = ingest.Share(folder, rows, exchange.world, exchange.rank, None)
-    for each in by.values():
-        each.module.train()
+    exchange.module.train()
 
-    def one(exchange: Replicated, number: int, last: bool) -> float:
+    def one(number: int, last: bool) -> float:
         (tokens,) = ingest.plan_update(opened, share, number).passes
         exchange.begin()
         exchange.barrier()
@@ -70,13 +66,12 @@ def exchange_seconds(folder: Path, model_folder: Path) -> tuple[dict[str, float]
             loss(logits, tokens).sum().backward()
         return time.perf_counter() - start
 
-    added: dict[str, list[float]] = {name: [] for name in by}
+    added: list[float] = []
     for number in range(REPEATS + 1):
         at = number % max(1, rows.updates - 1)
-        for name, each in by.items():
-            seconds = one(each, at, last=True) - one(each, at, last=False)
-            added[name] += [seconds] if number else []  # the first one is not counted
-    return {name: statistics.median(found) for name, found in added.items()}, exchange.module
+        seconds = one(at, last=True) - one(at, last=False)
+        added += [seconds] if number else []  # the first one is not counted
+    return statistics.median(added), exchange.module
 
 
 def weights(network: Any) -> tuple[int, int]:
@@ -115,8 +110,7 @@ def main() -> None:
     gloo = median_seconds(lambda: dist.all_reduce(gradients))
     per_token, per_row = weights(network)
     document = {
-        "exchange_ms": 1e3 * added["stock"],
-        "exchange_ms_shared_memory": 1e3 * added["shared_memory"],
+        "exchange_ms": 1e3 * added,
         "exchange_ms_gloo": 1e3 * gloo,
         "gradient_bytes": 4 * gradients.numel(),
         "gemm_flops": gemm_flops(),

@@ -72,9 +72,9 @@ def measured(folder: Path, settings: dict[str, Any]) -> dict[str, int]:
 
 
 def _settings_of(settings: dict[str, Any]) -> Train:
-    told = {name: settings[name] for name in ("shard", "tensor", "pipeline", "schedule") if name in settings}
+    told = {name: settings[name] for name in ("shard", "tensor") if name in settings}
     again = settings.get("recomputed", False)
-    return Train(**told, gradient_checkpointing=again, workers=settings["workers"], transport="stock")
+    return Train(**told, gradient_checkpointing=again, workers=settings["workers"])
 
 
 def _train(folder: Path, settings: dict[str, Any], updates: int) -> None:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rtrain.doctor.profile import figures
+from rtrain.doctor.profile.figures import Update, Worker
 from rtrain.doctor.profile.profile import KIND, VERSION
 from rtrain.doctor.profile.rows import Length
-from rtrain.doctor.profile.worker_file import Update, Worker
 from rtrain.exchange.timeline import SENDS, WAITS, Span
 from rtrain.training import stages
 from rtrain.training.stages import Window
@@ -45,8 +45,8 @@ def row(workers: int = 1, *, slower: int = 1, cores: int = 2, **facts: Any) -> d
     """A row of a profile's document."""
     known: dict[str, Any] = {
         **{"name": f"workers={workers}", "settings": {"train.workers": workers}, "precision": "fp32"},
-        **{"transport": "stock", "device": "cpu", "rows_per_update": 8 * workers, "order_digest": "ab" * 32},
-        **{"save_every": 25, "run_updates": 1000, "processes": {"raylet": 0.02, "driver": 0.01}},
+        **{"device": "cpu", "rows_per_update": 8 * workers, "order_digest": "ab" * 32},
+        **{"save_every": 25, "run_updates": 1000},
     }
     made = [worker(rank, slower=slower, cores=cores) for rank in range(workers)]
     return figures.of_row(figures.Facts(**{**known, **facts}), made, LENGTH)

@@ -16,7 +16,7 @@ from rtrain.exchange import whole
 from rtrain.exchange.exchange import Exchange
 from rtrain.training import losses, optim, step
 from tests import test_training_loop
-from tests.test_training_step import TASK, make_rows, pick
+from tests.test_training_step import TASK, distance, make_network, make_rows, norm, pick
 from tests.workers import run
 
 UPDATES = (13, 2, 1, 12)
@@ -177,6 +177,21 @@ def told(ran: test_training_loop.Ran) -> dict[str, Any]:
         "ledger": ran.outcome.ledger,
         "losses": [fields["loss"] for fields in ran.recorder.of("evaluated") if "loss" in fields],
     }
+
+
+def check_the_same(folder: Path, name: str, like: str, encoder: str = "encoder") -> None:
+    """The gradients of all updates, the weights and the moments of a layout are those that one worker alone has."""
+    for one, alone in zip(kept(folder, name, "gradients"), kept(folder, like, "gradients"), strict=True):
+        assert one.keys() == alone.keys()
+        assert distance(one, alone) < 1e-10
+    start = {one: value.detach() for one, value in make_network(folder / encoder).named_parameters()}
+    weights, alone = (kept(folder, one, "weights") for one in (name, like))
+    assert weights.keys() == alone.keys()
+    moved = norm({one: value - start[one] for one, value in alone.items()})
+    assert norm({one: value - alone[one] for one, value in weights.items()}) < 1e-8 * moved
+    moments, others = (kept(folder, one, "moments") for one in (name, like))
+    assert {one: value.shape for one, value in moments.items()} == {one: value.shape for one, value in others.items()}
+    assert distance(moments, others) < 1e-8
 
 
 def kept(folder: Path, name: str, what: str) -> Any:

@@ -33,12 +33,12 @@ WORK = sides.Work(
 KEYS = (
     *("vs_hf_default", "vs_hf_grouped", "vs_hf_grouped_k4", "vs_ray_documented"),
     *("harness_vs_ddp", "vs_ddp", "scaling_2_over_1_k1", "scaling_2_over_1_k4", "input_wait_share", "first_batch_s"),
-    *("pad_ratio", "exchange_ms", "exchange_ms_shared_memory", "exchange_ms_gloo", "peak_share"),
+    *("pad_ratio", "exchange_ms", "exchange_ms_gloo", "peak_share"),
     "equal_length_vs_hf",
 )
 ACCELERATE = "vs_accelerate"
 GAINS = (
-    *("gain_packing", "gain_touched_rows", "gain_fast_dropout", "gain_shared_memory"),
+    *("gain_packing", "gain_touched_rows", "gain_fast_dropout"),
     *("gain_gradient_compression", "gain_sharded_optimizer"),
 )
 

@@ -5,19 +5,16 @@ import shutil
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from rtrain import manifest
 from rtrain.checkpoints import checkpoint
 from rtrain.checkpoints.checkpoint import State
 from rtrain.config import Optim
-from rtrain.exchange import whole
 from rtrain.training import optim
 
 RUN = "the run"
@@ -65,32 +62,6 @@ def without_state(path: Path, *parameters: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- content
-
-
-def test_moments_are_read_back_to_where_their_offloaded_weights_lie(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mesh stands for GPUs: its device is not the processor, where the shares are. Tensors are without numbers."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    monkeypatch.setattr(
-        torch, "meta", SimpleNamespace(device_count=lambda: 1, is_available=lambda: True), raising=False
-    )
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/alone", rank=0, world_size=1)
-    try:
-        assert dist.group.WORLD is not None
-        mesh = DeviceMesh.from_group(dist.group.WORLD, "meta", mesh=torch.arange(1), mesh_dim_names=("replicas",))
-        with FakeTensorMode():
-            weights = DTensor.from_local(torch.zeros(4, 3), mesh, [Shard(0)]).to("cpu")
-            moments = whole.like(torch.ones(4, 3), weights)
-        assert isinstance(moments, DTensor)
-        assert isinstance(weights, DTensor)
-        assert moments.placements == weights.placements
-        assert moments.to_local().device == weights.to_local().device == torch.device("cpu")
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("lost", [["0.weight"], ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]])

@@ -110,16 +110,16 @@ def test_rows_go_to_the_workers_by_their_speeds_and_none_is_lost(store: Store, o
     assert 3 < fast / slow < 5.5
     assert updates[0].digest == updates[1].digest
     # The update that measures noise has rows at random, and so as many on both.
-    measuring = [plan_update(store, replace(share, measures=noise.RULE), 4).passes for share in shares]
+    measuring = [plan_update(store, replace(share, at_random=noise.EVERY), 4).passes for share in shares]
     assert [sum(map(len, passes)) for passes in measuring] == [8, 7]
 
 
-@pytest.mark.parametrize(("rule", "number", "sizes"), [(3, 4, [7, 8]), (2, 4, [15]), (0, 4, [15]), (3, 3, [20])])
+@pytest.mark.parametrize(("every", "number", "sizes"), [(8, 4, [7, 8]), (0, 4, [15]), (8, 3, [20])])
 def test_a_worker_that_is_alone_halves_the_updates_that_measure(
-    store: Store, order: Order, rule: int, number: int, sizes: list[int]
+    store: Store, order: Order, every: int, number: int, sizes: list[int]
 ) -> None:
-    """The rows of either update have room in one pass; a run that an earlier version began goes on with such passes."""
-    share = Share(store.folder, order, 1, 0, None, measures=rule)
+    """The rows of either update have room in one pass."""
+    share = Share(store.folder, order, 1, 0, None, at_random=every)
     assert list(map(len, plan_update(store, share, number).passes)) == sizes
 
 

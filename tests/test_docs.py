@@ -245,7 +245,6 @@ def test_what_belongs_to_a_run_is_what_changes_its_identity() -> None:
         "train.gradient_compression": "bf16",
         "train.shard": 1,
         "train.keep": 5,
-        "train.transport": "stock",
         "quantize.calibration_rows": 8,
         "serve.port": 1,
         "cluster.max_crashes": 1,

@@ -154,7 +154,7 @@ def test_the_summary_of_a_run_of_two_starts(tmp_path: Path) -> None:
         "workers": 3,
         "device": None,
         "precision": "fp32",
-        "exchange": {"transport": "stock", "gradient_error": None, "state_bytes": None},
+        "exchange": {"gradient_error": None, "state_bytes": None},
         "rows_per_update": None,
         "noise_scale": None,
         "updates": 8,
@@ -193,18 +193,13 @@ def test_the_summary_of_a_run_of_two_starts(tmp_path: Path) -> None:
 
 def test_the_summary_has_the_exchange_of_the_newest_start() -> None:
     first: list[dict[str, Any]] = [
-        {"kind": "transport", "asked": "shared_memory", "used": "shared_memory", "reason": None},
         {"kind": "sharded", "state_bytes": [10, 9]},
         {"kind": "started"},
         {"kind": "compressed", "error": 0.002},
     ]
-    assert summary.exchange(first) == {"transport": "shared_memory", "gradient_error": 0.002, "state_bytes": [10, 9]}
-    second: list[dict[str, Any]] = [
-        {"kind": "crashed"},
-        {**first[0], "used": "stock", "reason": "hosts"},
-        {"kind": "started"},
-    ]
-    assert summary.exchange(first + second) == {"transport": "stock", "gradient_error": 0.002, "state_bytes": None}
+    assert summary.exchange(first) == {"gradient_error": 0.002, "state_bytes": [10, 9]}
+    second: list[dict[str, Any]] = [{"kind": "crashed"}, {"kind": "started"}]
+    assert summary.exchange(first + second) == {"gradient_error": 0.002, "state_bytes": None}
     assert summary.exchange(first + second + [{"kind": "started"}])["gradient_error"] is None
 
 

@@ -116,7 +116,7 @@ def test_a_single_pass_of_a_single_worker_has_nothing_to_compare(tmp_path: Path)
 def test_an_update_with_room_in_one_pass_is_measured_by_a_worker_that_is_alone(tmp_path: Path) -> None:
     network, rows = make_network(make_still_encoder(tmp_path)), make_alike(8)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    passes = [pick(rows, one.tolist()) for one in deal(rows.lengths, 1, 0, None, at_random=True, halved=True)]
+    passes = [pick(rows, one.tolist()) for one in deal(rows.lengths, 1, 0, None, at_random=True)]
     done = step.run_update(Replicated(network), optimizer, LOSS, passes, pad_id=0, measures=True)
     assert [len(one) for one in passes] == [4, 4]
     assert done.noise is not None
@@ -202,20 +202,18 @@ def test_a_run_s_noise_scale_is_that_of_its_latest_measurements_each_counted_onc
     assert found.measurements == noise.LATEST
 
 
-def test_one_update_in_eight_measures_and_never_the_first() -> None:
-    assert [number for number in range(24) if noise.due(number, noise.RULE)] == [4, 12, 20]
-    assert not any(noise.due(number, 0) for number in range(24))
-
-
-def test_every_second_update_of_a_pilot_measures() -> None:
-    assert [number for number in range(6) if noise.due(number, noise.PILOT)] == [1, 3, 5]
+@pytest.mark.parametrize(
+    ("every", "updates"), [(noise.EVERY, [4, 12, 20]), (noise.PILOT, list(range(1, 24, 2))), (0, [])]
+)
+def test_the_first_update_never_measures(every: int, updates: list[int]) -> None:
+    assert [number for number in range(24) if noise.due(number, every)] == updates
 
 
 def test_a_run_s_page_draws_the_noise_scale_beside_the_rows_of_an_update(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    assert "noise scale" not in page_of(run).text
+    assert noise.HOW in page_of(run).text
     for number in range(4, 44, 8):
         events.append(run, noise.KIND, update=number, trace=400.0 + number, square=2.0, rows=24)
     shown = page_of(run)
-    assert "The gradient's noise scale was 210 rows at the end; an update has 24" in shown.text
-    assert "by 5 updates whose gradients over a part of the rows and over all were compared" in shown.text
+    assert "noise scale was 210 rows" in shown.text
+    assert noise.HOW not in shown.text

@@ -1,5 +1,6 @@
 """The watch over a worker, and workers that wait for each other: long work is let be, whatever hangs is ended."""
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -23,10 +24,10 @@ from rtrain.exchange.alive import Watch
 from rtrain.training import optim
 from tests import workers
 from tests.processes import end
+from tests.root import ROOT
 from tests.test_checkpoints_checkpoint import make_network, train
 from tests.test_checkpoints_saver import state
 
-ROOT = Path(__file__).resolve().parents[1]
 STALL_S = 1.5
 GROUP_S = 3.0
 """After which the process group's own calls fail."""
@@ -106,7 +107,7 @@ def test_what_hangs_is_ended_also_in_other_work(programs: Programs, name: str) -
 
 def test_the_setup_may_take_its_time_until_the_first_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     armed: list[float] = []
-    monkeypatch.setattr(Watch, "_arm", lambda watch: armed.append(watch._limit))
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda limit, **how: armed.append(limit))
     watch = Watch(tmp_path / "stalled", 5.0)
     watch.alive()
     with watch.busy():
@@ -176,7 +177,7 @@ def failures(rank: int, world: int, folder: Path) -> list[Any]:
         try:
             found.append(ranks.together(watch, work))
         except (ValueError, ranks.Elsewhere) as error:
-            found.append(f"{type(error).__name__}: {error}")
+            found.append(type(error).__name__)
     try:
         found.append(ranks.decided(watch, fails(0, 0.0)))
     except (ValueError, ranks.Elsewhere) as error:
@@ -265,11 +266,10 @@ def test_others_wait_for_one_that_works_longer_than_a_stall_and_than_their_group
 
 
 def test_where_one_fails_all_fail_and_its_own_error_is_its_own(groups: Groups) -> None:
-    elsewhere = "Elsewhere: another worker failed; its own error says why"
     found = ended(groups[failures])
     assert [(code, said) for code, said, _ in found] == [
-        (0, str([elsewhere, "ValueError: of rank 0", "ValueError", 7])),
-        (0, str(["ValueError: of rank 1", elsewhere, "Elsewhere", 7])),
+        (0, str(["Elsewhere", "ValueError", "ValueError", 7])),
+        (0, str(["ValueError", "Elsewhere", "Elsewhere", 7])),
     ]
 
 

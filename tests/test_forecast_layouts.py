@@ -16,9 +16,8 @@ from rtrain.errors import ConfigError
 from rtrain.network import device
 from rtrain.run import Run
 from rtrain.runs import preparing
+from tests.root import ROOT
 from tune import slots
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def document(kinds: dict[str, tuple[dict[str, int], int]], limit: int = 4, head: int = 0) -> dict[str, Any]:
@@ -196,7 +195,6 @@ def test_nodes_hold_no_more_workers_than_their_memory() -> None:
     assert layouts.fewest(cluster, needs, need, holds=lambda kind: 8) == {"worker": 1}
     assert layouts.fewest(cluster, needs, need, holds=lambda kind: 2 if kind.name == "worker" else 0) == {"worker": 3}
     assert layouts.fewest(cluster, needs, need, holds=lambda kind: 0) is None
-    assert layouts.dealt(cluster, {"worker": 3}, 6, needs, lambda kind: 4) == 4
 
 
 def test_the_project_s_own_file_has_its_instances() -> None:
@@ -215,22 +213,23 @@ def test_an_instance_s_processors_are_filled_in() -> None:
 
 @pytest.mark.parametrize("broken", [{}, {"available_node_types": []}, {"available_node_types": {"a": 1}}])
 def test_what_is_no_cluster_s_file_is_refused(broken: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="available_node_types"):
+    with pytest.raises(ConfigError) as error:
         layouts.of_document(broken)
+    assert [(problem.field, problem.code) for problem in error.value.problems] == [("--cluster", "malformed")]
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "said"),
+    ("place", "value", "field"),
     [
         (("available_node_types", "worker", "resources"), [8], "worker.resources of the cluster's file"),
         (("available_node_types", "worker", "labels"), ["a"], "worker.labels of the cluster's file"),
-        (("provider",), "aws", "provider of the cluster's file=aws: is no map"),
-        (("provider", "type"), ["aws"], "write one of aws, gcp, azure, or local"),
+        (("provider",), "aws", "provider of the cluster's file"),
+        (("provider", "type"), ["aws"], "provider.type of the cluster's file"),
         (("metadata",), ["a"], "metadata of the cluster's file"),
         (("metadata",), {"prices": ["a"]}, "metadata.prices of the cluster's file"),
     ],
 )
-def test_what_is_no_map_of_a_file_is_named(place: tuple[str, ...], value: Any, said: str) -> None:
+def test_what_is_no_map_of_a_file_is_named(place: tuple[str, ...], value: Any, field: str) -> None:
     found = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     inner = found
     for key in place[:-1]:
@@ -238,7 +237,7 @@ def test_what_is_no_map_of_a_file_is_named(place: tuple[str, ...], value: Any, s
     inner[place[-1]] = value
     with pytest.raises(ConfigError) as error:
         prices.table(None, layouts.of_document(found).document.get("metadata"))
-    assert said in str(error.value)
+    assert [problem.field for problem in error.value.problems] == [field]
 
 
 def test_a_refusal_comes_without_torch_and_at_once() -> None:

@@ -18,10 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rtrain.checkpoints.saver import Saver
 from rtrain.config import Train
 from rtrain.data.ingest import plan_update
-from rtrain.doctor.profile import worker_file
+from rtrain.doctor.profile import figures
 from rtrain.exchange import replicas
 from rtrain.exchange.replicated import Replicated
 from rtrain.exchange.timeline import Timeline
+from rtrain.exchange.transport import Stock
 from rtrain.strategies import choose
 from rtrain.training import loop, stages, step
 from rtrain.training.evaluate import evaluate
@@ -87,7 +88,7 @@ def test_a_delay_in_a_stage_is_that_stages_and_no_others(
     ran = start(ground, tmp_path / "run", save_every=2)
     injected = clock.delays * DELAY
     assert clock.delays >= UPDATES // 2
-    worker = worker_file.read(kept)
+    worker = figures.read_worker(kept)
     assert [one.window.number for one in worker.updates] == list(range(UPDATES))
     found = dict.fromkeys(PARTS, 0)
     for update in worker.updates:
@@ -109,7 +110,7 @@ def test_updates_follow_each_other_without_a_gap(ground: Path, tmp_path: Path, m
     """So that the updates of a start add up to its time, whatever is done between two steps."""
     monkeypatch.setattr(loop, "Watched", lambda exchange, path: Watched(exchange, tmp_path / "profile.json"))
     start(ground, tmp_path / "run")
-    windows = [one.window for one in worker_file.read(tmp_path / "profile.json").updates]
+    windows = [one.window for one in figures.read_worker(tmp_path / "profile.json").updates]
     assert [one.stop for one in windows[:-1]] == [one.start for one in windows[1:]]
     assert all(window.start <= one.start <= one.stop <= window.stop for window in windows for one in window.spans)
 
@@ -127,24 +128,21 @@ def two_workers() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def starts_late(exchange: Replicated, clock: Ahead) -> None:
+def starts_late(clock: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker stands still to start sending."""
-    exchange._transport.start = clock.delayed(exchange._transport.start)  # type: ignore[method-assign]
+    monkeypatch.setattr(Stock, "start", clock.delayed(Stock.start))
 
 
-def arrives_late(exchange: Replicated, clock: Ahead) -> None:
+def arrives_late(clock: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent is long under way, when nothing is left to compute."""
-    start = exchange._transport.start
-
-    def late(flat: torch.Tensor, last: bool) -> Any:
-        return start(flat, last).then(clock.delayed(lambda done: done.value()))
-
-    exchange._transport.start = late  # type: ignore[method-assign]
+    start = Stock.start
+    late = clock.delayed(lambda done: done.value())
+    monkeypatch.setattr(Stock, "start", lambda by, flat: start(by, flat).then(late))
 
 
-def counts_late(exchange: Replicated, clock: Ahead) -> None:
+def counts_late(clock: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers add their counts, and another one is late."""
-    dist.all_reduce = clock.delayed(dist.all_reduce)
+    monkeypatch.setattr(dist, "all_reduce", clock.delayed(dist.all_reduce))
 
 
 @pytest.mark.parametrize("inject", [starts_late, arrives_late, counts_late])
@@ -152,14 +150,13 @@ def test_a_delay_in_an_exchange_is_the_exchanges(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     two_workers: None,
-    inject: Callable[[Replicated, Ahead], None],
+    inject: Callable[[Ahead, pytest.MonkeyPatch], None],
 ) -> None:
     clock = Ahead()
     network = make_network(make_still_encoder(tmp_path))
     exchange = Replicated(network, touched_rows=False)
     exchange.timeline.now = clock
-    monkeypatch.setattr(dist, "all_reduce", dist.all_reduce)  # put back after the test
-    inject(exchange, clock)
+    inject(clock, monkeypatch)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
     rows = make_rows(8)
     exchange.timeline.take()
@@ -206,7 +203,7 @@ def test_a_delay_in_what_parts_of_a_model_send_is_the_exchanges(
 ) -> None:
     """It happens inside of forward and backward passes."""
     clock, network = Ahead(), make_network(make_still_encoder(tmp_path))
-    exchange = choose.build(network, Train(workers=2, transport="stock", **train))  # type: ignore[arg-type]
+    exchange = choose.build(network, Train(workers=2, **train))  # type: ignore[arg-type]
     exchange.timeline.now = clock
     inject(clock, monkeypatch)
     optimizer, rows = torch.optim.SGD(network.parameters(), lr=0.0), make_rows(8)
@@ -217,12 +214,3 @@ def test_a_delay_in_what_parts_of_a_model_send_is_the_exchanges(
     assert clock.delays >= least
     found = {name: value / (clock.delays * DELAY) for name, value in stages.parts(window).of.items()}
     assert found == pytest.approx({name: float(name == "exchange") for name in PARTS}, abs=WITHIN)
-
-
-def test_what_the_worker_itself_carries_is_not_under_way_beside_it(tmp_path: Path, two_workers: None) -> None:
-    """A part that waits in shared memory for the last one is sent by nobody meanwhile: nothing of it is hidden."""
-    exchange = Replicated(make_network(make_still_encoder(tmp_path)), touched_rows=False)
-    exchange._transport.beside = False
-    optimizer = torch.optim.SGD(exchange.module.parameters(), lr=1e-3)
-    step.run_update(exchange, optimizer, LOSS, [make_rows(4)], pad_id=0)
-    assert {one.kind for one in exchange.timeline.take()} == {"forward", "backward", "optimizer", "exchange"}

@@ -46,7 +46,6 @@ def test_a_finished_run_saw_every_row_once_per_epoch(ground: Path, tmp_path: Pat
     assert (report.passed, report.rows, report.updates, report.updates_per_epoch) == (True, rows, UPDATES, 3)
     assert (report.repeated, report.missing, report.mismatched) == (0, 0, {})
     assert list(report.checked) == [1, 2, 3, 4, 5, 6]
-    assert report.text().startswith(f"every row once per epoch: {rows} rows x 2 epochs, 6 updates")
     assert report.to_document()["passed"] is True
 
 
@@ -54,7 +53,6 @@ def test_a_killed_run_is_checked_as_far_as_it_came(ground: Path, tmp_path: Path)
     run = recorded(ground, tmp_path / "run", kill=4)
     report = ledger.check(Run(run))
     assert (report.passed, report.updates) == (True, 4)
-    assert "x 1 epochs and 1 updates, 4 updates" in report.text()
     log(run, start(ground, run, log_every=1), ground)
     assert (ledger.check(Run(run)).passed, ledger.check(Run(run)).updates) == (True, UPDATES)
 
@@ -68,8 +66,7 @@ def test_where_a_run_left_its_order_is_told(ground: Path, tmp_path: Path) -> Non
         events.append(run, "progress", **fields)
     report = ledger.check(Run(run))
     assert (report.passed, sorted(report.mismatched)) == (False, [5, 6])
-    assert "trained on between update 4 and update 5 (recorded by progress)" in report.text()
-    assert report.text().startswith("NOT every row once per epoch")
+    assert "between update 4 and update 5" in report.text()
 
 
 def test_a_checkpoint_with_another_ledger_is_told(ground: Path, tmp_path: Path) -> None:
@@ -102,18 +99,20 @@ def test_another_store_under_the_run_s_name_is_refused(ground: Path, tmp_path: P
     found = next(event for event in events.read(run) if event["kind"] == "created")
     text = (run / events.NAME).read_text().replace(found["data_digest"], "f" * 16)
     (run / events.NAME).write_text(text.replace(f"{found['store'][:-16]}{'f' * 16}", found["store"]))
-    with pytest.raises(UserError, match=f"is now {found['data_digest']}; the run was trained on ffffffffffffffff"):
+    assert refused(run) == "different_rows"
+
+
+def refused(run: Path) -> str:
+    with pytest.raises(UserError) as error:
         ledger.check(Run(run))
+    return error.value.code
 
 
-def test_bad_runs_are_refused_with_what_to_do(ground: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--ledger: .*nothing holds no run .*name the folder given to --out"):
-        ledger.check(Run(tmp_path / "nothing"))
+def test_runs_that_tell_too_little_are_refused(ground: Path, tmp_path: Path) -> None:
+    assert refused(tmp_path / "nothing") == "not_a_run"
     run = tmp_path / "run"
     run.mkdir()
     log(run, dataclasses.replace(start(ground, run, kill=0), recorder=test_training_loop.Recorder()), ground)
-    with pytest.raises(UserError, match=r"--ledger: .* has recorded no update yet; train it first"):
-        ledger.check(Run(run))
+    assert refused(run) == "not_started"
     shutil.copy(Run(run).config, Run(tmp_path).config)
-    with pytest.raises(UserError, match=r"does not say where the run's token store is"):
-        ledger.check(Run(tmp_path))
+    assert refused(tmp_path) == "damaged"

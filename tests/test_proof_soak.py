@@ -10,8 +10,8 @@ import pytest
 
 from rtrain.proof.faults import FAULTS
 from tests import soak
+from tests.root import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(2700)]
 
 

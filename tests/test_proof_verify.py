@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -79,7 +78,6 @@ def test_every_layout_trains_the_same(report: verify.Report) -> None:
         assert 0 < measured.weights_ratio <= 1e-8
         assert 0 < measured.gradient_ratio <= 1e-8
         assert measured.workers_differ == 0
-        assert measured.worst_tensor in report.text()
     assert [(one.workers, one.layout) for one in report.left_out] == [
         *((4, layout) for layout in plan.GRIDS),
         (2, "interleaved"),
@@ -95,7 +93,6 @@ def test_in_fp32_shares_part_from_one_worker_as_rounding_does(report: verify.Rep
     for name in ROUNDED[1:]:
         assert of(report, name).weights_ratio > 1e-6
         assert 1e-9 < of(report, name).gradient_ratio < 1e-4
-    assert f"{case.name}: apart from one worker by weights {times[0]:.1f}, gradient {times[1]:.1f}" in report.text()
 
 
 @pytest.mark.ray
@@ -126,7 +123,6 @@ def test_every_planted_bug_is_seen(report: verify.Report) -> None:
     ]
     assert seen == BUGS + SHARED_BUGS == list(planted.BUGS)
     assert report.unseen == []
-    assert "9 of 9 planted bugs seen" in report.text()
     assert of(report, "2 x 3, dropped tail row").rows < 53
     assert of(report, "2 x 3, stale embedding row").workers_differ == 1
     # Why there are two figures: AdamW hardly heeds that a gradient is twice as large as it should be.
@@ -154,8 +150,9 @@ def test_the_large_matrix_has_every_layout_by_as_many_workers_as_it_takes(settin
 @pytest.mark.ray
 def test_a_folder_in_use_is_refused_and_left_alone(ray_session: Path, settings: Config, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("text")
-    with pytest.raises(UserError, match=r"--out: .* exists; name a new folder"):
+    with pytest.raises(UserError) as error:
         verify.run(settings, tmp_path)
+    assert error.value.code == "already_exists"
     assert (tmp_path / "mine").read_text() == "text"
 
 
@@ -166,23 +163,9 @@ def with_train(settings: Config, **train: object) -> Config:
     return config.with_overrides(settings, {f"train.{name}": value for name, value in train.items()})
 
 
-def test_default_plan(settings: Config) -> None:
-    todo = plan.plan(with_train(settings, micro_batch=8, rows_per_update=256), 10_000, 20.0)
-    assert (todo.rows, todo.rows_per_update, todo.updates) == (129, 32, 5)
-    names = [[case.name for case in group] for group in todo.groups]
-    fresh = [*LAID_OUT[:6], "2 x 3, interleaved", LAID_OUT[6]]
-    between = ["2 x 3, interleaved, resumed from pipeline", "2 x 3, context, resumed from interleaved"]
-    resumed = [*LAID_OUT[7:-2], *between, LAID_OUT[-1]]
-    assert names == [
-        ["1 x 8", "1 x 3", *ROUNDED[:2]],
-        ["2 x 8", "2 x 3", ROUNDED[2], "2 x 3, resized from 1", *fresh, *resumed],
-    ]
-
-
 def test_four_workers_are_in_the_plan_where_they_have_cores(settings: Config) -> None:
     few, many = (plan.plan(settings, 10_000, 20.0, cores=cores) for cores in (3, 4))
     assert [one.layout for one in few.left_out] == list(plan.GRIDS)
-    assert few.left_out[0].why == "4 workers have 3 cores here; with --full they share them"
     assert (few.workers, many.workers, many.left_out) == (2, 4, ())
     assert {case.layout for case in many.groups[-1]} == {"", *plan.GRIDS}
     assert [plan.most_workers(settings.recipe.train, False, cores) for cores in (3, 4)] == [2, 4]
@@ -233,24 +216,6 @@ def test_a_tensor_whose_gradient_is_lost_is_seen(tmp_path: Path) -> None:
     assert (lost.gradient_ratio, lost.worst_tensor, lost.worst_update) == (math.inf, "bias", 1)
 
 
-def test_full_plan_is_three_by_three_on_some_1000_rows(settings: Config) -> None:
-    todo = plan.plan(with_train(settings, rows_per_update=64), 10_000, 20.0, full=True)
-    assert (todo.rows, todo.rows_per_update, todo.updates, todo.workers) == (1030, 49, 22, 8)
-    *threes, grids, cubes = todo.groups
-    assert {(case.workers, case.micro_batch) for group in threes for case in group} == {
-        (workers, size) for workers in (1, 2, 3) for size in (8, 4, 2)
-    }
-    whole = ["8", "4", "4, resized from 1"]
-    for group, workers, layouts in ((grids, 4, plan.GRIDS), (cubes, 8, plan.CUBES)):
-        names, last = list(layouts), list(layouts)[-1]
-        resumed = [f"{into}, resumed from {name}" for name, into in pairwise(names)]
-        expected = [*whole, *(f"4, {name}" for name in (*names, *resumed)), f"4, resumed from {last}"]
-        assert [case.name for case in group] == [f"{workers} x {one}" for one in expected]
-    assert [case.name for group in todo.groups for case in group if case.resumed == SINGLE] == [
-        f"{workers} x 4, resized from 1" for workers in (2, 3, 4, 8)
-    ]
-
-
 def layouts(todo: plan.Plan, group: int = 1) -> list[str]:
     """Those that are trained from the start, and the bugs."""
     return [case.bug or case.layout for case in todo.groups[group] if not case.resumed and case.precision == "fp64"]
@@ -274,7 +239,6 @@ def test_layouts_that_workers_or_the_model_do_not_allow_are_left_out_by_name(set
     missing = [one for one in other.left_out if one.workers == 2]
     assert [one.layout for one in missing] == ["tensor 2", "sequence", "gpipe", "pipeline", "interleaved", "context"]
     assert missing[0] == LeftOut(2, "tensor 2", other.left_out[0].why)
-    assert "train.tensor=2: layers of the type electric are not cut" in other.left_out[0].why
     assert [one.bugs for one in missing if one.bugs] == [tuple(SHARED_BUGS[2:])]
     # What is left out has no hole behind it: the next layout goes on from the one before.
     assert [case.name for case in other.groups[1] if case.resumed] == [
@@ -288,28 +252,24 @@ def test_layouts_that_workers_or_the_model_do_not_allow_are_left_out_by_name(set
 
 def test_how_rows_are_dealt_and_whole_gradients_are_sent_leaves_no_layout_out(settings: Config) -> None:
     tiny = Path(settings.recipe.model.name)
-    own = {"transport": "shared_memory", "gradient_compression": "bf16", "min_workers": 1, "balance": "auto"}
+    own = {"gradient_compression": "bf16", "min_workers": 1, "balance": "auto"}
     sent = with_train(settings, **own)
     assert planned(sent, tiny) == planned(settings, tiny)
     chosen = [plan.train_of(sent.recipe.train, layout, 2) for layout in ("", "shard 3")]
-    assert [(one.transport, one.balance) for one in chosen] == [("shared_memory", "auto"), ("auto", "off")]
+    assert [one.balance for one in chosen] == ["auto", "off"]
     frozen = planned(config.with_overrides(settings, {"model.freeze": "encoder"}), tiny)
     assert {one.layout for one in frozen.left_out} == {
         *("gpipe", "pipeline", "interleaved"),
         *("pipeline of 2", "pipeline, shard 3", "pipeline, tensor 2"),
     }
-    assert all("model.freeze=encoder" in one.why for one in frozen.left_out)
 
 
 def test_what_was_left_out_is_told_and_not_passed_over() -> None:
     cases = [(Case(1, 8), Measured(order_digest="aa", rows=129)), (Case(2, 3, bug="k ignored"), Measured(1.0, 1.0))]
-    whole = verify.Report(129, 32, 5, cases).text()
-    assert "1 of 1 planted bugs seen (a figure above 0.01)\npassed: the same training in every layout (" in whole
     missed = [LeftOut(2, "pipeline", "model.freeze=encoder: no", ("edge gradient lost", "scale_grads left on"))]
     report = verify.Report(129, 32, 5, cases, missed)
-    assert "left out: 2 workers, pipeline (model.freeze=encoder: no)" in report.text()
-    assert "not planted, as their layouts are left out: edge gradient lost, scale_grads left on" in report.text()
-    assert "passed: the same training in every layout that is not left out (" in report.text()
+    assert report.problems == []
+    assert all(name in report.text() for name in ("pipeline", "edge gradient lost", "scale_grads left on"))
     assert report.to_document()["left_out"][0]["bugs"] == ("edge gradient lost", "scale_grads left on")
 
 
@@ -335,9 +295,7 @@ def test_a_slice_in_whose_middle_nothing_can_be_resumed_is_refused_with_the_rows
     """Four workers have four rows each in an update: 16 rows are one, and no checkpoint lies before its end."""
     few, enough = (plan.plan(settings, rows, 20.0, cores=4) for rows in (16, 17))
     [problem] = plan.problems(settings, few)
-    assert problem.field == "data.path"
-    assert "16 training rows are one update of 16" in problem.reason
-    assert problem.fix == "give 17 of them or more"
+    assert (problem.field, problem.code) == ("data.path", "too_few_rows")
     assert plan.problems(settings, enough) == []
 
 
@@ -351,34 +309,26 @@ def test_a_layout_beyond_fp32_s_noise_is_a_problem() -> None:
         found = verify.Report(129, 32, 5, [(Case(1, 8), Measured(order_digest="aa", rows=129)), *rounded])
         assert len(found.problems) == problems
         assert (found.weights_ratio, found.gradient_ratio) == (0.0, 0.0)
-    assert found.problems == ["2 x 3, shard 3, fp32: it parts from one worker 3.1 times as far as rounding does"]
 
 
 GOOD = Measured(weights_ratio=1e-13, gradient_ratio=1e-12, worst_tensor="head", order_digest="aa", rows=129)
 
 
-def judged(measured: Measured, case: Case | None = None) -> list[str]:
+@pytest.mark.parametrize(
+    ("wrong", "case", "count"),
+    [
+        ({}, Case(2, 3), 0),
+        ({"gradient_ratio": 2e-8}, Case(2, 3), 1),
+        ({"weights_ratio": 2e-8}, Case(2, 3), 1),
+        ({"order_digest": "bb"}, Case(2, 3), 1),
+        ({"workers_differ": 1}, Case(2, 3), 1),
+        ({"rows": 128}, Case(2, 3), 1),
+        ({"rows": 65}, Case(2, 3, resumed=SINGLE), 0),
+        ({"weights_ratio": math.nan, "gradient_ratio": math.nan}, Case(2, 3), 2),
+        ({"weights_ratio": 0.02}, Case(2, 3, bug="k ignored"), 0),
+        ({}, Case(2, 3, bug="k ignored"), 1),
+    ],
+)
+def test_each_thing_that_is_wrong_is_a_problem(wrong: dict[str, Any], case: Case, count: int) -> None:
     reference = (Case(1, 8), Measured(order_digest="aa", rows=129))
-    return verify.Report(129, 32, 5, [reference, (case or Case(2, 3), measured)]).problems
-
-
-def test_problems_name_the_case_and_what_is_wrong_with_it() -> None:
-    assert judged(GOOD) == []
-    assert judged(replace(GOOD, gradient_ratio=2e-8, worst_update=3)) == [
-        "2 x 3: the gradient of head at update 3 is another"
-    ]
-    assert judged(replace(GOOD, weights_ratio=2e-8)) == ["2 x 3: the weights end elsewhere"]
-    assert judged(replace(GOOD, order_digest="bb")) == ["2 x 3: other rows, or in another order"]
-    assert judged(replace(GOOD, workers_differ=1)) == ["2 x 3: 1 workers do not hold the others' weights"]
-    assert judged(replace(GOOD, rows=128)) == ["2 x 3: 128 rows instead of 129"]
-    assert judged(replace(GOOD, rows=65), Case(2, 3, resumed=SINGLE)) == []
-
-
-def test_a_figure_that_is_no_number_is_a_problem() -> None:
-    assert len(judged(replace(GOOD, weights_ratio=float("nan"), gradient_ratio=float("nan")))) == 2
-
-
-def test_a_planted_bug_that_stays_unseen_fails_the_check() -> None:
-    bug = Case(2, 3, bug="k ignored")
-    assert judged(replace(GOOD, weights_ratio=0.02), bug) == []
-    assert judged(GOOD, bug) == ["the planted bug 'k ignored' was not seen: this check cannot be trusted here"]
+    assert len(verify.Report(129, 32, 5, [reference, (case, replace(GOOD, **wrong))]).problems) == count

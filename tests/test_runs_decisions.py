@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from rtrain import events
 from rtrain.exchange import noise
 from rtrain.exchange.alive import Watch
 from rtrain.run import Run
@@ -14,28 +13,21 @@ from tests import trained
 
 
 @pytest.mark.parametrize(
-    ("begun", "decided", "told", "expected"),
+    ("decided", "tells", "expected"),
     [
-        (False, None, True, 3),
-        (False, None, False, 0),
-        (True, None, True, 0),  # by the version that measured nothing
-        (True, 1, True, 1),  # by the one that dealt at random whatever the layout
-        (True, 1, False, 1),
-        (True, 2, True, 2),  # by the one that may have one pass of a worker that is alone
-        (True, 2, False, 0),
+        (None, True, (noise.EVERY, False)),
+        (None, False, (0, False)),
+        (noise.PILOT, True, (noise.PILOT, True)),
+        (noise.PILOT, False, (0, False)),
     ],
 )
-def test_noise_is_measured_where_the_layout_tells_it_and_old_runs_go_on_as_they_began(
-    tmp_path: Path, begun: bool, decided: int | None, told: bool, expected: int
+def test_noise_is_measured_where_it_was_asked_for_and_the_layout_tells_it(
+    tmp_path: Path, decided: int | None, tells: bool, expected: tuple[int, bool]
 ) -> None:
     run = Run(tmp_path)
-    if begun:
-        events.append(run.folder, "started", update=0)
     if decided is not None:
         run.decide("noise", decided)
-    assert [decisions.measures(Watch(), run, told) for _ in range(2)] == [expected] * 2
-    resumed = decisions.measures(Watch(), run, True)  # in another layout
-    assert resumed == (decided or (0 if begun else noise.RULE))
+    assert [decisions.measures(Watch(), run, tells) for _ in range(2)] == [expected] * 2
 
 
 def test_speeds_are_measured_once_for_a_number_of_workers(tmp_path: Path) -> None:

@@ -79,8 +79,7 @@ def test_the_way_of_several_numbers_of_workers_has_room_for_each() -> None:
     alone, many = ways.Way(0, gradient_checkpointing=True), ways.Way(3)
     assert ways.joined([alone, many]) == ways.Way(3, gradient_checkpointing=True)
     assert ways.joined([many]) == many
-    assert ways.joined([alone, ways.Way(pipeline=2)]) == ways.Way(0, 1, True, 2)
-    assert ways.joined([ways.Way(tensor=2), ways.Way(pipeline=2)]) == ways.Way(tensor=2)
+    assert ways.joined([alone, ways.Way(tensor=2)]) == ways.Way(0, 2, True)
 
 
 def test_settings_that_are_given_stay(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,18 +96,6 @@ def test_trials_that_share_nodes_leave_nothing_open(check: Callable[[Config], No
 def shared_by_all(config: Config, source: records.Source, weights: Path, root: Path) -> nodes.Shared:
     """Without asking nodes."""
     return nodes.Shared(source, weights, {}, frozenset())
-
-
-def test_to_spare_a_gpu_s_memory_is_refused_where_there_is_none(
-    ground: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(supply, "most", lambda kind, labels: 0 if kind == "gpu" else 8)
-    monkeypatch.setattr(nodes, "share", shared_by_all)
-    rows = write_rows(tmp_path / "rows.csv", labelled_rows(60))
-    asked = {"model.name": str(ground / "encoder"), "data.path": str(rows), "train.shard": 3, "train.offload": True}
-    with pytest.raises(ConfigError, match=r"train\.offload=True: the processor's memory is where everything lies"):
-        preparing.prepare(configuration.load("intent", asked), tmp_path / "run")
-    assert not (tmp_path / ".tokens").exists()
 
 
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])

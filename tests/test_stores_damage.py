@@ -287,5 +287,5 @@ def test_the_user_of_a_run_reads_which_file_was_changed_and_no_traceback(
     ):
         driver.fit(prepared)
     said = [event["kind"] for event in events.read(prepared.run.folder)]
-    assert said == ["created", "tokens_reused", "labels", "transport", "machines", "started", "failed"]
+    assert said == ["created", "tokens_reused", "labels", "machines", "started", "failed"]
     assert list(prepared.run.folder.glob("error-*")) == []

@@ -9,21 +9,17 @@ import os
 import shutil
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rtrain.checkpoints import checkpoint
 from rtrain.config import load
 from rtrain.exchange.alive import Watch
-from rtrain.proof import drill, faults, next_layout
-from rtrain.proof.plan import PLAIN
+from rtrain.proof import drill, faults
 from tests import test_runs_recovery, test_training_loop
-from tests.strategies import weights_of
 from tests.test_training_loop import UPDATES, fingerprint
-from tests.test_training_step import make_still_encoder, norm
+from tests.test_training_step import make_still_encoder
 from tests.workers import forking, joined
 
 WORKERS = 4
@@ -48,7 +44,7 @@ def _worker(rank: int, folder: Path, name: str, layout: Layout, number: int | No
 
     joined(rank, WORKERS, folder / "starts" / name)
     watch = Watch() if number is None else Watch(folder / "starts" / name / f"stalled-{rank}", STALL_S)
-    settings = {"save_every": 1, "keep": 9, "transport": "stock", "workers": WORKERS, **layout}
+    settings = {"save_every": 1, "keep": 9, "workers": WORKERS, **layout}
     try:
         ran = test_training_loop.start(
             folder, folder / name, world=WORKERS, rank=rank, watch=watch, on_update=meet, **settings
@@ -98,22 +94,6 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_others_end_and_the_run_goes_on_in_another_layout(ground: Path) -> None:
-    """A neighbour by layers is killed; in another layout, a neighbour among the replicas hangs; in a third it ends."""
-    alone = test_training_loop.start(ground, ground / "alone", save_every=1, keep=9)
-    assert set(started(ground, "run", SHARDS, signal.SIGKILL, (1, 1))) <= {1, FAILED}
-    assert max(checkpoint.updates(ground / "run" / "checkpoints")) == 1
-    assert set(started(ground, "run", REPLICAS, signal.SIGSTOP, (2, 3))) <= {1, FAILED}
-    saved = max(checkpoint.updates(ground / "run" / "checkpoints"))
-    found = started(ground, "run", WHOLE)
-    assert alone.outcome is not None
-    assert found == [{"from": saved, "ledger": alone.outcome.ledger}] * WORKERS
-    first, last, others = (weights_of(ground, *place) for place in (("alone", 1), ("alone", UPDATES), ("run", UPDATES)))
-    moved = norm({one: value - first[one] for one, value in last.items()})
-    assert norm({one: value - last[one] for one, value in others.items()}) < 1e-2 * moved
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize(("layout", "victim"), [(SHARDS, 1), (SHARDS, 2), (REPLICAS, 1), (REPLICAS, 2), (SHARDS, 0)])
 def test_a_run_that_lost_a_rank_ends_bit_for_bit(ground: Path, layout: Layout, victim: int, number: int) -> None:
@@ -148,36 +128,6 @@ def test_a_drill_meets_each_kind_of_group_twice() -> None:
     ]
 
 
-def test_the_next_layout_is_another_one_that_the_model_allows(tmp_path: Path) -> None:
-    def after(kind: str = "bert", **train: Any) -> dict[str, Any] | None:
-        sizes = {"num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 2}
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes}))
-        settings = {f"train.{name}": value for name, value in train.items()}
-        found = next_layout.chosen(load("intent", settings).recipe, tmp_path)
-        return found and {name: found[name] for name in ("shard", "tensor", "pipeline") if found[name] != PLAIN[name]}
-
-    assert after() is None
-    assert after(shard=1) is None
-    assert after(tensor=2) == after(shard=3) == {"pipeline": 2}
-    assert after(pipeline=2) == {"tensor": 2}
-    assert after("mpnet", shard=2) == {"shard": 3}
-    assert after("mpnet", shard=3) == {}
-
-
-def test_layouts_part_by_rounding_alone_and_masks_of_dropout_are_not_compared(tmp_path: Path) -> None:
-    near = next_layout.Changed("next layout: tensor=2", 40, 8, True, 0.01, 0.02)
-    assert near.passed
-    assert not replace(near, weights_ratio=0.03).passed
-    assert not replace(near, order_identical=False).passed
-    assert replace(near, weights_ratio=0.03, allowed=None).passed
-    assert not replace(near, weights_ratio=float("inf"), allowed=None).passed
-    recipe = load("intent", {"model.attention_dropout": 0}).recipe
-    for rate, drops in ((0.1, True), (0.0, False)):
-        known = {"attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": rate, "classifier_dropout": None}
-        (tmp_path / "config.json").write_text(json.dumps(known))
-        assert next_layout.drops(recipe, tmp_path) == drops
-
-
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
@@ -190,7 +140,3 @@ def test_workers_of_each_kind_of_group_are_killed_and_stopped_on_ray(ray_session
     certificate = drill.run(chosen, folder / "run", met)
     assert certificate.passed, certificate.text()
     assert [fault["name"] for fault in certificate.faults] == [fault.name for fault in met]
-    assert certificate.next_layout is not None
-    other = "tensor=2" if name == "pipeline" else "pipeline=2"
-    assert (certificate.next_layout.name, certificate.next_layout.passed) == (f"next layout: {other}", True)
-    assert 0 < certificate.next_layout.weights_ratio < 1

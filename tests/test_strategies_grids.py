@@ -20,7 +20,7 @@ from rtrain.network import model
 from rtrain.strategies import choose
 from rtrain.training import evaluate, losses, step
 from tests import test_tasks_masked_lm, test_training_loop
-from tests.strategies import UPDATES, Kept, kept, recipe, trained, weights_of
+from tests.strategies import Kept, check_the_same, recipe, trained, weights_of
 from tests.test_training_step import TASK, distance, make_network, make_still_encoder, norm
 from tests.tiny import make_masked, make_modern
 from tests.workers import joined, run
@@ -78,7 +78,7 @@ def scored(folder: Path, train: dict[str, Any] | None) -> list[float]:
 
 def _fewer(folder: Path, name: str, rank: int, world: int, kill: int | None, **train: Any) -> list[int]:
     """A part of the run that four workers begin, two go on with, and one ends. From which update it went on."""
-    chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "workers": world, "transport": "stock", **train}
+    chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "workers": world, **train}
     begun = test_training_loop.start(
         folder / "still", folder / f"run {name}", kill=kill, world=world, rank=rank, **chosen
     )
@@ -86,11 +86,11 @@ def _fewer(folder: Path, name: str, rank: int, world: int, kill: int | None, **t
 
 
 def _grids(rank: int, folder: Path, slow: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"updates": {}, "scores": {}, "resumed": {}}
+    found: dict[str, Any] = {"scores": {}, "resumed": {}}
     for name in (name for name in FOUR if (name in SLOW) == slow):
         train = FOUR[name]
         exchange = choose.build(make_network(folder / "encoder"), recipe(**train).train)
-        found["updates"][name] = trained(exchange, folder / name, workers=4, **train)
+        trained(exchange, folder / name, workers=4, **train)
         for family in FAMILIES:
             torch.save(guessed(folder, family, train), folder / f"{family}-{name}-{rank}.pt")
         found["scores"][name] = scored(folder, train)
@@ -126,7 +126,7 @@ def _eight(rank: int, folder: Path) -> None:
 
 
 def _whole(folder: Path, name: str, rank: int, kill: int | None, **train: Any) -> None:
-    chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "workers": 4, "transport": "stock", **train}
+    chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "workers": 4, **train}
     test_training_loop.start(folder / "ground", folder / name, kill=kill, world=4, rank=rank, **chosen)
 
 
@@ -174,28 +174,7 @@ def test_gradients_and_weights_are_those_of_one_worker(name: str) -> None:
     """Also of an update that leaves a replica idle."""
     _, folder = on_workers(slow=name in (*EIGHT, *SLOW))
     place, like = ("four", "alone, four") if name in HEADS else ("encoder", "alone")
-    for one, alone in zip(kept(folder, name, "gradients"), kept(folder, like, "gradients"), strict=True):
-        assert one.keys() == alone.keys()
-        assert distance(one, alone) < 1e-10
-    start = {one: value.detach() for one, value in make_network(folder / place).named_parameters()}
-    weights, alone = (kept(folder, one, "weights") for one in (name, like))
-    assert weights.keys() == alone.keys()
-    moved = norm({one: value - start[one] for one, value in alone.items()})
-    assert norm({one: value - alone[one] for one, value in weights.items()}) < 1e-8 * moved
-    moments, others = (kept(folder, one, "moments") for one in (name, like))
-    assert distance(moments, others) < 1e-8
-
-
-@pytest.mark.parametrize("name", GRIDS)
-def test_every_worker_knows_loss_and_norm_and_the_rows_of_its_replica(name: str) -> None:
-    results, _ = on_workers(slow=name in SLOW)
-    every = [found["updates"][name] for found in results]
-    for number, rows in enumerate(UPDATES):
-        one, *others = (updates[number] for updates in every)
-        assert all(other["loss"] == one["loss"] for other in others)
-        assert all(other["norm"] == pytest.approx(one["norm"], rel=1e-12) for other in others)
-        several = 1 if name == "pipeline, tensor" else 2
-        assert sum(each["rows"] for each in (one, others[1])[:several]) == rows
+    check_the_same(folder, name, like, place)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

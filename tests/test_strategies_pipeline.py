@@ -26,15 +26,15 @@ from tests.strategies import (
     UPDATES,
     Dying,
     Kept,
+    check_the_same,
     kept,
     recipe,
     share_of,
     told,
     told_alone,
     trained,
-    weights_of,
 )
-from tests.test_training_step import LOSS, TASK, distance, make_network, make_still_encoder, norm
+from tests.test_training_step import LOSS, TASK, distance, make_network, make_still_encoder
 from tests.tiny import make_masked
 from tests.workers import joined, run
 
@@ -65,24 +65,6 @@ FAMILIES = {
 """Masked language models, whose word embedding is tied to their head, and layouts of them. The second computes padding;
 the layers of the last are computed again in the backward pass."""
 KILLED_AT = 2
-ONE = "1 worker"
-# Name -> layout until the run is killed in its third update (None: it is not), and layout of the rest of it.
-RUNS: dict[str, tuple[str | None, str]] = {
-    "1f1b": (None, "1f1b"),
-    "1f1b, killed": ("1f1b", "1f1b"),
-    "gpipe": (None, "gpipe"),
-    "1f1b, then shard 0": ("1f1b", "shard 0"),
-    "1f1b, then shard 3": ("1f1b", "shard 3"),
-    "shard 3, then gpipe": ("shard 3", "gpipe"),
-    "1f1b, then tensor": ("1f1b", "tensor"),
-    "1 worker, then 1f1b": (ONE, "1f1b"),
-    "1f1b, then 1 worker": ("1f1b", ONE),
-}
-OTHERS: dict[str, dict[str, Any]] = {"shard 0": {}, "shard 3": {"shard": 3}, "tensor": {"tensor": 2}, ONE: {}}
-DROPPING = ("1f1b", "1f1b, killed", "gpipe")
-SLOW = ("1f1b, then shard 0", "shard 3, then gpipe", "1f1b, then tensor", "1f1b, then 1 worker")
-"""Runs of the slow tests: `rtrain verify` shows in its own test that the whole model goes on from a pipeline, and a
-pipeline from another layout."""
 
 
 class _Noticing(step.Observer):
@@ -113,17 +95,8 @@ def guessed(folder: Path, family: str, layout: str | None) -> dict[str, torch.Te
     return {**seen.found, **({} if table.is_meta else {"table": table})}
 
 
-def runs(slow: bool) -> list[str]:
-    return [name for name in RUNS if (name in SLOW) == slow]
-
-
-def _slow_worker(rank: int, folder: Path) -> None:
-    joined(rank, 2, folder)
-    (folder / f"{rank}.json").write_text(json.dumps({"runs": {name: _run(folder, name, rank) for name in runs(True)}}))
-
-
 def _worker(rank: int, folder: Path) -> None:
-    found: dict[str, Any] = {"updates": {}, "said": {}, "spans": {}, "runs": {}}
+    found: dict[str, Any] = {"updates": {}, "said": {}, "spans": {}}
     for world, layouts in ((4, FOUR), (2, TWO)):
         if rank >= world:
             continue
@@ -144,9 +117,8 @@ def _worker(rank: int, folder: Path) -> None:
         if world == 2:
             found["seeds"] = _seeds(folder)
             found["notices"] = _notices(folder, rank)
-            for name in runs(slow=False):
-                found["runs"][name] = _run(folder, name, rank)
-            (folder / f"{rank}.json").write_text(json.dumps(found))
+            _start(folder, "1f1b, killed", rank, KILLED_AT)
+            found["runs"] = {name: told(_start(folder, name, rank)) for name in ("1f1b", "1f1b, killed", "gpipe")}
         else:
             dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(found))
@@ -171,7 +143,7 @@ def _seeds(folder: Path) -> dict[str, list[int]]:
 def _notices(folder: Path, rank: int) -> list[bool]:
     """What this worker knows, after an update, of a notice that rank 0 alone was given."""
     found = []
-    for train in (TWO["1f1b"], OTHERS["tensor"]):
+    for train in (TWO["1f1b"], {"tensor": 2}):
         network = make_network(folder / "encoder")
         exchange, optimizer = (
             choose.build(network, recipe(**train).train),
@@ -193,79 +165,43 @@ def _left_alone(rank: int, folder: Path) -> None:
         (folder / DYING / "told").write_text(str(error))
 
 
-def _start(folder: Path, name: str, layout: str, rank: int, kill: int | None = None) -> test_training_loop.Ran:
-    ground = folder / ("ground" if name in DROPPING else "still")
-    workers = 1 if layout == ONE else 2
-    chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "workers": workers, "transport": "stock"}
-    chosen |= {**LAYOUTS, **OTHERS}[layout]
-    return test_training_loop.start(ground, folder / f"run {name}", kill=kill, world=workers, rank=rank, **chosen)
-
-
-def _run(folder: Path, name: str, rank: int) -> dict[str, Any] | None:
-    """The part of a run that two workers do."""
-    before, after = RUNS[name]
-    if before not in (None, ONE):
-        _start(folder, name, before, rank, kill=KILLED_AT)
-    return None if after == ONE else told(_start(folder, name, after, rank))
+def _start(folder: Path, name: str, rank: int, kill: int | None = None) -> test_training_loop.Ran:
+    layout = TWO[name.partition(",")[0]]
+    chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "workers": 2, "world": 2, "rank": rank, **layout}
+    return test_training_loop.start(folder / "ground", folder / f"run {name}", kill=kill, **chosen)
 
 
 Results = tuple[list[dict[str, Any]], Path]
 
 
 @cache
-def _ran_once(slow: bool) -> Results | Exception:
+def _ran_once() -> Results | Exception:
     folder = Path(mkdtemp(prefix="rtrain-pipelines-"))
     atexit.register(shutil.rmtree, folder)
     try:
         make_still_encoder(folder / "encoder", layers=LAYERS)
         test_training_loop.make_ground(folder / "ground")
-        shutil.copytree(folder / "ground", folder / "still")
-        make_still_encoder(folder / "still" / "encoder")
         for family in FAMILIES:
             make_masked(folder / family, family, layers=LAYERS)
         trained(Replicas(make_network(folder / "encoder")), folder / "alone")
-        whole = told(_start(folder, "whole", ONE, 0))
-        for name in runs(slow):
-            if RUNS[name][0] == ONE:
-                _start(folder, name, ONE, 0, kill=KILLED_AT)
-        processes = 2 if slow else 4
-        run(_slow_worker if slow else _worker, (folder,), processes, within=800.0)
-        results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
-        for name in runs(slow):
-            if RUNS[name][1] == ONE:
-                results[0]["runs"][name] = results[1]["runs"][name] = told(_start(folder, name, ONE, 0))
-        results[0]["runs"]["whole"] = whole
+        run(_worker, (folder,), 4, within=800.0)
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)], folder
     except Exception as error:
         return error
-    return results, folder
 
 
-def on_workers(slow: bool = False) -> Results:
-    found = _ran_once(slow)
+def on_workers() -> Results:
+    found = _ran_once()
     if isinstance(found, Exception):
         raise found
     return found
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_gradient_of_every_update_is_that_of_one_worker(name: str) -> None:
+def test_gradients_weights_and_moments_are_those_of_one_worker(name: str) -> None:
     """Also of updates in which a replica has no rows, or fewer passes than there are stages."""
     _, folder = on_workers()
-    for one, alone in zip(kept(folder, name, "gradients"), kept(folder, "alone", "gradients"), strict=True):
-        assert one.keys() == alone.keys()
-        assert distance(one, alone) < 1e-10
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_weights_and_moments_end_as_those_of_one_worker(name: str) -> None:
-    _, folder = on_workers()
-    start = {one: value.detach() for one, value in make_network(folder / "encoder").named_parameters()}
-    weights, alone = (kept(folder, one, "weights") for one in (name, "alone"))
-    assert weights.keys() == alone.keys()
-    moved = norm({one: value - start[one] for one, value in alone.items()})
-    assert norm({one: value - alone[one] for one, value in weights.items()}) < 1e-8 * moved
-    moments, others = (kept(folder, one, "moments") for one in (name, "alone"))
-    assert distance(moments, others) < 1e-8
+    check_the_same(folder, name, "alone")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -351,21 +287,3 @@ def test_a_run_resumes_bit_for_bit_with_dropout() -> None:
 def test_another_schedule_of_the_same_stages_is_the_same_run_bit_for_bit() -> None:
     _, folder = on_workers()
     assert files_of(folder, "1f1b") == files_of(folder, "gpipe")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=pytest.mark.slow if one in SLOW else ()) for one in RUNS if ", then " in one]
-)
-def test_a_run_goes_on_in_another_layout(name: str) -> None:
-    results, folder = on_workers(slow=name in SLOW)
-    assert [found["runs"][name]["from"] for found in results[:2]] == [KILLED_AT] * 2
-    whole, last = results[0]["runs"]["whole"], test_training_loop.UPDATES
-    assert {found["runs"][name]["ledger"] for found in results[:2]} == {whole["ledger"]}
-    assert results[0]["runs"][name]["losses"] == pytest.approx(whole["losses"], rel=1e-3)
-    weights, others, start = (
-        weights_of(folder, *place) for place in ((f"run {name}", last), ("run whole", last), ("run whole", 1))
-    )
-    assert weights.keys() == others.keys()
-    moved = norm({one: others[one] - start[one] for one in others})
-    # In fp32 and past Adam's amplification of rounding where the true gradient is zero.
-    assert norm({one: weights[one] - others[one] for one in others}) < 1e-2 * moved

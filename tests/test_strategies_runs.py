@@ -39,7 +39,7 @@ def test_a_run_in_shards_that_memory_chose_is_paused_and_goes_on_in_another_layo
 
     monkeypatch.setattr(fitting, "first", tight)
     folder = ray_session / "shards"
-    asked = {"train.epochs": 1, "train.strategy": "auto", "train.evaluate_every": 6, "train.transport": "stock"}
+    asked = {"train.epochs": 1, "train.strategy": "auto", "train.evaluate_every": 6}
     settings = trained.settings(folder, **asked)
     prepared = preparing.prepare(settings, folder / "run")
     assert (prepared.config.recipe.train.strategy, prepared.config.recipe.train.shard) == ("manual", 2)

@@ -1,4 +1,4 @@
-"""Runs by other transports, with the optimizer's state in shares: the same checkpoints, bit for bit, also resumed."""
+"""Runs with the optimizer's state in shares: the same checkpoints, bit for bit, also resumed."""
 
 import atexit
 import json
@@ -22,26 +22,21 @@ from tests.workers import joined, run
 
 WORLDS = (2, 3)
 RADAM = {"name": "radam", "layer_decay": 0.8}
-STOCK = {"transport": "stock"}
-MEMORY = {"transport": "shared_memory"}
 SHARDED = {"shard": 1}
 BF16 = {"gradient_compression": "bf16"}
 KILLED_AT = 2
 # Name -> settings until the run is killed in its third update (None: it is not), and settings of the rest of it.
 RUNS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
-    "plain": (None, STOCK),
-    "auto": (None, {}),
-    "memory": (None, MEMORY),
-    "memory, killed": (MEMORY, MEMORY),
-    "sharded": (None, SHARDED | STOCK),
-    "sharded by memory": (None, SHARDED | MEMORY),
-    "sharded, resumed plain": (SHARDED | STOCK, STOCK),
-    "plain, resumed sharded": (STOCK, SHARDED | STOCK),
-    "bf16": (None, BF16 | STOCK),
-    "bf16 by memory, killed": (BF16 | MEMORY, BF16 | MEMORY),
+    "plain": (None, {}),
+    "plain, killed": ({}, {}),
+    "sharded": (None, SHARDED),
+    "sharded, resumed plain": (SHARDED, {}),
+    "plain, resumed sharded": ({}, SHARDED),
+    "bf16": (None, BF16),
+    "bf16, killed": (BF16, BF16),
 }
-OF_THREE = ("plain", "auto", "memory", "sharded", "sharded by memory", "plain, resumed sharded")
-"""Those of three workers too, whose gradients are added in the transport's order."""
+OF_THREE = ("plain", "sharded", "plain, resumed sharded")
+"""Those of three workers too, whose gradients are added in Gloo's order."""
 
 
 def runs(world: int) -> list[str]:
@@ -54,7 +49,7 @@ def _worker(rank: int, folder: Path) -> None:
             joined(rank, world, folder)
             found = {
                 "runs": {name: _run(folder, name, world, rank) for name in runs(world)},
-                "bytes": {by: _bytes(world, rank, by) for by in ("stock", "shared_memory")},
+                "bytes": _bytes(world, rank),
             }
             (folder / f"{world}-{rank}.json").write_text(json.dumps(found))
             dist.destroy_process_group()
@@ -68,7 +63,7 @@ def _run(folder: Path, name: str, world: int, rank: int) -> dict[str, Any]:
         test_training_loop.start(ground, place, kill=KILLED_AT, **chosen, **before)
     ran = test_training_loop.start(ground, place, **chosen, **after)
     assert ran.outcome is not None
-    said = {kind: ran.recorder.of(kind) for kind in ("transport", "compressed", "sharded")}
+    said = {kind: ran.recorder.of(kind) for kind in ("compressed", "sharded")}
     return {
         "from": ran.recorder.of("started")[0]["update"],
         "weights": test_training_loop.weights_digest(ran.network),
@@ -82,7 +77,7 @@ def recipe(**train: Any) -> Recipe:
     return load("intent", chosen | {f"train.{name}": value for name, value in train.items()}).recipe
 
 
-def _bytes(world: int, rank: int, by: str) -> dict[str, Any]:
+def _bytes(world: int, rank: int) -> dict[str, Any]:
     """Bytes of state: what is said, what a worker has after an update, and what rank 0 has inside `whole`."""
     torch.manual_seed(5)  # as all workers of a run do
     network = Network()
@@ -92,7 +87,7 @@ def _bytes(world: int, rank: int, by: str) -> dict[str, Any]:
     def say(kind: str, **fields: Any) -> None:
         said.extend([fields["state_bytes"]] if kind == "sharded" else [])
 
-    exchange = choose.build(network, recipe(**SHARDED, transport=by).train, say=say)
+    exchange = choose.build(network, recipe(**SHARDED).train, say=say)
     optimizer = optim.of_run(exchange, recipe(**SHARDED))
     other = Network()
     other.load_state_dict(network.state_dict())
@@ -152,11 +147,9 @@ def checkpoints(folder: Path, world: int, name: str) -> list[dict[str, str]]:
 
 SAME = [
     *((2, name, "plain") for name in RUNS if "bf16" not in name and name != "plain"),
-    (2, "bf16 by memory, killed", "bf16"),
-    (3, "auto", "plain"),
+    (2, "bf16, killed", "bf16"),
     (3, "sharded", "plain"),
     (3, "plain, resumed sharded", "plain"),
-    (3, "sharded by memory", "memory"),
 ]
 
 
@@ -176,20 +169,16 @@ def test_the_runs_are_what_their_names_say(world: int) -> None:
         for rank in range(world):
             found = results[world, rank]["runs"][name]
             assert found["from"] == (0 if before is None else KILLED_AT)
-            used = [event["used"] for event in found["transport"]]
-            asked = after.get("transport", "shared_memory" if world == 2 else "stock")
-            assert used == (["shared_memory"] if asked == "shared_memory" else [])
             assert [0 < event["error"] < 2.0**-7 for event in found["compressed"]] == [True] * ("bf16" in name)
             assert len(found["sharded"]) == ("shard" in after)
     if "bf16" in runs(world):
         assert checkpoints(folder, world, "bf16")[0] != checkpoints(folder, world, "plain")[0]
 
 
-@pytest.mark.parametrize("by", ["stock", "shared_memory"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_worker_has_its_share_of_the_state_and_rank_0_all_of_it_while_it_saves(world: int, by: str) -> None:
+def test_a_worker_has_its_share_of_the_state_and_rank_0_all_of_it_while_it_saves(world: int) -> None:
     results, _ = on_workers()
-    found = [results[world, rank]["bytes"][by] for rank in range(world)]
+    found = [results[world, rank]["bytes"] for rank in range(world)]
     unused = 2 * 4 * 300 + 4  # the bias that had no gradient has no state
     assert all(one["said"] == found[0]["said"] for one in found)
     [sizes] = found[0]["said"]

@@ -26,15 +26,13 @@ def possible(folder: Path, workers: int, model: dict[str, Any] = BERT, **setting
 
 
 def again(*found: Way) -> list[Way]:
-    return [Way(one.shard, one.tensor, True, one.pipeline) for one in found]
+    return [Way(one.shard, one.tensor, True) for one in found]
 
 
-def test_shares_come_before_layers_computed_again_layers_that_are_cut_and_stages(tmp_path: Path) -> None:
+def test_shares_come_before_layers_computed_again_and_layers_that_are_cut(tmp_path: Path) -> None:
     shards = [Way(shard) for shard in range(4)]
     cut = [Way(tensor=2), Way(3, 2)], [Way(tensor=4)]
     expected = [*shards, *again(*shards), *cut[0], *again(*cut[0]), *cut[1], *again(*cut[1])]
-    for stages in (Way(pipeline=2), Way(pipeline=4)):
-        expected += [stages, *again(stages)]
     assert possible(tmp_path, 4) == expected
 
 
@@ -49,7 +47,6 @@ def test_what_the_recipe_or_the_model_forbids_is_left_out(tmp_path: Path) -> Non
     assert not any(way.tensor > 1 for way in possible(tmp_path, 2, heads))
     # Workers that come and go: also the fewest of them.
     assert not any(way.within > 1 for way in possible(tmp_path, 2, train__workers=4, train__min_workers=2))
-    assert not any(way.pipeline > 1 for way in possible(tmp_path, 4, BERT | {"num_hidden_layers": 1}))
     assert Way(3) in possible(tmp_path, 2, train__workers=4, train__min_workers=2)
 
 
@@ -90,30 +87,6 @@ def test_freed_memory_goes_back_where_blocks_of_many_sizes_come_and_go(
     assert ways.gives_back(train) is expected
 
 
-@pytest.mark.parametrize(
-    ("settings", "workers", "device", "expected"),
-    [
-        ({}, 2, "cpu", "shared_memory"),
-        ({}, 1, "cpu", "stock"),
-        ({}, 4, "cpu", "stock"),  # whose sums would differ in their last bit
-        ({"transport": "shared_memory"}, 4, "cpu", "shared_memory"),
-        ({"transport": "stock"}, 2, "cpu", "stock"),
-        ({}, 2, "gpu", "stock"),
-        ({"shard": 1}, 2, "cpu", "shared_memory"),
-        ({"shard": 2}, 2, "cpu", "stock"),
-        ({"tensor": 2}, 2, "cpu", "stock"),
-        ({"pipeline": 2}, 2, "cpu", "stock"),
-        ({"context": 2}, 2, "cpu", "stock"),
-        ({"context": 2}, 4, "cpu", "stock"),
-    ],
-)
-def test_two_workers_with_whole_models_share_memory(
-    settings: dict[str, Any], workers: int, device: str, expected: str
-) -> None:
-    train = recipe(train__workers=workers, **{f"train__{name}": value for name, value in settings.items()}).train
-    assert ways.transport(train, workers, device) == expected
-
-
 def test_the_rest_are_those_that_come_after() -> None:
     found = [Way(), Way(1), Way(2)]
     assert list(ways.beginning_with(Way(1), iter(found))) == [Way(1), Way(2)]
@@ -147,5 +120,3 @@ def test_what_a_worker_has_is_moved_and_what_others_have_stays_away() -> None:
     assert (layer.weight is weight, layer.bias.is_meta) == (True, True)
     assert dict(layer.named_buffers()).keys() == buffers.keys()
     assert whole.device(layer).type == "cpu"
-    setattr(layer, whole.COMPUTES, torch.device("cuda"))  # what lies elsewhere between passes
-    assert whole.device(layer).type == "cuda"

@@ -272,7 +272,6 @@ def test_events_come_in_order(ground: Path, tmp_path: Path, monkeypatch: pytest.
         ("evaluated", "valid", 3),  # the end of the first epoch
         ("score", "", 3),
         ("progress", "", 4),
-        ("noise", "", 5),
         ("progress", "", 6),  # the last update, though not a multiple of four
         ("evaluated", "valid", 6),
         ("score", "", 6),

@@ -1,14 +1,12 @@
 """Where the time of an update went: the arithmetic of intervals, and the parts that add up to the update."""
 
-import math
 from collections.abc import Callable
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rtrain.exchange.timeline import BACKWARD, FORWARD, SENDS, WAITS, Span, Timeline
+from rtrain.exchange.timeline import SENDS, WAITS, Span, Timeline
 from rtrain.training import stages
 from rtrain.training.stages import PARTS, Interval, Window, exposed, length, parts, union, within, without
 
@@ -134,23 +132,3 @@ def test_sums_over_updates_are_told_in_seconds_by_worker() -> None:
         sums.add(parts(Window(0, 0, wall, (Span(stages.FORWARD, 0, wall // 2),))))
     found = stages.told(sums.vector())
     assert found == {**dict.fromkeys(PARTS, 0.0), "forward": 0.001, "idle": 0.001, "hidden": 0.0}
-
-
-def test_the_spread_is_that_of_most_updates() -> None:
-    steady = [math.exp(0.1 * (place / 50 - 1)) for place in range(101)]
-    assert stages.spread([*steady, 100.0]) == pytest.approx(stages.spread(steady), rel=0.1)
-    assert stages.spread([1.0] * 10) == 0.0
-
-
-def test_passes_are_as_unequal_as_they_were_drawn_whatever_their_tokens() -> None:
-    """Updates of four passes each, whose logarithms are normal; the mean of four spreads half as much."""
-    random, even = np.random.default_rng(0), stages.Evenness()
-    assert even.spread() is None
-    for _ in range(stages.LATEST):
-        tokens = random.integers(100, 2000, 4)
-        taken = int((1000 * tokens * np.exp(0.1 * random.standard_normal(4))).sum())
-        of = {**dict.fromkeys(stages.PARTS, 0), FORWARD: taken // 3, BACKWARD: taken - taken // 3}
-        even.add(stages.Parts(of, 0), 4, int(tokens.sum()))
-    assert even.spread() == pytest.approx(0.1, rel=0.25)  # unequal passes average a little less
-    even.add(stages.Parts(dict.fromkeys(stages.PARTS, 0), 0), 0, 0)  # a worker without rows
-    assert even.spread() == pytest.approx(0.1, rel=0.25)

@@ -106,8 +106,8 @@ def _updates(world: int, rank: int, folder: Path, freeze: Literal["none", "encod
 
 
 def _collectives(world: int, rank: int, folder: Path) -> dict[str, Any]:
-    """How often the workers wait for each other in an update whose targets are planned and in one whose are not, by
-    shared memory where two are; and whether both give the same weights."""
+    """How often the workers wait for each other in an update whose targets are planned and in one whose are not;
+    and whether both give the same weights."""
     if world == 1:
         return {}
     calls, real = [0], {name: getattr(dist, name) for name in COLLECTIVES}
@@ -123,7 +123,7 @@ def _collectives(world: int, rank: int, folder: Path) -> dict[str, Any]:
     weights = []
     for planned in (True, False):
         network = make_network(folder / "encoder")
-        exchange, optimizer = Replicated(network, by="auto"), optim.build(network, Optim(lr=1e-3))
+        exchange, optimizer = Replicated(network), optim.build(network, Optim(lr=1e-3))
         for name in COLLECTIVES:
             setattr(dist, name, counted(name))
         try:
@@ -314,12 +314,13 @@ def test_workers_together_take_the_gradient_of_one_worker(world: int, freeze: st
             assert distance(loaded(folder / f"gradients-{world}-{rank}-{number}.pt"), alone) < 1e-10
 
 
-def test_two_workers_wait_for_each_other_three_times_an_update() -> None:
-    """For the gradients, for the rows of the word embedding, and for all numbers of the update."""
+def test_two_workers_wait_for_each_other_five_times_an_update() -> None:
+    """For the gradients, for which rows of the word embedding there are, how many, and their mean, and for all numbers
+    of the update."""
     results, _ = on_workers()
     for rank in range(2):
         found = results[2, rank]["collectives"]
-        assert found == {"planned": 3, "unplanned": 4, "same": True}
+        assert found == {"planned": 5, "unplanned": 6, "same": True}
     assert all(results[3, rank]["collectives"]["same"] for rank in range(3))
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import slow_network
 from rtrain import config
 from rtrain.config import Config
 from rtrain.errors import ConfigError, TryAgain, UserError
@@ -155,7 +154,7 @@ def test_what_contradicts_a_study_is_refused_at_once() -> None:
 # ---------------------------------------------------------------------------------------------------------------- table
 
 # 1,000 updates of 0.1 s each and exchanges of 0.05 s beside; with k = 10, a tenth of the exchanges.
-FIRST = Result("AdamW", 1, 0.9, 150.0, 1000, 0.05, 10_000_000, 2, "shared_memory")
+FIRST = Result("AdamW", 1, 0.9, 150.0, 1000, 0.05, 10_000_000, 2)
 TENTH = replace(FIRST, frequency=10, score=0.89, seconds=105.0, updates=100)
 
 
@@ -166,7 +165,7 @@ def test_a_table_tells_what_fewer_exchanges_save_and_cost() -> None:
         "AdamW": ["0.9000", "0.8900"],
     }
     assert rows_of(found.text, "lost")["AdamW"] == ["+0.0000", "+0.0100"]
-    assert rows_of(found.text, "seconds of training here (shared_memory)")["AdamW"] == ["150.0", "105.0"]
+    assert rows_of(found.text, "seconds of training here")["AdamW"] == ["150.0", "105.0"]
     assert rows_of(found.text, "share of them in the exchange")["AdamW"] == ["33.3%", "4.8%"]
     assert rows_of(found.text, "time saved")["AdamW"] == ["0.0%", "30.0%"]
 
@@ -198,18 +197,6 @@ def test_networks_that_were_measured_stay_in_the_study(tmp_path: Path) -> None:
         "seconds over sockets, measured (saved)",
         "seconds over a link, measured (saved)",
     ]
-
-
-def test_the_benchmark_of_a_link_leaves_its_times_in_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The link itself needs root: its times are made up."""
-    (made := Run(tmp_path)).study_table.write_text(
-        json.dumps(study_table.table([FIRST, TENTH], "accuracy").document), encoding="utf-8"
-    )
-    monkeypatch.setattr(slow_network, "both", lambda mbit, given: {given[1]: [0.45] if mbit else [0.02, 0.01, 0.03]})
-    found = slow_network.of_study(made, 1000, 3)
-    kept = json.loads(made.study_table.read_text())
-    assert study_table.measured(kept) == found["exchange_s"] == {"sockets": 0.02, "1000 Mbit/s": 0.45}
-    assert "seconds over 1000 Mbit/s, measured (saved)" in Page(made.study_page.read_text()).text
 
 
 def test_a_run_that_failed_is_told_with_its_error(tmp_path: Path) -> None:
@@ -285,7 +272,7 @@ def test_a_study_trains_its_runs_and_tells_their_scores_and_what_their_exchanges
         assert one["score"] == scores[headline]
         assert one["exchange_s"] >= 0  # beside other work it may be any share of the seconds
         assert one["share"] == one["exchange_s"] * one["updates"] / one["seconds"]
-        assert (one["workers"], one["transport"]) == (2, "shared_memory")
+        assert one["workers"] == 2
         assert one["exchange_bytes"] > 0
     first, fourth = results[:2]
     assert first["updates"] > 3 * fourth["updates"]

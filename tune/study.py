@@ -9,7 +9,7 @@ since trainings beside each other would share the processor, and their times are
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +185,7 @@ def run(
     """
     check(config)
     with held(config, folder, reuse, tokens_root) as (settled, task):
-        planned, study = _Study(settled, task, on_event).run(), Run(task.search)
+        planned, study = _Study(settled, replace(task, measures=True), on_event).run(), Run(task.search)
         known = {trial.number: trial for trial in Journal(study.trials).history.trials}
         results = [
             study_table.of_run(cell, study.trial(cell.number), _why(known[cell.number])) for cell in planned.cells

@@ -18,6 +18,7 @@ from rtrain.compress import distill
 from rtrain.config import Config, Train
 from rtrain.data.stores.store import open_store
 from rtrain.errors import ConfigError, Problem, TryAgain, UserError
+from rtrain.exchange import noise
 from rtrain.metrics.by_output import metric_for
 from rtrain.run import Run
 from rtrain.runs import driver, failures, group, notice, opening, preparing
@@ -56,6 +57,8 @@ class Task:
     tokens_root: Path
     teacher: Path | None = None
     """The artefact of which all trials are students; None where they are no students."""
+    measures: bool = False
+    """Whether all trials measure the gradient's noise, and not trial 0 alone."""
 
     @property
     def config(self) -> Config:
@@ -83,9 +86,13 @@ class Task:
         reuse: opening.Reuse = "resume" if run.exists else "refuse"
         config, begun = self.of(settings), number > 0
         if self.teacher is None:
-            return preparing.prepare(config, run.folder, reuse, self.tokens_root, begun=begun)
-        teacher = distill.Teacher.read(self.teacher)
-        return distill.prepare(config, teacher, run.folder, reuse, tokens_root=self.tokens_root, begun=begun)
+            prepared = preparing.prepare(config, run.folder, reuse, self.tokens_root, begun=begun)
+        else:
+            teacher = distill.Teacher.read(self.teacher)
+            prepared = distill.prepare(config, teacher, run.folder, reuse, tokens_root=self.tokens_root, begun=begun)
+        if number == 0 or self.measures:
+            run.decide("noise", noise.EVERY)
+        return prepared
 
 
 def refused(config: Config) -> list[Problem]:

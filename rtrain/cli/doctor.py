@@ -40,7 +40,6 @@ def profile(
         list[str] | None,
         typer.Option("--sweep", help="A row for each value: workers=1,2, loader=1,2,4, precision=..., any setting=..."),
     ] = None,
-    scaling: Annotated[str | None, typer.Option("--scaling", help="Numbers of workers, e.g. 1,2,4,8,16.")] = None,
     choose_k: Annotated[
         bool, typer.Option("--choose-k", help="Train a pilot; say which aggregation frequency trains soonest.")
     ] = False,
@@ -51,29 +50,29 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Say where the time of a recipe's updates goes, on each worker; print it, and write a page and a trace."""
-    if beside:
-        _beside(recipe, beside, out, as_json)
-        return
-    if recipe is None:
-        fix = "write rtrain profile RECIPE --data FILE, or --beside A.json --beside B.json"
-        raise ConfigError([Problem("profile", None, "takes a recipe, or two profiles by --beside", fix)])
     from rtrain.cluster.session import session
     from rtrain.doctor.profile import profile as profiling, rows, tables
     from rtrain.report.live.progress import Line
     from rtrain.runs import opening
 
+    if beside:
+        _beside(recipe, beside, out, as_json)
+        return
+    if recipe is None:
+        reason = "takes a recipe, or two profiles by --beside"
+        fix = "write rtrain profile RECIPE --data FILE, or --beside A.json --beside B.json"
+        raise ConfigError([Problem("profile", None, reason, fix, code="missing")])
     short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
     config = opening.absolute(configured(recipe, assignments, **short))
     if choose_k:
-        if sweep or scaling:
-            fix = "profile first, and choose then"
-            raise ConfigError([Problem("--choose-k", None, "trains one pilot, and sweeps nothing", fix)])
+        if sweep:
+            reason, fix = "trains one pilot, and sweeps nothing", "profile first, and choose then"
+            raise ConfigError([Problem("--choose-k", None, reason, fix, code="conflicting_settings")])
         _chosen_k(context, config, opening.folder_for(f"{config.recipe.name}-choose-k", out), as_json)
         return
     folder = opening.folder_for(f"{config.recipe.name}-profile", out)
     length = rows.Length(updates, warm_up)
-    sweeps = [*(sweep or ()), *([] if scaling is None else [f"workers={scaling}"])]
-    found = rows.rows(config, sweeps, length)
+    found = rows.rows(config, sweep or (), length)
     with Line(context.obj) as line:
         document = profiling.run(
             config, found, length, folder, lambda row, place: session(row, place.parent, line), on_event=line
@@ -100,7 +99,8 @@ def _chosen_k(context: typer.Context, config: "Config", folder: Path, as_json: b
 def _beside(recipe: str | None, paths: list[Path], out: str | None, as_json: bool) -> None:
     if len(paths) != 2 or recipe is not None:
         fix = "write rtrain profile --beside A.json --beside B.json"
-        raise ConfigError([Problem("--beside", None, "sets two profiles beside each other, and trains nothing", fix)])
+        reason = "sets two profiles beside each other, and trains nothing"
+        raise ConfigError([Problem("--beside", None, reason, fix, code="conflicting_settings")])
     from rtrain.doctor.profile import page, profile as profiling, tables
 
     documents = [profiling.read(path.expanduser().absolute()) for path in paths]

@@ -1,8 +1,7 @@
 """The verb that says what a run will take, before anything is spent: `rtrain plan`."""
 
-import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +17,6 @@ from rtrain.cli.options import (
     Workers,
     chosen_run,
     configured,
-    overrides_of,
 )
 from rtrain.cli.output import show
 from rtrain.errors import ConfigError, Problem
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
     from rtrain.strategies.ways import Way
 
 CLUSTER = Path("cluster.yaml")
-CARRIED = ("optim.", "tune.")
-"""Settings by which --choose-k carries the learning rate; those of the pilot's own training are its run's."""
 
 
 def plan(
@@ -44,20 +40,10 @@ def plan(
     workers: Workers = None,
     rows: Annotated[int | None, typer.Option("--rows", help="Training rows, in place of --data.", min=1)] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", help="Tokens of a row, with --rows.", min=1)] = None,
-    like: Annotated[Path | None, typer.Option("--like", help="A finished run: its pace, or its noise scale.")] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure exchanges between two processes here, for those within a node.")
-    ] = False,
-    wires: Annotated[
-        list[str] | None,
-        typer.Option("--wires", help="How it would scale over efa, 10gbit, ...; for each one."),
-    ] = None,
+    like: Annotated[Path | None, typer.Option("--like", help="A finished run, for its pace.")] = None,
     prices: Annotated[Path | None, typer.Option("--prices", help="File of prices, in place of cluster.prices.")] = None,
     write_prices: Annotated[Path | None, typer.Option("--write-prices", help="Write such a file, to edit it.")] = None,
     search: Annotated[bool, typer.Option("--search", help="Of `rtrain tune`, not of one run.")] = False,
-    choose_k: Annotated[
-        bool, typer.Option("--choose-k", help="The aggregation frequency that trains soonest, by the run --like.")
-    ] = False,
     assignments: Set = None,
     as_json: Json = False,
 ) -> None:
@@ -65,36 +51,31 @@ def plan(
     Nothing is started. A layout that would wait for ever is refused, with the nearest that would not."""
     from rtrain.cluster import prices as pricing
     from rtrain.doctor.forecast import layouts, plan as planning
-    from rtrain.doctor.forecast.links import PRESETS
 
     if write_prices is not None:
         if write_prices.exists():
             fix = "name another file"
-            raise ConfigError([Problem("--write-prices", str(write_prices), "is there already", fix)])
+            raise ConfigError(
+                [Problem("--write-prices", str(write_prices), "is there already", fix, code="already_exists")]
+            )
         write_prices.write_text(pricing.text(pricing.table(prices)), encoding="utf-8")
         show({"file": str(write_prices)}, as_json, f"{shown(write_prices)}: edit it, and name it by --prices")
         return
-    if choose_k:
-        files = {"--data": data, "--valid": valid, "--test": test, "--model": model, "--prices": prices}
-        counts = {"--workers": workers, "--rows": rows, "--tokens": tokens}
-        asked = {"--measure": measure or None, "--wires": wires or None, "--search": search or None}
-        where = {"recipe": recipe, "--cluster": None if cluster == CLUSTER else str(cluster)}
-        _chosen_k(like, assignments, where | files | counts | asked, as_json)
-        return
     if recipe is None:
-        raise ConfigError([Problem("recipe", None, "missing", "write a recipe's name or a YAML file")])
+        fix = "write a recipe's name or a YAML file"
+        raise ConfigError([Problem("recipe", None, "missing", fix, code="missing")])
     if tokens is not None and rows is None:
         fix = "write --rows N beside it, or leave it out: the rows of data.path are counted"
-        raise ConfigError([Problem("--tokens", tokens, "is the length of rows that are not read", fix)])
-    if unknown := [name for name in wires or () if name not in PRESETS]:
-        raise ConfigError([Problem("--wires", unknown[0], "not known", f"write {', '.join(PRESETS)}")])
+        raise ConfigError(
+            [Problem("--tokens", tokens, "is the length of rows that are not read", fix, code="missing_rows")]
+        )
     config = configured(recipe, assignments, data=data, valid=valid, test=test, model=model, workers=workers)
     document = planning.read_cluster(cluster)
     nodes = layouts.of_document(document)
     layout = layouts.laid_out(config, nodes, searches=search)  # no torch until here: a refusal comes at once
     named = config.deploy.cluster.prices
     table = pricing.table(prices or (named and Path(named)), document.get("metadata"))
-    made = _planned(config, nodes, layout, table, (rows, tokens), (like, measure), search, wires or ())
+    made = _planned(config, nodes, layout, table, (rows, tokens), like, search)
     show(made, as_json, *planning.text(made))
 
 
@@ -104,9 +85,8 @@ def _planned(
     layout: "layouts.Layout",
     table: Any,
     given: tuple[int | None, int | None],
-    pace_of: tuple[Path | None, bool],
+    like: Path | None,
     search: bool,
-    wires: Sequence[str],
 ) -> dict[str, Any]:
     from rtrain.doctor.forecast import facts, money, pace as paces, plan as planning
     from rtrain.network import model as models
@@ -128,24 +108,15 @@ def _planned(
     kinds = [*(kind for kind in nodes.kinds if chosen.nodes.get(kind.name)), *nodes.heads]
     kind = max(kinds, key=lambda one: one.node.get("GPU" if layout.device == "gpu" else "CPU", 0.0))
     assumed = paces.assumed(kind.gpu, recipe.train.precision) if layout.device == "gpu" else paces.CPU
-    like, measure = pace_of
-    pace = paces.of_run(Run(chosen_run(like)), root).pace if like else assumed
-    if measure and layout.device == "cpu":
-        from rtrain.doctor.forecast import calibrate
-
-        train = chosen.way.of(recipe.train, layout.room)
-        by = strategies.transport(train, layout.room, layout.device)
-        link = calibrate.fitted(calibrate.exchanges(2, transport=by), 2, "this machine's")
-        how = {"shared_memory": "through shared memory", "stock": "by sockets"}[by]
-        pace = dataclasses.replace(pace, exchange=link, why=f"{pace.why}; exchanges {how} as measured here")
-    found = planning.hours(config, layout, chosen, shape, counted, pace, kind, wires)
+    pace = paces.of_run(Run(chosen_run(like)), root) if like else assumed
+    found = planning.hours(config, layout, chosen, shape, counted, pace)
     price = money.worker_price(config, table)
     total = planning.searched(config, found, layout.trials, price) if search else found.hours
     watched = "rtrain.cluster.spot" in json.dumps(nodes.document.get("worker_start_ray_commands", []))
-    notes = [layout.choice.why, planning.replicas(config, nodes), *planning.untold(recipe.train)]
+    notes = [layout.choice.why, *planning.untold(chosen.way.of(recipe.train, layout.room))]
     notes += planning.unchecked(kinds, layout.needs)
-    if measure and layout.device == "gpu":
-        notes.append("--measure: nothing was measured, since GPUs do not exchange by what processes of a machine do")
+    if pace.exchange_s is None and layout.room > 1:
+        notes.append("how long an update waits for the exchange of gradients is not foretold; name a run by --like")
     repeats_s = planning.repeated_s(config, found, watched)
     if price is None:
         cost = planning.money(nodes, chosen.nodes, table, total, repeats_s)
@@ -179,26 +150,3 @@ def _needs(
     )
     ways = planning.ways(config, folder, layout.room)
     return fitting.needs(recipe, folder, ways, passes, layout.room, layout.device)
-
-
-def _chosen_k(like: Path | None, assignments: list[str] | None, unused: Mapping[str, Any], as_json: bool) -> None:
-    """`unused`: what else the command names, which says nothing of a run that is there."""
-    from rtrain import config as configuration
-    from rtrain.doctor import frequency
-
-    why, problems = "--choose-k decides by the run --like", list[Problem]()
-    if like is None:
-        reason = "needs a pilot: a short run of the recipe"
-        fix = "write --like RUN, or let one be trained: rtrain profile RECIPE --choose-k"
-        problems.append(Problem("--like", None, reason, fix))
-    problems += [Problem(name, value, why, "leave it out") for name, value in unused.items() if value is not None]
-    overrides = overrides_of(assignments)
-    for name in (name for name in overrides if not name.startswith(CARRIED)):
-        reason = f"{why}, which was trained with settings of its own"
-        fix = "leave it out, or let a pilot be trained with it: rtrain profile RECIPE --choose-k"
-        problems.append(Problem(name, overrides[name], reason, fix))
-    if like is None or problems:
-        raise ConfigError(problems)
-    run = Run(chosen_run(like))
-    document = frequency.decided(configuration.load(str(run.config), overrides), run)
-    show(document, as_json, *frequency.text(document))

@@ -122,26 +122,17 @@ class Train(Section):
     gradient_checkpointing: bool = False
     """Save memory: keep only each layer's input, and compute the layer again in the backward pass. With MiniLM and 16
     texts of 512 tokens, a pass took 1.1 GB in place of 2.6, and 1.0 to 1.25 times as long."""
-    transport: Literal["auto", "stock", "shared_memory"] = "auto"
-    """How gradients go from worker to worker: `stock` is Gloo's sockets (NCCL on GPUs), `shared_memory` is memory that
-    the workers of one host share. `auto` uses shared memory for exactly two workers on one host, where both transports
-    give the same sums bit for bit; with more, results would depend on the hosts. On several hosts or on GPUs,
-    `shared_memory` becomes `stock`, and a line says so."""
     gradient_compression: Literal["none", "bf16"] = "none"
     """`bf16` sends gradients in half the bytes. It changes the weights; the log says how far the gradient is off. For
     two workers over 100 Mbit/s an update of MiniLM took 3.5 s in place of 5.3."""
     strategy: Literal["manual", "auto"] = "manual"
     """Who says how the model lies on the workers: `manual`, the settings that follow; `auto`, the forecast of memory,
     which takes the first that fits of the whole model on each worker, shard 1, 2 and 3, the same with
-    gradient_checkpointing, tensor, and pipeline. It is decided once, and kept in the run in their place."""
+    gradient_checkpointing, and with tensor. It is decided once, and kept in the run in their place."""
     shard: Literal[0, 1, 2, 3] = 0
     """What each worker keeps a share of, in place of the whole: 0 nothing; 1 the optimizer's state; 2 gradients too; 3
     weights too, which are gathered layer by layer (the stages of ZeRO). Each takes less memory than the one before, and
     more exchanges from 2 on. 1 gives the same weights as 0, bit for bit; the others add in another order."""
-    offload: bool = False
-    """With shard 2 or 3, on GPUs: the shares of weights, gradients and moments lie in the processor's memory, where
-    they are updated; weights are brought to the GPU for each pass over a layer. It takes less of the GPU's memory, and
-    longer."""
     tensor: Positive = 1
     """Workers that share one replica of the model: each has as many attention heads, and of the inner feed-forward
     layers as much, as the others (tensor parallelism). It must divide both, and the workers."""
@@ -194,11 +185,11 @@ class Train(Section):
         return -(-self.workers // self.within)
 
 
-LAID_OUT = ("shard", "offload", "tensor", "sequence", "pipeline", "schedule", "context")
+LAID_OUT = ("shard", "tensor", "sequence", "pipeline", "schedule", "context")
 """Settings of `train` that say how the model lies on the workers."""
 SPEED = (
     *("workers", "device", "gpus_per_worker", "min_workers", "micro_batch", "tokens_per_pass"),
-    *("aggregation_frequency", "balance", "gradient_checkpointing", "transport"),
+    *("aggregation_frequency", "balance", "gradient_checkpointing"),
     *("strategy", *LAID_OUT),
     *("save_every", "keep", "log_every"),
 )

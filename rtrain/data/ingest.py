@@ -79,9 +79,8 @@ class Share:
     """Logical CPUs that a data task reserves."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Those of the nodes that data tasks may run on."""
-    measures: int = 0
-    """Deal the rows at random, by this rule of `exchange.noise`, in the updates that measure the noise of gradients; 0:
-    none does."""
+    at_random: int = 0
+    """Of how many updates one has its rows dealt at random (`exchange.noise`); 0: none."""
     speeds: tuple[float, ...] = ()
     """Those of all workers, by which the rows of the other updates are dealt; none: equally many tokens for each."""
 
@@ -92,8 +91,8 @@ def plan_update(store: Store, share: Share, number: int) -> Update:
     row_ids = store.column("train", "row_id")[positions]
     lengths = store.column("train", "length")[positions]
     limits = (share.micro_batch, share.tokens_per_pass)
-    how = {"at_random": noise.due(number, share.measures), "halved": share.measures >= noise.HALVED}
-    passes = deal(lengths, share.workers, share.rank, *limits, **how, speeds=share.speeds)
+    at_random = noise.due(number, share.at_random)
+    passes = deal(lengths, share.workers, share.rank, *limits, at_random=at_random, speeds=share.speeds)
     return Update(
         number=number,
         first_row=int(row_ids[0]),

@@ -1,4 +1,4 @@
-"""Which aggregation frequency to take: a pilot, which is trained here or was trained before, and the decision."""
+"""Which aggregation frequency to take: a pilot, which is trained here, and the decision."""
 
 import dataclasses
 import json
@@ -65,7 +65,8 @@ def train(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], Non
             f"--choose-k: a pilot has {FEWEST} updates at least, {CLOCK} of another k beside it take as long as "
             f"{CLOCK * other(1)}, and both may be {SHARE:.0%} of a run: this run has "
             f"{prepared.order.updates} updates of {prepared.config.recipe.rows_per_update} rows. Train on more rows or "
-            "epochs, or name a pilot of your own: rtrain plan --choose-k --like RUN"
+            "epochs",
+            code="too_few_rows",
         )
     beside = preparing.prepare(piloted(config, other(k)), folder / BESIDE, tokens_root=folder.parent)
     workers = kept.Kept(Run(folder / WORKERS), kept.post())
@@ -90,20 +91,19 @@ def settings(config: Config, k: int) -> dict[str, Any]:
     return space.overrides(config, {space.FREQUENCY: k})
 
 
-def decided(config: Config, pilot: Run, beside: Run | None = None) -> dict[str, Any]:
+def decided(config: Config, pilot: Run, beside: Run) -> dict[str, Any]:
     """The decision as JSON: for a recipe, by a pilot of it, and by a run with another frequency `beside` it. Raises
     `UserError` where their logs tell too little."""
     recipe = configuration.load(str(pilot.config)).recipe
     size = choose_k.weights(model.resolve(recipe.model.name, pilot.folder.parent))
-    found, options = choose_k.of_log(pilot.events(), recipe, size, another=None if beside is None else _timed(beside))
+    found, options = choose_k.of_log(pilot.events(), recipe, size, another=_timed(beside))
     last = pilot.last("trained")
     assert last is not None  # `of_log` refuses a run without one
-    early = not last["finished"]
-    best = choose_k.chosen(options, early)
+    best = choose_k.chosen(options)
     carried = {one.k: settings(config, one.k) for one in options}
     return {
         "noise_scale": dataclasses.asdict(found.scale),
-        "pilot": {"updates": last["updates"], "rows_per_update": found.rows_per_update, "early": early},
+        "pilot": {"updates": last["updates"], "rows_per_update": found.rows_per_update},
         "options": [
             {
                 **dataclasses.asdict(one),
@@ -145,8 +145,7 @@ def text(document: Mapping[str, Any]) -> list[str]:
         for one in document["options"]
     ]
     given = " ".join(f"--set {name}={_written(value)}" for name, value in document["settings"].items())
-    by_high = pilot["early"] and scale["high"] is not None
-    why = f", by {high} rows: the noise scale grows while a model learns" if by_high else ""
+    why = "" if scale["high"] is None else f", by {high} rows: the noise scale grows while a model learns"
     return [*lines, f"k {document['aggregation_frequency']} is chosen{why}", f"write {given}"]
 
 

@@ -14,15 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 EVERY = 8
-"""Updates from one that measures to the next. Reading a gradient of 52 MB once more takes 3 ms, some 1 % of an update
-of MiniLM, and in the updates that measure, the workers' shares are less even."""
-RULE = 3
-"""By which rows are dealt in updates that measure. With 2 the first pass of a worker that is alone had as many rows as
-there is room for, and often all, which tells nothing; 1 differs in the layouts that measure (`runs.decisions`)."""
-HALVED = 3
-"""The first rule by which that pass has half of the rows at most."""
-PILOT = 4
-"""The rule of a run that is made to measure: every second update does, and those between tell how long one takes."""
+"""Updates from one whose rows are dealt at random to the next, in every run: these may measure."""
+PILOT = 2
+"""The same of a run that is made to measure; the updates between tell how long one takes."""
+HOW = "rtrain profile RECIPE --choose-k trains a pilot that measures it"
 KIND = "noise"
 """The event of a measurement, with `trace` (S), `square` (|G|^2) and `rows`, those of the update."""
 LATEST = 25
@@ -30,11 +25,10 @@ LATEST = 25
 CONFIDENCE = 0.95
 
 
-def due(number: int, rule: int) -> bool:
-    """Whether update `number`, from 0, measures by a rule; by rule 0 none does. Its rows are dealt at random
-    (`order.deal`): shares of like lengths would resemble each other more than chance has it."""
-    every = 2 if rule >= PILOT else EVERY
-    return rule > 0 and number % every == every // 2
+def due(number: int, every: int) -> bool:
+    """Whether the rows of update `number`, from 0, are dealt at random (`order.deal`), one in `every`; 0: none. Shares
+    of like lengths would resemble each other more than chance has it."""
+    return every > 0 and number % every == every // 2
 
 
 @dataclass(frozen=True)
@@ -122,12 +116,3 @@ def estimate(measured: Sequence[Measured]) -> Scale | None:
 def of_run(log: Iterable[Mapping[str, Any]]) -> Scale | None:
     """The noise scale at the end of what a run's log tells."""
     return estimate([one for _, one in measurements(log)][-LATEST:])
-
-
-def course(measured: Sequence[tuple[int, Measured]], window: int = LATEST) -> list[tuple[int, float]]:
-    """(update, noise scale of the `window` measurements until then) along a run, from the third on."""
-    found = [
-        (measured[place][0], estimate([one for _, one in measured[max(0, place + 1 - window) : place + 1]]))
-        for place in range(2, len(measured))
-    ]
-    return [(update, scale.rows) for update, scale in found if scale is not None]

@@ -9,7 +9,6 @@ from rtrain.batch import Tokens
 from rtrain.exchange import ranks, whole
 from rtrain.exchange.alive import Watch
 from rtrain.exchange.exchange import Work
-from rtrain.exchange.own import squared
 from rtrain.exchange.timeline import BACKWARD, FORWARD, OPTIMIZER, WAITS, Timeline
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class Replicas:
                 with self.timeline.during(BACKWARD):
                     loss.backward()
                 if measures and not self.distributed and number == 0:
-                    self._first = squared(self.collected())
+                    self._first = float(sum(whole.squared(one) for one in self.collected()))
 
     def begin(self, measures: bool = False) -> None:
         """Forget the last update. Called before the first pass of one."""

@@ -1,17 +1,16 @@
-"""The whole model on every worker; the mean of its gradients is by DistributedDataParallel over a transport."""
+"""The whole model on every worker; the mean of its gradients is by DistributedDataParallel."""
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rtrain import torch_internals
-from rtrain.exchange import compression, transport, whole
+from rtrain.exchange import transport, whole
 from rtrain.exchange.alive import Watch
 from rtrain.exchange.exchange import Work
-from rtrain.exchange.own import Own
 from rtrain.exchange.replicas import Replicas, Say, unsaid
-from rtrain.exchange.spent import Spent
-from rtrain.exchange.timeline import BACKWARD, WAITS
+from rtrain.exchange.timeline import BACKWARD, SENDS, WAITS, Timeline
 from rtrain.exchange.touched_rows import TouchedRows, table_of
 
 if TYPE_CHECKING:
@@ -28,12 +27,10 @@ class Replicated(Replicas):
         say: Say = unsaid,
         *,
         touched_rows: bool = True,
-        by: str = "stock",
         compressed: str = "none",
     ):
-        """`say` is told by which transport gradients go and what compression costs. `touched_rows`: of the word
-        embedding's gradient, exchange the rows that the update touched. `by`, `compressed`: as `train.transport` and
-        `train.gradient_compression`."""
+        """`say` is told what compression costs. `touched_rows`: of the word embedding's gradient, exchange the rows
+        that the update touched. `compressed`: as `train.gradient_compression`."""
         super().__init__(module, watch, say)
         self._spent, self.own = Spent(self.timeline), Own()
         # A GPU that is alone fills and adds a dense gradient in less time than it waits for which rows were touched.
@@ -51,21 +48,10 @@ class Replicated(Replicas):
             # forward_sync_buffers: an encoder's buffers are constants, so rank 0 need not send them before each step.
             self.model = DistributedDataParallel(module, gradient_as_bucket_view=True, forward_sync_buffers=False)
             torch_internals.take_times(self.model)
-            self._sent = compression.sent(compressed)
-            self._transport = self._carried(by)
+            self._sent = sent = transport.sent_type(compressed)
+            self._transport = transport.Stock(self.world) if sent is None else transport.Compared(self.world, sent)
             state = (self._transport, self._spent, self.own)
             self.model.register_comm_hook(state, lambda state, bucket: _started(state, bucket))
-
-    def _carried(self, by: str) -> "transport.Transport":
-        """What takes DistributedDataParallel's buckets. Asked for on every worker."""
-        sent = self._sent
-        made: transport.Transport = transport.Stock(self.world, sent)
-        if by == "shared_memory" or (by == "auto" and self.world == transport.SAME_BITS):
-            found = transport.share([one for one in self._others if one.requires_grad], self.rank, self.world, sent)
-            reason = found if isinstance(found, str) else None
-            made = made if isinstance(found, str) else found
-            self._say("transport", asked=by, used=made.name, reason=reason)
-        return made if sent is None else compression.Compared(made, self.world)
 
     def settle(self, work: Work) -> None:
         """Discard one exchange, where three workers or more take part.
@@ -105,13 +91,13 @@ class Replicated(Replicas):
                 self.rows.complete(self)
         self._spent.exchanges += last
         compared = self._transport if last and self.distributed else None
-        if isinstance(compared, compression.Compared) and (error := compared.error()) is not None:
+        if isinstance(compared, transport.Compared) and (error := compared.error()) is not None:
             self._say("compressed", error=error)
 
     def cost(self) -> dict[str, Any] | None:
         if not self.distributed or not self._spent.exchanges:
             return None
-        return self._spent.told(self.model, self.gradients(), self._sent)
+        return self._spent.cost(self.model, self.gradients(), self._sent)
 
     def gradients(self) -> "list[torch.Tensor]":
         """The complete gradient: one tensor for each parameter that has one. The word embedding's holds its touched
@@ -144,13 +130,10 @@ class Replicated(Replicas):
         return tensor
 
     def union(self, places: "torch.Tensor", rows: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-        """See `transport.Transport.union`: by the transport's own way, or by a gather of the places and a mean."""
+        """The mean of a matrix that is 0 but for some rows: (places of the rows that any worker has, ascending; their
+        means [places, dim]). `places` are this worker's, ascending, `rows` its rows."""
         import torch
 
-        with self.timeline.during(WAITS):
-            found = self._transport.union(places, rows)
-        if found is not None:
-            return found
         union = torch.unique(torch.cat([torch.from_numpy(one) for one in self.gather(places.cpu().numpy())]))
         union = union.to(places.device)
         shared = rows.new_zeros(len(union), rows.shape[1])
@@ -161,15 +144,72 @@ class Replicated(Replicas):
         """Broadcast `owned[rank]` from each rank to all others. Shapes are the same everywhere, tensors contiguous."""
         if self.distributed:
             with self.timeline.during(WAITS):
-                self._transport.spread(owned)
+                transport.spread(owned)
 
 
-def _started(state: "tuple[transport.Transport, Spent, Own]", bucket: Any) -> Any:
+class Own:
+    """This worker's gradient before the exchange takes the mean: its squared norm, in the updates that measure."""
+
+    def __init__(self) -> None:
+        self._measures = False
+        self._parts: list[torch.Tensor] = []
+
+    def begin(self, measures: bool) -> None:
+        self._measures, self._parts = measures, []
+
+    def add(self, part: "torch.Tensor") -> None:
+        """A part of the gradient, which is about to be exchanged."""
+        if self._measures:
+            self._parts.append(whole.squared(part))
+
+    @property
+    def square(self) -> float:
+        return float(sum(self._parts))
+
+
+class Spent:
+    """What the exchange of gradients costs this worker: seconds by which it lengthens a pass, and bytes that it sends.
+    What it waits for slower workers within an exchange counts: it could not compute then."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self.exchanges = 0
+        self._waited = 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a part of an exchange for which the pass stands still."""
+        start = time.perf_counter()
+        try:
+            with self._timeline.during(WAITS):
+                yield
+        finally:
+            self._waited += time.perf_counter() - start
+
+    def start(self, by: transport.Stock, part: "torch.Tensor") -> Any:
+        """Begin to exchange a part of the gradient, beside which the worker computes."""
+        timeline = self._timeline
+        begin = timeline.now()
+        with self.waiting():
+            future = by.start(part)
+
+        def arrived(done: Any) -> Any:
+            timeline.add(SENDS, begin, timeline.now())
+            return done.value()
+
+        return future.then(arrived)
+
+    def cost(self, model: Any, gradient: "list[torch.Tensor]", sent: "torch.dtype | None") -> dict[str, Any]:
+        """See `Exchange.cost`, of an exchange of `gradient` by `model`, without what is hidden behind the backward
+        pass. `sent`: the type in which its numbers are sent; None: their own."""
+        seconds = self._waited / self.exchanges + torch_internals.unhidden_seconds(model)
+        size = sum(one.numel() * (sent or one.dtype).itemsize for one in gradient)
+        return {"seconds": round(seconds, 6), "bytes": size}
+
+
+def _started(state: "tuple[transport.Stock, Spent, Own]", bucket: Any) -> Any:
     """DistributedDataParallel's hook. It is no method of an exchange: it is kept below Python, where no collector finds
     a cycle."""
     by, spent, own = state
     own.add(bucket.buffer())
-    start = spent.now()
-    with spent.waiting():
-        future = by.start(bucket.buffer(), bucket.is_last())
-    return spent.sending(future, start) if by.beside else future
+    return spent.start(by, bucket.buffer())

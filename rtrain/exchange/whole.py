@@ -18,17 +18,11 @@ def here(tensor: "torch.Tensor") -> bool:
     return tensor.device.type != "meta"
 
 
-COMPUTES = "rtrain_computes"
-"""Attribute of a module whose weights lie elsewhere between passes: the device on which it computes."""
-
-
 def device(module: "torch.nn.Module") -> "torch.device":
-    """Where this worker computes the module: where the weights are that it has, unless `COMPUTES` says otherwise;
-    `meta`, where nobody has any."""
+    """Where this worker computes the module: where the weights are that it has; `meta`, where nobody has any."""
     every = module.parameters()  # asked for before each pass: to walk through all takes milliseconds
     first = next(every)
-    found: torch.device = next((one.device for one in itertools.chain([first], every) if here(one)), first.device)
-    return getattr(module, COMPUTES, found)
+    return next((one.device for one in itertools.chain([first], every) if here(one)), first.device)
 
 
 def move(module: "torch.nn.Module", device: "torch.device") -> None:
@@ -68,7 +62,7 @@ def like(value: "torch.Tensor", parameter: "torch.Tensor") -> "torch.Tensor":
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     found = value
-    if isinstance(parameter, DTensor):  # cut on the mesh's device, where an offloaded parameter's share does not lie
+    if isinstance(parameter, DTensor):
         found = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return found.to(parameter.device)
 
@@ -101,6 +95,14 @@ def norm(tensors: "Sequence[torch.Tensor]") -> "torch.Tensor":
 
     norms = [full(torch.nn.utils.get_total_norm(alike)) for alike in by_kind(tensors)]
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
+
+
+def squared(tensor: "torch.Tensor") -> "torch.Tensor":
+    """The squared norm of a tensor, [], on its device: nothing waits for it yet."""
+    import torch
+
+    found: torch.Tensor = torch.linalg.vector_norm(tensor)
+    return full(found).double() ** 2
 
 
 def from_holders(own: "Mapping[str, torch.Tensor]", watch: Watch) -> "Iterator[tuple[str, torch.Tensor]]":

@@ -2,8 +2,7 @@
 
 Two runs of the same recipe and rows: a control, and one that meets every fault of `faults.FAULTS` in turn. They must
 end with the same weights, bit for bit, and with the same ledger of rows; every fault must resume from a checkpoint.
-Where workers share a model, a rank of each kind of their groups is among those that die or hang, and in the end the run
-goes on in another layout (`next_layout`).
+Where workers share a model, a rank of each kind of their groups is among those that die or hang.
 """
 
 import hashlib
@@ -18,9 +17,8 @@ from rtrain.checkpoints import checkpoint
 from rtrain.config import Config
 from rtrain.data import tokens
 from rtrain.errors import UserError
-from rtrain.proof import ledger, next_layout
+from rtrain.proof import ledger
 from rtrain.proof.faults import FAULTS, Fault, of_groups, workers_left
-from rtrain.proof.next_layout import Changed
 from rtrain.report import html, summary
 from rtrain.run import Run
 from rtrain.runs import driver, nodes, preparing
@@ -68,11 +66,9 @@ class Certificate:
     workers: int
     faults: list[dict[str, Any]]
     seconds: float
-    next_layout: Changed | None = None
 
     def to_document(self) -> dict[str, Any]:
-        changed = None if self.next_layout is None else self.next_layout.to_document()
-        return {**asdict(self), "next_layout": changed}
+        return asdict(self)
 
     def text(self) -> str:
         lines = [f"{'fault':<28}  {'at':>5}  {'resumed':>7}  {'again':>5}  {'s to next update':>16}"]
@@ -89,8 +85,6 @@ class Certificate:
             f"{self.workers} workers: {weights} and {rows} as the undisturbed run; "
             f"{self.rows_lost} rows lost, {self.rows_repeated} repeated ({self.seconds:.0f} s)"
         )
-        if self.next_layout is not None:
-            lines.append(self.next_layout.text())
         lines += [f"left behind: {name}" for name in self.left_behind]
         return "\n".join(lines)
 
@@ -146,18 +140,13 @@ def run(
         | {"cluster.storage": None},
     )
     updates = 3 * save_every * (len(faults) + 1)
-    config, weights = _long_enough(config, folder.parent, updates + save_every)
-    another = next_layout.chosen(config.recipe, weights)
+    config = _long_enough(config, folder.parent, updates)
     control = preparing.prepare(config, folder / "control", tokens_root=folder.parent)
     driver.fit(control, until=updates, on_event=on_event)
     drilled = preparing.prepare(config, folder / "drilled", tokens_root=folder.parent)
     saboteur = Saboteur(drilled.run, faults, save_every, on_event)
     _fit(drilled, updates, saboteur)
     certificate = _judge(control, drilled, saboteur.met, len(faults), updates)
-    if another is not None and certificate.passed:
-        certificate.next_layout = next_layout.run(control, drilled, another, updates, save_every)
-        certificate.left_behind = _left_behind(drilled.run)
-        certificate.passed = certificate.next_layout.passed and not certificate.left_behind
     certificate.seconds = round(time.monotonic() - begin, 1)
     drilled.run.append("drilled", certificate=certificate.to_document())
     summary.write(drilled.run)
@@ -165,14 +154,14 @@ def run(
     return certificate
 
 
-def _long_enough(config: Config, root: Path, updates: int) -> tuple[Config, Path]:
-    """The recipe with as many epochs as so many updates need; and the model's folder."""
+def _long_enough(config: Config, root: Path, updates: int) -> Config:
+    """The recipe with as many epochs as so many updates need."""
     source, model, *_ = nodes.share(config, *preparing.check(config, root), root)
     config, _ = preparing.separated(config, source)
     store, _ = tokens.ensure(config.recipe, source, model, root)
     per_epoch = -(-store.rows("train") // config.recipe.rows_per_update)
     epochs = max(config.recipe.train.epochs, -(-updates // per_epoch))
-    return configuration.with_overrides(config, {"train.epochs": epochs}), model
+    return configuration.with_overrides(config, {"train.epochs": epochs})
 
 
 def _fit(prepared: preparing.Prepared, updates: int, saboteur: Saboteur) -> None:

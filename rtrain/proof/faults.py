@@ -41,7 +41,8 @@ def processes(class_name: str) -> list[int]:
         if actor["ActorClassName"].endswith(class_name) and actor["State"] == "ALIVE" and actor["JobID"] == job
     ]
     if any(actor["Address"]["NodeID"] != node for actor in actors):
-        raise UserError("drill: a worker is on another machine, where it cannot be killed; drill on a single machine")
+        reason = "drill: a worker is on another machine, where it cannot be killed; drill on a single machine"
+        raise UserError(reason, code="unsupported")
     return [actor["Pid"] for actor in sorted(actors, key=lambda actor: (actor["StartTime"], actor["Pid"]))]
 
 
@@ -65,7 +66,7 @@ def process_of(run: Run, rank: int) -> int:
         with contextlib.suppress(psutil.Error):
             if told in [file.path for file in psutil.Process(pid).open_files()]:
                 return pid
-    raise UserError(f"drill: no process is rank {rank}")
+    raise UserError(f"drill: no process is rank {rank}", code="not_found")
 
 
 def of_groups(train: Train, workers: int) -> tuple[Fault, ...]:

@@ -66,12 +66,12 @@ def check(run: Run) -> Report:
     """Recompute the order of `run` from its configuration and token store. Needs no Ray; reads the index alone."""
     if not run.exists:
         fix = meant(run.folder) or "name the folder given to --out"
-        raise UserError(f"--ledger: {run} holds no run (no {run.config.name}); {fix}")
+        raise UserError(f"--ledger: {run} holds no run (no {run.config.name}); {fix}", code="not_a_run")
     recipe = configuration.load(str(run.config)).recipe
     store = _store(run)
     recorded = _recorded(run)
     if not recorded:
-        raise UserError(f"--ledger: {run} has recorded no update yet; train it first")
+        raise UserError(f"--ledger: {run} has recorded no update yet; train it first", code="not_started")
     order = Order(
         store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, recipe.train.seed
     )
@@ -98,12 +98,14 @@ def check(run: Run) -> Report:
 def _store(run: Run) -> Store:
     created = run.first("created")
     if created is None:
-        raise UserError(f"--ledger: {run.log} does not say where the run's token store is; the log is damaged")
+        reason = f"--ledger: {run.log} does not say where the run's token store is; the log is damaged"
+        raise UserError(reason, code="damaged")
     store = Store(Path(created["store"]))
     if store.manifest.digest != created["data_digest"]:
         raise UserError(
             f"--ledger: the token store {store.folder} is now {store.manifest.digest}; the run was trained on "
-            f"{created['data_digest']}"
+            f"{created['data_digest']}",
+            code="different_rows",
         )
     refuse_other("--ledger", run.folder, created.get("order", 1), store.rows("train"))
     return store

@@ -46,7 +46,7 @@ FP32 = "shard 3"
 """The layout that is trained in fp32 too, where its exchanges are others than in float64."""
 PLAIN = {
     **{"shard": 0, "tensor": 1, "sequence": False, "pipeline": 1, "context": 1},
-    **{"gradient_compression": "none", "offload": False},
+    "gradient_compression": "none",
 }
 """Settings of a case without a layout. Compression is left out: the user asked for what it loses, and the sums are not
 at fault."""
@@ -125,9 +125,9 @@ Refused = Callable[[int, str], Sequence[Problem]]
 
 
 def train_of(train: Train, layout: str, workers: int) -> Train:
-    """The section `train` of a case. What is shared out goes by the process group's own sums, whatever a run's whole
-    gradients go by, and its workers make equally many passes."""
-    shared = {"transport": "auto", "balance": "off", **{**LAYOUTS, **GRIDS, **CUBES}[layout]} if layout else {}
+    """The section `train` of a case. The workers of what is shared out make equally many
+    passes."""
+    shared = {"balance": "off", **{**LAYOUTS, **GRIDS, **CUBES}[layout]} if layout else {}
     return train.model_copy(update={**PLAIN, **shared, "workers": workers, "min_workers": None})
 
 
@@ -186,7 +186,8 @@ def problems(config: Config, todo: Plan) -> list[Problem]:
     if todo.updates > 1:
         return []
     reason = f"its {todo.rows} training rows are one update of {todo.rows_per_update}, and a case resumes between two"
-    return [Problem("data.path", config.recipe.data.path, reason, f"give {todo.rows_per_update + 1} of them or more")]
+    fix = f"give {todo.rows_per_update + 1} of them or more"
+    return [Problem("data.path", config.recipe.data.path, reason, fix, code="too_few_rows")]
 
 
 @dataclass(frozen=True)

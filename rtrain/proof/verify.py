@@ -194,7 +194,8 @@ def run(
     begin = time.monotonic()
     found = preparing.check(config, folder.parent)
     if folder.exists():
-        raise UserError(f"--out: {folder} exists; name a new folder, which is removed when the check has ended")
+        reason = f"--out: {folder} exists; name a new folder, which is removed when the check has ended"
+        raise UserError(reason, code="already_exists")
     source, weights, *_ = nodes.share(config, *found, folder.parent)
     config, _ = preparing.separated(model.resolved(config, weights), source)
     store, _ = tokens.ensure(config.recipe, source, weights, folder.parent)

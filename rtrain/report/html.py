@@ -72,8 +72,6 @@ def drill_section(run: collect.Collected) -> Section | None:
         f"{'the same rows in the same order' if found['order_identical'] else 'OTHER ROWS'}; "
         f"{found['rows_lost']} rows lost, {found['rows_repeated']} repeated."
     )
-    if changed := found.get("next_layout"):
-        intro += f" Then in another layout: {changed['text']}."
     head = ("fault", "at", "from", "again", "seconds", "")
     note = (
         "At: the update of the fault; from: that of the checkpoint that the run went on from; again: updates that were "

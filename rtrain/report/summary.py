@@ -146,13 +146,12 @@ def overlap(log: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def exchange(log: list[dict[str, Any]]) -> dict[str, Any]:
-    """How the newest start exchanged gradients: their transport, what compressing them loses (relative to their norm),
+    """How the newest start exchanged gradients: what compressing them loses (relative to their norm),
     and, where the optimizer's state is sharded, the bytes of it on each worker."""
     starts = [place for place, event in enumerate(log) if event["kind"] == "started"]
-    # A start logs its transport and shards before its `started`: they lie between the last two events of that kind.
+    # A start logs its shards before its `started`: they lie between the last two events of that kind.
     found = {event["kind"]: event for event in log[starts[-2] if len(starts) > 1 else 0 :]}
     return {
-        "transport": found.get("transport", {}).get("used", "stock"),
         "gradient_error": found.get("compressed", {}).get("error"),
         "state_bytes": found.get("sharded", {}).get("state_bytes"),
     }

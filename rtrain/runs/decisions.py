@@ -30,12 +30,11 @@ def precision(watch: Watch, device: "torch.device", run: Run, wanted: str) -> st
     return chosen
 
 
-def measures(watch: Watch, run: Run, told: bool) -> int:
-    """By which rule the noise of gradients is measured (`exchange.noise`), where the layout has it `told`; 0: by none.
-    The rows of those updates are dealt otherwise. A run goes on with the same sums, bit for bit, as the version that
-    began it: the first measured nothing, the second dealt by rule 1, in every layout."""
-    rule = ranks.decided(watch, lambda: int(run.decide("noise", noise.RULE * int(run.first("started") is None))))
-    return rule if told or rule == 1 else 0
+def measures(watch: Watch, run: Run, tells: bool) -> tuple[int, bool]:
+    """Of how many updates one has its rows dealt at random, and whether these measure the gradient's noise: where the
+    layout `tells` it, and whoever made the run has decided so (`exchange.noise`)."""
+    decided = ranks.decided(watch, lambda: int(run.decide("noise", 0)))
+    return (decided or noise.EVERY, decided > 0) if tells else (0, False)
 
 
 def threads(watch: Watch, run: Run, available: int) -> int:

@@ -18,7 +18,7 @@ from rtrain.config import Model, Recipe
 from rtrain.data import ingest
 from rtrain.data.order import Order
 from rtrain.data.stores.store import Store, open_store
-from rtrain.doctor.forecast import guess
+from rtrain.doctor.forecast import trace
 from rtrain.errors import UserError
 from rtrain.exchange import ranks, whole
 from rtrain.exchange.alive import Watch
@@ -132,6 +132,7 @@ class _Worker:
         order = Order(
             store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, recipe.train.seed
         )
+        at_random, measures = decisions.measures(self.watch, self._run, self.exchange.tells_noise)
         self.job = loop.Job(
             recipe=recipe,
             run=self._run,
@@ -144,7 +145,8 @@ class _Worker:
             until=min(start.until or order.updates, order.updates),
             rung=start.rung,
             replica=replica.of(start.config.deploy.cluster, start.run, start.owners),
-            measures=decisions.measures(self.watch, self._run, self.exchange.tells_noise),
+            at_random=at_random,
+            measures=measures,
             profile=self._run.profile(self._rank) if start.profile else None,
         )
 
@@ -207,7 +209,7 @@ class _Worker:
             return pass_size.longest_rows(store, task, tokens, recipe.answers)
 
         longest = int(store.column("train", "length").max())
-        tried = guess.tried(self.network, self._source, task, recipe, longest, precision)
+        tried = trace.tried(self.network, self._source, task, recipe, longest, precision)
         return pass_size.measured(self.network, loss, made, model.pad_id(self._source), precision, tried)
 
     def _timed(self, store: Store, task: base.Task, loss: losses.RunLoss, precision: str) -> tuple[float, ...]:
@@ -235,7 +237,7 @@ class _Worker:
             self.job.store.folder,
             self.job.order,
             *(self.exchange.world, self.exchange.rank, most_rows, most_tokens, teacher),
-            measures=self.job.measures,
+            at_random=self.job.at_random,
             speeds=self._speeds,
             task_cpus=supply.task_cpus(start.config.deploy.cluster.data_cpus, self.exchange.workers),
             labels=start.config.deploy.cluster.data_labels,

@@ -25,26 +25,25 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
     found = []
     if train.sequence and train.tensor == 1:
         reason = "tokens are cut between the workers of a replica, which train.tensor=1 has one of"
-        found.append(Problem("train.sequence", True, reason, "write false, or train.tensor=2"))
-    if train.offload:
-        found += _of_offload(train)
+        fix = "write false, or train.tensor=2"
+        found.append(Problem("train.sequence", True, reason, fix, code="conflicting_settings"))
     if shared or within:
         asked, fix = f"with {' and '.join(shared + within)}", f"leave out {' and '.join(shared + within)}"
         for name, neutral, reason in (
             ("gradient_compression", "none", "gradients are sent as they are"),
             ("balance", "off", "workers make equally many passes, or the same"),
-            ("transport", "auto", "the process group sends what is exchanged"),
         ):
-            value = getattr(train, name)
-            if value not in (neutral, "stock"):
-                found.append(Problem(f"train.{name}", value, f"{asked} {reason}", f"write {neutral}, or {fix}"))
+            if (value := getattr(train, name)) != neutral:
+                write = f"write {neutral}, or {fix}"
+                found.append(Problem(f"train.{name}", value, f"{asked} {reason}", write, code="conflicting_settings"))
     if not within:
         return found
     config = documents.read(model / "config.json")
     found += _of_replicas(recipe, " and ".join(within))
     if train.tensor > 1 and train.pipeline > 1 and train.workers % train.within:
         reason = f"{train.within} workers share a replica ({' and '.join(within)})"
-        found.append(Problem("train.workers", train.workers, reason, f"write a multiple of {train.within}"))
+        fix = f"write a multiple of {train.within}"
+        found.append(Problem("train.workers", train.workers, reason, fix, code="not_divisible"))
     if train.context > 1:
         return found + _of_context(train, config, [one for one in shared + within if "context" not in one])
     if train.tensor > 1:
@@ -56,21 +55,10 @@ def of_devices(recipe: Recipe, found: Choice, model: Path) -> list[Problem]:
     """What the devices that were found cannot do: layers that are cut for four workers, say, where there are three
     GPUs."""
     train = recipe.train.model_copy(update={"workers": found.workers})
-    if train.offload and found.device == "cpu":
-        train = train.model_copy(update={"device": "cpu"})
     if train == recipe.train:
         return []
     wrong = problems(recipe.model_copy(update={"train": train}), model)
     return [replace(one, reason=f"{one.reason} ({found.why})" if found.why else one.reason) for one in wrong]
-
-
-def _of_offload(train: Train) -> list[Problem]:
-    reason = ""
-    if train.shard < 2 or train.replicas == 1:
-        reason = "shares lie in the processor's memory, and train.shard=2 or 3 of several replicas makes shares"
-    elif train.device == "cpu":
-        reason = "the processor's memory is where everything lies already"
-    return [Problem("train.offload", True, reason, "write false")] if reason else []
 
 
 def _of_replicas(recipe: Recipe, within: str) -> list[Problem]:
@@ -81,7 +69,7 @@ def _of_replicas(recipe: Recipe, within: str) -> list[Problem]:
     one, parts = f"train.{along}=1", {"pipeline": "layers", "context": "tokens", "tensor": "heads"}[along]
 
     def refuse(name: str, value: Any, reason: str, fix: str) -> None:
-        found.append(Problem(name, value, f"with {within} {reason}", fix))
+        found.append(Problem(name, value, f"with {within} {reason}", fix, code="conflicting_settings"))
 
     if train.shard == 1:
         refuse("train.shard", 1, "the optimizer's state is shared as its weights are", "write 0, 2 or 3")
@@ -108,10 +96,11 @@ def _of_context(train: Train, config: Mapping[str, Any], others: list[str]) -> l
     kind, context, found = config.get("model_type"), train.context, []
     if others:
         reason = f"with {' and '.join(others)} tokens are not cut as well"
-        found.append(Problem("train.context", context, reason, f"write 1, or leave out {' and '.join(others)}"))
+        fix = f"write 1, or leave out {' and '.join(others)}"
+        found.append(Problem("train.context", context, reason, fix, code="conflicting_settings"))
     if kind not in packed.FIRST_POSITION:
         reason = f"{kind} computes padding, and tokens are cut of {', '.join(packed.FIRST_POSITION)} alone"
-        found.append(Problem("train.context", context, reason, "write 1"))
+        found.append(Problem("train.context", context, reason, "write 1", code="unsupported_model"))
     numbers = {} if others else {f"train.workers={train.workers}": train.workers}
     numbers |= {f"the model's {config[name]} attention heads": config[name] for name in HEADS if name in config}
     if any(number % context for number in numbers.values()):
@@ -123,14 +112,15 @@ def _undivided(name: str, value: int, numbers: Mapping[str, int], train: Train) 
     """What is said of a value that does not divide some of the numbers, by what they are called."""
     wrong = [what for what, number in numbers.items() if number % value]
     able = [one for one in range(1, train.workers + 1) if not any(number % one for number in numbers.values())]
-    return Problem(name, value, f"it does not divide {' nor '.join(wrong)}", f"write {' or '.join(map(str, able))}")
+    reason, fix = f"it does not divide {' nor '.join(wrong)}", f"write {' or '.join(map(str, able))}"
+    return Problem(name, value, reason, fix, code="not_divisible")
 
 
 def _of_tensor(train: Train, config: Mapping[str, Any]) -> list[Problem]:
     kind, tensor = config.get("model_type"), train.tensor
     if kind not in cuts.CUTS:
         reason = f"layers of the type {kind} are not cut, only those of {', '.join(cuts.CUTS)}"
-        return [Problem("train.tensor", tensor, reason, "write 1")]
+        return [Problem("train.tensor", tensor, reason, "write 1", code="unsupported_model")]
     numbers = {f"train.workers={train.workers}": train.workers} if train.pipeline == 1 else {}
     for what, names in (("attention heads", HEADS), ("numbers of a feed-forward layer", INNER)):
         numbers |= {f"the model's {config[name]} {what}": config[name] for name in names if name in config}
@@ -146,8 +136,9 @@ def _of_several(train: Train, config: Mapping[str, Any]) -> list[Problem]:
         return []
     fix = "write 0, or train.tensor=1"
     if config.get("attention_bias") or config.get("mlp_bias"):
-        return [Problem("train.shard", train.shard, f"with train.tensor biases of {kind} are not shared", fix)]
+        reason = f"with train.tensor biases of {kind} are not shared"
+        return [Problem("train.shard", train.shard, reason, fix, code="unsupported_model")]
     if (width := config["hidden_size"]) % replicas:
         reason = f"with train.tensor {replicas} replicas share the model's width of {width}, which they do not divide"
-        return [Problem("train.shard", train.shard, reason, fix)]
+        return [Problem("train.shard", train.shard, reason, fix, code="not_divisible")]
     return []

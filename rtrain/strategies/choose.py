@@ -41,12 +41,11 @@ def build(
         if train.context > 1:
             return Context(network, watch, say, context=train.context)
         kind = OptimizerShares if train.shard else Replicated
-        by, compressed = train.transport, train.gradient_compression
-        return kind(network, watch, say, touched_rows=touched_rows, by=by, compressed=compressed)
+        return kind(network, watch, say, touched_rows=touched_rows, compressed=train.gradient_compression)
     cut: dict[str, Any] = {"tensor": train.tensor, "sequence": train.sequence, "device": device}
     shared = train.shard > 1 and workers > train.within
     if shared:
-        cut |= {"weights": train.shard == 3, "offload": train.offload}
+        cut["weights"] = train.shard == 3
     made: Exchange
     if train.pipeline > 1:
         staged = PipelineInShares if shared else Pipeline

@@ -36,7 +36,8 @@ class Context(Parted):
         super().__init__(module, watch, say, context=context)
         if not packed.enabled(module):
             kind = type(module).__name__
-            raise UserError(f"train.context={context}: {kind} computes padding; write train.context=1")
+            reason = f"train.context={context}: {kind} computes padding; write train.context=1"
+            raise UserError(reason, code="unsupported_model")
         group, encoder = self._grid.get_group(mesh.CONTEXT), cast(Any, module).base_model
         self._context, place = group, self._grid.get_local_rank(mesh.CONTEXT)
         cuts.keep_tokens(cast(Any, module), context, place, partial(_attended, group))

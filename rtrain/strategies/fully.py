@@ -39,18 +39,13 @@ class Fully(Cut):
         tensor: int = 1,
         sequence: bool = False,
         weights: bool = True,
-        offload: bool = False,
         **others: Any,
     ):
         """`weights`: between two passes over a layer, keep a share of its weights alone (stage 3); else they are whole
-        from an update's first pass to its last (stage 2). `offload`: shares of weights, gradients and moments lie in
-        the processor's memory, where the optimizer updates them; on a processor they do in any case."""
-        import torch
-        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+        from an update's first pass to its last (stage 2)."""
+        from torch.distributed.fsdp import fully_shard
 
         super().__init__(module, watch, say, tensor=tensor, sequence=sequence, **others)
-        policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-        setattr(module, whole.COMPUTES, self._device)
         torch_internals.hush_redistribution()
         # Nothing writes into what a pass answers.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -65,7 +60,6 @@ class Fully(Cut):
                 reshard_after_forward=None if weights else False,
                 shard_placement_fn=_across,
                 ignored_params=absent,
-                offload_policy=policy,
             )
             part.set_force_sum_reduction_for_comms(True)  # Gloo takes no means
             part.set_custom_all_gather(_Told(self.timeline, gathered))

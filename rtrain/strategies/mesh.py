@@ -32,7 +32,7 @@ def grid(sizes: Mapping[str, int], device: str) -> "DeviceMesh":
     if workers % (whole := math.prod(within.values())):  # fewer workers than asked for: there were fewer GPUs
         (name, size), *_ = within.items()
         reason = f"{whole} workers share a replica, and there are {workers}"
-        raise ConfigError([Problem(f"train.{name}", size, reason, "write 1")])
+        raise ConfigError([Problem(f"train.{name}", size, reason, "write 1", code="not_divisible")])
     ranks = torch.arange(workers).view(-1, *within.values())
     groups = [_own(_along(ranks, axis)) for axis in range(ranks.dim())]
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=(REPLICAS, *within))

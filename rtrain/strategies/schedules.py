@@ -65,17 +65,18 @@ def problems(train: Train, config: Mapping[str, Any]) -> list[Problem]:
     kind = config.get("model_type")
     if kind not in cuts.CUTS:
         reason = f"models of the type {kind} are not cut into stages, only those of {', '.join(cuts.CUTS)}"
-        return [Problem("train.pipeline", stages, reason, "write 1")]
+        return [Problem("train.pipeline", stages, reason, "write 1", code="unsupported_model")]
     found = []
     if train.tensor == 1 and train.workers % stages:
         able = [one for one in range(1, train.workers + 1) if train.workers % one == 0]
         fix = f"write {' or '.join(map(str, able))}, or train.workers={stages}"
-        found.append(Problem("train.pipeline", stages, f"it does not divide train.workers={train.workers}", fix))
+        reason = f"it does not divide train.workers={train.workers}"
+        found.append(Problem("train.pipeline", stages, reason, fix, code="not_divisible"))
     layers = next((config[name] for name in LAYERS if name in config), None)
     if layers is not None and layers < stages * schedule.parts:
         each = f"{schedule.parts} parts each" if schedule.parts > 1 else "a layer each"
         others = ", or train.schedule=1f1b" if layers >= stages else ""
         fix = f"write {max(1, layers // schedule.parts)} or less{others}"
         reason = f"the model's {layers} layers are not enough for {stages} stages of {each}"
-        found.append(Problem("train.pipeline", stages, reason, fix))
+        found.append(Problem("train.pipeline", stages, reason, fix, code="too_few_layers"))
     return found

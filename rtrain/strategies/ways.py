@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from rtrain.config import Recipe, Train
-from rtrain.exchange.transport import SAME_BITS
 from rtrain.strategies import allowed
 
 STRATEGIES: Final[Mapping[str, str]] = {
@@ -68,9 +67,7 @@ def joined(ways: Sequence[Way]) -> Way:
     """The way that takes no more memory than any of these: as many shares as the most, layers recomputed where one
     does."""
     again, tensor = any(way.gradient_checkpointing for way in ways), max(way.tensor for way in ways)
-    # Both would need as many workers as their product.
-    pipeline = max(way.pipeline for way in ways) if tensor == 1 else 1
-    return Way(max(way.shard for way in ways), tensor, again, pipeline)
+    return Way(max(way.shard for way in ways), tensor, again)
 
 
 def own(train: Train, workers: int) -> Way:
@@ -85,18 +82,9 @@ def gives_back(train: Train) -> bool:
     return cut or (train.shard > 1 and train.workers > 1)
 
 
-def transport(train: Train, workers: int, device: str) -> str:
-    """By which transport gradients go between so many workers of one host: `shared_memory` or `stock`; see
-    `exchange.transport`."""
-    whole = train.within == 1 and train.shard < 2 and workers > 1
-    asked = train.transport == "shared_memory" or (train.transport == "auto" and workers == SAME_BITS)
-    return "shared_memory" if whole and asked and device == "cpu" else "stock"
-
-
 def ordered(workers: int) -> Iterator[Way]:
     """Shares cost exchanges in each pass from the second stage on; layers that are computed again, a third of a pass;
-    layers that are cut, exchanges within each of them; stages wait while an update's first and last passes go through
-    them, and want many small passes."""
+    layers that are cut, exchanges within each of them. A pipeline is a recipe's own choice alone."""
     shards = range(len(NAMES)) if workers > 1 else (0,)
     for again in (False, True):
         yield from (Way(shard, gradient_checkpointing=again) for shard in shards)
@@ -104,9 +92,6 @@ def ordered(workers: int) -> Iterator[Way]:
         if workers % tensor == 0:
             for again in (False, True):
                 yield from (Way(shard, tensor, again) for shard in ((0, 3) if workers > tensor else (0,)))
-    for pipeline in range(2, workers + 1):
-        if workers % pipeline == 0:
-            yield from (Way(0, 1, again, pipeline) for again in (False, True))
 
 
 def possible(recipe: Recipe, folder: Path, workers: int) -> Iterator[Way]:

@@ -65,8 +65,10 @@ class Job:
     rung: bool = False
     """Keep the answers to the validation rows at `until` (`training.rungs`): a search compares them."""
     replica: Replica | None = None
-    measures: int = noise.RULE
-    """Measure the noise of gradients by this rule (`exchange.noise`); 0: do not."""
+    at_random: int = noise.EVERY
+    """Of how many updates one has its rows dealt at random (`exchange.noise`); 0: none."""
+    measures: bool = False
+    """Whether these measure the noise of gradients."""
     profile: Path | None = None
     """File that gets this worker's spans of each update (`training.watched`)."""
     chosen: Head | None = None
@@ -402,7 +404,7 @@ def one_update(
             clip_norm=job.recipe.optim.clip_norm,
             rows=expected,
             observer=observer,
-            measures=noise.due(update.number, job.measures),
+            measures=job.measures and noise.due(update.number, job.at_random),
             targets=planned,
         )
     except (step.NonFinite, step.WrongRows) as error:

@@ -5,9 +5,6 @@ stage it is in; of the rest each stage has its own; what is left is idle. So the
 nanosecond. The part of an exchange that is hidden behind computation is told beside them: it is no time of its own.
 """
 
-import math
-import statistics
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,10 +26,6 @@ STAGES = (GET_BATCH, FORWARD, BACKWARD, OPTIMIZER, EVALUATE, CHECKPOINT)
 EXCHANGE, IDLE = WAITS, "idle"
 PARTS = (GET_BATCH, FORWARD, BACKWARD, EXCHANGE, OPTIMIZER, EVALUATE, CHECKPOINT, IDLE)
 """All parts of an update, in the order in which they are shown."""
-FEWEST, LATEST = 8, 1024
-"""Updates by which it is told how alike passes are."""
-QUARTILES = 1.349
-"""Standard deviations of a normal distribution between its quartiles."""
 
 
 # ---------------------------------------------------------------------------------------------------------- intervals
@@ -156,34 +149,6 @@ class Sums:
     def vector(self) -> list[int]:
         """As numbers in a row, for an exchange between workers; `told` reads them."""
         return [self.updates, self.hidden, *self.of.values()]
-
-
-class Evenness:
-    """How alike a worker's passes are in the time that they take for a token."""
-
-    def __init__(self) -> None:
-        self._of_token: deque[float] = deque(maxlen=LATEST)
-        self._passes, self._updates = 0, 0
-
-    def add(self, found: Parts, passes: int, tokens: int) -> None:
-        """An update of so many passes, over so many tokens in all."""
-        if tokens and (taken := found.of[FORWARD] + found.of[BACKWARD]):
-            self._of_token.append(taken / tokens)
-            self._passes += passes
-            self._updates += 1
-
-    def spread(self) -> float | None:
-        """Standard deviation of a pass's logarithm, of which an update sums several that are drawn by themselves; None
-        by too few updates."""
-        if len(self._of_token) < FEWEST:
-            return None
-        return spread(self._of_token) * math.sqrt(self._passes / self._updates)
-
-
-def spread(seconds: Iterable[float]) -> float:
-    """Standard deviation of the logarithm, by the quartiles: one update that the machine was busy in says nothing."""
-    low, _, high = statistics.quantiles([math.log(one) for one in seconds], n=4)
-    return (high - low) / QUARTILES
 
 
 def told(vector: Sequence[int]) -> dict[str, float]:

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from rtrain.exchange.exchange import Exchange
 
 
-MILLION, UNKNOWN = 1_000_000, -1
-"""Ranks tell each other whole numbers."""
-
-
 class Watched:
     """One worker's updates, from now on. With a `path` all spans are kept, and written there when the start ends.
 
@@ -28,7 +24,7 @@ class Watched:
 
     def __init__(self, exchange: "Exchange", path: Path | None = None):
         self._exchange, self._path, self._first = exchange, path, True
-        self._sums, self._evenness, self._kept = stages.Sums(), stages.Evenness(), list[dict[str, Any]]()
+        self._sums, self._kept = stages.Sums(), list[dict[str, Any]]()
         device = whole.device(exchange.module)
         if path is not None and device.type == "cuda":
             import torch
@@ -47,29 +43,19 @@ class Watched:
             counts = {"rows": done.rows, "passes": done.passes, "real_tokens": done.real_tokens}
             self._kept.append({**vars(window), **counts})
         if not self._first:  # the first one waits for the stream to begin, which is told as `first_batch`
-            parts = stages.parts(window)
-            self._sums.add(parts)
-            self._evenness.add(parts, done.passes, done.padded_tokens)
+            self._sums.add(stages.parts(window))
         self._first = False
 
     def told(self) -> list[dict[str, float]]:
         """Mean seconds of an update by part, and `hidden`; `cores_busy`, processor time for time, of its process in all
-        of its updates; and, of enough of them, the `spread` of its passes: of each worker. Called on every rank."""
+        of its updates: of each worker. Called on every rank."""
         if self._path is not None:
             self._path.write_text(json.dumps({**self._place(), "windows": self._kept}), encoding="utf-8")
         times = [time.process_time_ns() - self._cpu, self._exchange.timeline.now() - self._start]
-        spread = self._evenness.spread()
-        vectors = ranks.every([*times, UNKNOWN if spread is None else round(MILLION * spread), *self._sums.vector()])
+        vectors = ranks.every([*times, *self._sums.vector()])
         if not self._sums.updates:
             return []
-        return [
-            {
-                **stages.told(sums),
-                "cores_busy": round(cpu / max(1, wall), 3),
-                **({} if even == UNKNOWN else {"spread": even / MILLION}),
-            }
-            for cpu, wall, even, *sums in vectors
-        ]
+        return [{**stages.told(sums), "cores_busy": round(cpu / max(1, wall), 3)} for cpu, wall, *sums in vectors]
 
     def _place(self) -> dict[str, Any]:
         """Where and when this worker was: `epoch` is what its clock's zero is in nanoseconds since 1970."""

@@ -53,7 +53,6 @@ class Result:
     exchange_bytes: int = 0
     """Bytes of a gradient."""
     workers: int = 1
-    transport: str = ""
     error: str | None = None
     """Why there is no score."""
 
@@ -84,7 +83,6 @@ def of_run(cell: Cell, run: Run, why: str | None = None) -> Result:
         exchange_s=cost["seconds"],
         exchange_bytes=cost["bytes"],
         workers=found["workers"],
-        transport=found["exchange"]["transport"],
     )
 
 
@@ -138,7 +136,6 @@ def table(
     beside them the times over `LINKS` are predicted.
     """
     by = {(one.optimizer, one.frequency): one for one in results}
-    here = next((one.transport for one in results if one.transport), "") or "one worker"
 
     def saved(one: Result, seconds: Callable[[Result], float | None]) -> float | None:
         first, own = seconds(by[one.optimizer, FIRST]), seconds(one)
@@ -151,7 +148,7 @@ def table(
     parts = [
         _part(f"{headline} on the test rows", results, lambda one: one.score, "{:.4f}"),
         _part(f"lost against k = {FIRST}", results, lost, "{:+.4f}"),
-        _part(f"seconds of training here ({here})", results, lambda one: one.seconds, "{:.1f}"),
+        _part("seconds of training here", results, lambda one: one.seconds, "{:.1f}"),
         _part("share of them in the exchange", results, lambda one: one.share, "{:.1%}"),
         _part(
             f"time saved against k = {FIRST}", results, lambda one: saved(one, lambda other: other.seconds), "{:.1%}"

@@ -17,7 +17,7 @@ LOGS = ".jobs"
 """Folder beside the runs, with a log for each."""
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 FLAGS = (
-    *("--all", "--alone", "--choose-k", "--dry-run", "--full", "--insecure", "--int8", "--json", "--measure", "--new"),
+    *("--all", "--alone", "--choose-k", "--dry-run", "--full", "--insecure", "--int8", "--json", "--new"),
     *("--no-texts", "--overwrite", "--planted", "--print-config", "--resume", "--rollback", "--scores", "--search"),
     *("--stores", "--text", "--ungated", "--update", "--with-wheels", "--yes"),
 )

@@ -16,8 +16,7 @@ from typing import Any, Final
 
 from rtrain import events
 from rtrain.config import Recipe
-from rtrain.doctor.forecast.pace import memory_per_s, passes
-from rtrain.doctor.forecast.scaling import STEP, Compute, between
+from rtrain.doctor.forecast.pace import STEP, Compute, between, memory_per_s, passes
 from rtrain.errors import UserError
 from rtrain.exchange import noise
 from rtrain.training.stages import BACKWARD, FORWARD
@@ -62,12 +61,13 @@ def of_run(log: Sequence[Mapping[str, Any]], k: float) -> Pilot:
     scale = noise.of_run(log)
     if scale is None:
         raise UserError(
-            "--choose-k: this run has too few measurements of its gradients' noise (one in "
-            f"{noise.EVERY} updates, at least 3); train for more updates, with the whole model on each worker"
+            "--choose-k: this run has not measured the noise of its gradients, or in fewer than 3 updates; "
+            f"{noise.HOW}, with the whole model on each worker",
+            code="not_measured",
         )
     started, ended = _last(log)
-    exchange = (ended.get("exchange") or {}).get("seconds", 0.0)
-    stages = () if started.get("device", "cpu") != "cpu" else ended.get("stages") or ()
+    exchange = ended["exchange"]["seconds"] if ended["exchange"] else 0.0
+    stages = ended["stages"] if started["device"] == "cpu" else ()
     computing = statistics.fmean(one[FORWARD] + one[BACKWARD] for one in stages) if stages else None
     return Pilot(scale, started["rows_per_update"], k, update_s(log), exchange, computing)
 
@@ -96,7 +96,9 @@ def update_s(log: Sequence[Mapping[str, Any]]) -> float:
 def _last(log: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     last = events.trained(log)
     if last is None or last[1]["updates"] <= last[0]["update"]:
-        raise UserError("--choose-k: this run has not come to its end: its log has no event `trained`")
+        raise UserError(
+            "--choose-k: this run has not come to its end: its log has no event `trained`", code="not_finished"
+        )
     return last
 
 
@@ -147,7 +149,7 @@ def of_log(
     """A pilot of the recipe with `size` bytes of weights, by its log; `another` as in `work`. Raises `UserError` where
     that tells too little."""
     pilot = of_run(log, passes(recipe, recipe.train.workers))
-    memory = memory_per_s(_last(log)[0].get("device", "cpu"))
+    memory = memory_per_s(_last(log)[0]["device"])
     return pilot, options(pilot, work(pilot, size, memory, another), tried)
 
 
@@ -167,27 +169,17 @@ def prior(log: Sequence[Mapping[str, Any]], recipe: Recipe, size: float) -> Prio
     if scale is None or scale.high is None or events.trained(log) is None:
         return None
     _, found = of_log(log, recipe, size, SEARCHED)
-    # The first trial's first rung is a run's beginning.
-    best = chosen(found, early=True).rows_per_update
-    worth = max(one.rows_per_update for one in found if time_of(one, early=True) <= WORTH)
+    best = chosen(found).rows_per_update
+    worth = max(one.rows_per_update for one in found if time_of(one) <= WORTH)
     return Prior(min(math.ceil(scale.high), worth), best)
 
 
-def chosen(found: Sequence[Option], early: bool = False) -> Option:
-    """The one that trains soonest; of those within a hundredth of it the smallest, whose updates are more.
-
-    `early`: the noise scale is that of a run's beginning, and it grows while a model learns (as McCandlish et al. 2018
-    find too): it is taken for the upper end of its interval, where that has one.
-    """
-    return min((one for one in found if time_of(one, early) <= 1.01), key=lambda one: one.k)
+def chosen(found: Sequence[Option]) -> Option:
+    """The one that trains soonest; of those within a hundredth of it the smallest, whose updates are more."""
+    return min((one for one in found if time_of(one) <= 1.01), key=lambda one: one.k)
 
 
-def time_of(one: Option, early: bool) -> float:
-    """Its relative time, `early` as in `chosen`."""
-    return one.high if early and one.high is not None else one.relative
-
-
-def miss(measured: Mapping[int, Sequence[float]], choice: int) -> float:
-    """By what share the chosen frequency's measured time is above the best one's; medians over seeds."""
-    medians = {k: statistics.median(times) for k, times in measured.items()}
-    return medians[choice] / min(medians.values()) - 1
+def time_of(one: Option) -> float:
+    """Its relative time. The noise scale is that of a run's beginning, and it grows while a model learns (as McCandlish
+    et al. 2018 find too): it is taken for the upper end of its interval, where that has one."""
+    return one.relative if one.high is None else one.high

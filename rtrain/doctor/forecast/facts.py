@@ -66,7 +66,15 @@ def length(recipe: Recipe, tokens: int | None) -> int:
     if tokens is not None:
         reason = f"rows of {recipe.task} are blocks of {longest} tokens, whatever the texts"
         raise ConfigError(
-            [Problem("--tokens", tokens, reason, f"write --set data.max_tokens={tokens}, or leave it out")]
+            [
+                Problem(
+                    "--tokens",
+                    tokens,
+                    reason,
+                    f"write --set data.max_tokens={tokens}, or leave it out",
+                    code="conflicting_settings",
+                )
+            ]
         )
     return longest
 
@@ -87,7 +95,7 @@ def of_rows(recipe: Recipe, model: Path) -> Rows:
         for number, record in enumerate(islice(read, MOST_ROWS + 1)):
             if number == MOST_ROWS:
                 reason, fix = f"more than {MOST_ROWS:,} rows", "write how many there are to train on: --rows N"
-                raise ConfigError([Problem("data.path", piece.uri, reason, fix)])
+                raise ConfigError([Problem("data.path", piece.uri, reason, fix, code="too_large")])
             total += 1
             if (flaw := shards.judged(record, task).reason) is not None:
                 bad.append(f"{Path(piece.uri).name}:{record.line}: {flaw}")
@@ -196,7 +204,13 @@ def of_model(folder: Path, chosen: Model | None = None) -> Shape:
     found = {key: next((known[name] for name in names if name in known), None) for key, names in NAMES.items()}
     if lacking := [NAMES[key][0] for key, value in found.items() if value is None]:
         reason = f"its config.json has no {', '.join(lacking)}"
-        raise ConfigError([Problem("model.name", str(folder), reason, "name a model of another architecture")])
+        raise ConfigError(
+            [
+                Problem(
+                    "model.name", str(folder), reason, "name a model of another architecture", code="unsupported_model"
+                )
+            ]
+        )
     sizes = {key: int(value) for key, value in found.items() if value is not None}
     reach, local_layers = _local(known, sizes["layers"], chosen.local_attention if chosen else None)
     return Shape(**sizes, gated=known.get("model_type") in GATED, reach=reach, local_layers=local_layers)

@@ -1,20 +1,19 @@
 """The first way to hold a model that fits into the workers' memory. What a way needs is traced and computed when it is
 asked for; which one is taken, and why, is pure."""
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
 from rtrain.cluster import supply
 from rtrain.config import Recipe, Train
-from rtrain.doctor.forecast import memory, stages, trace
+from rtrain.doctor.forecast import memory, trace
 from rtrain.doctor.forecast.memory import Need
 from rtrain.doctor.forecast.pace import PEAK
 from rtrain.errors import ConfigError, Problem
-from rtrain.strategies.ways import Way, gives_back, transport
+from rtrain.strategies.ways import Way, gives_back
 from rtrain.tasks import base
 from rtrain.training import pass_size
 
@@ -50,22 +49,12 @@ def lengths(recipe: Recipe, device: str, longest: int) -> tuple[int, ...]:
 def needs(
     recipe: Recipe, folder: Path, ways: Iterable[Way], passes: Pass, workers: int, device: str
 ) -> Iterator[tuple[Way, Need]]:
-    """What each way takes of a worker of its fullest node, of a pipeline the fullest stage. Ways that the network in
-    `folder` cannot go are left out, unless the recipe asks for them. Raises `Untraceable`."""
+    """What each way takes of a worker of its fullest node; one of a pipeline is counted as if it had all layers. Ways
+    that the network in `folder` cannot go are left out, unless the recipe asks for them. Raises `Untraceable`."""
 
     @cache
     def traced(tensor: int, recomputed: bool, more: bool) -> trace.Traced:
         return of_pass(tensor=tensor, recomputed=recomputed, more_passes=more)
-
-    def staged(way: Way) -> Need:
-        """What the fullest stage needs. Where its layers are cut too, or shared, it takes less."""
-        train = recipe.train.model_copy(update={"workers": workers, "pipeline": way.pipeline})
-        lengths = stages.lengths(train, passes.lengths, passes.tokens_of_update)
-        number = math.ceil(passes.tokens_of_update / (workers // train.pipeline) / sum(lengths))
-        part = partial(traced_pass, lengths, recomputed=way.gradient_checkpointing)
-        every = (stages.of_stage(train, stage, number, part) for stage in range(train.pipeline))
-        need = partial(memory.needed, replicas=1, saves=device == "cpu", kept=held(train, device))
-        return max(map(need, every), key=lambda need: need.total)
 
     task, own = base.get(recipe.task), recipe.train.gradient_checkpointing
     traced_pass = partial(
@@ -77,14 +66,11 @@ def needs(
     )
     of_pass = partial(traced_pass, passes.lengths)
     for way in ways:
-        replicas = workers // way.tensor
+        replicas = workers // way.within
         several = passes.several(replicas)
         # DistributedDataParallel's buckets have the gradients' memory from the first pass on.
-        more = several or (way.tensor == 1 and workers > 1)
+        more = several or (way.within == 1 and workers > 1)
         try:
-            if way.pipeline > 1:
-                yield way, staged(way)
-                continue
             found = traced(way.tensor, way.gradient_checkpointing, more)
         except ConfigError:  # a network that cannot compute its layers again
             if own == way.gradient_checkpointing:
@@ -93,14 +79,12 @@ def needs(
         settings = way.of(recipe.train, workers)
         need = memory.needed(
             *(found, replicas, way.strategy if replicas > 1 else "ddp"),
-            transport=transport(settings, workers, device),
             saves=device == "cpu",
             several=several,
-            buckets=way.tensor == 1,
+            buckets=way.within == 1,
             kept=held(settings, device),
         )
-        # Shares lie in the processor's memory, and only what is gathered of them is on the GPU.
-        yield way, replace(need, weights=0.0, gradients=0.0, optimizer=0.0) if settings.offload else need
+        yield way, need
 
 
 def held(train: Train, device: str) -> float:
@@ -167,7 +151,7 @@ def first(needs: Iterable[tuple[Way, Need]], room: Room) -> Choice:
     assert before is not None  # the whole model on each worker is always a way
     reason = f"even with {before[0]} {_told(room, before[1])}"
     fix = "have fewer workers on a node, or write --set train.tokens_per_pass=512"
-    raise ConfigError([Problem("train.strategy", "auto", reason, fix)])
+    raise ConfigError([Problem("train.strategy", "auto", reason, fix, code="out_of_memory")])
 
 
 def _told(room: Room, need: Need) -> str:

@@ -70,11 +70,13 @@ def of_document(document: Mapping[str, Any]) -> Cluster:
     kinds = document.get("available_node_types")
     if not isinstance(kinds, dict) or not all(isinstance(kind, dict) for kind in kinds.values()):
         reason, fix = "names no available_node_types", "write one with rtrain cluster init --cloud aws"
-        raise ConfigError([Problem("--cluster", None, reason, fix)])
+        raise ConfigError([Problem("--cluster", None, reason, fix, code="malformed")])
     provider = mapping(document.get("provider"), "provider").get("type")
     if provider is not None and not isinstance(provider, str):
         fix = f"write one of {', '.join(clouds.CLOUDS)}, or local"
-        raise ConfigError([Problem("provider.type of the cluster's file", provider, "is no text", fix)])
+        raise ConfigError(
+            [Problem("provider.type of the cluster's file", provider, "is no text", fix, code="wrong_type")]
+        )
     known = {node.name: node for node in clouds.nodes(Document("", document, {}))}
     found: list[tuple[bool, Kind]] = []
     head = document.get("head_node_type")
@@ -149,7 +151,9 @@ def laid_out(config: Config, cluster: Cluster, *, searches: bool = False) -> Lay
             reason = (
                 f"the cluster has room for {fits} of {train.workers} workers, with {spare} CPUs each for data tasks"
             )
-            raise ConfigError([Problem("tune.concurrent", wanted, reason, f"write {fits}, or fewer train.workers")])
+            raise ConfigError(
+                [Problem("tune.concurrent", wanted, reason, f"write {fits}, or fewer train.workers", code="no_room")]
+            )
         trials = wanted or fits
     room = feasible.workers([], may, needs, chosen.workers)
     return Layout(needs, chosen, room, train.min_workers or chosen.workers, trials)
@@ -188,13 +192,3 @@ def fewest(
     if found is None:
         return None
     return {kind.name: count for kind, count in zip(cluster.kinds, found, strict=True) if count}
-
-
-def dealt(cluster: Cluster, chosen: Nodes, workers: int, needs: Needs, holds: Holds) -> int:
-    """Most workers on one node, where those that are chosen are filled one after another."""
-    found, left = 0, workers
-    for kind in (*cluster.heads, *cluster.kinds):
-        for _ in range(chosen.get(kind.name, 1 if kind in cluster.heads else 0)):
-            here = min(left, holds(kind), needs.offered([kind.host]).places)
-            found, left = max(found, here), left - here
-    return found

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from rtrain.doctor.forecast.trace import Traced
-from rtrain.exchange.transport import parts_of
 from rtrain.strategies import shares
 from rtrain.strategies.ways import STRATEGIES
 
@@ -33,8 +32,6 @@ class Need:
     activations: float
     gathered: float = 0.0
     """Weights of others that are here for a while, and gradients before they are shared out."""
-    segment: float = 0.0
-    """This worker's part of the memory that workers of one host share for the exchange."""
     checkpoint: float = 0.0
     """A copy of weights and moments while a thread writes it; on the first worker alone."""
     process: float = 0.0
@@ -66,7 +63,6 @@ def needed(
     replicas: int,
     strategy: str = "ddp",
     *,
-    transport: str = "stock",
     saves: bool = False,
     several: bool = False,
     process: float = PROCESS,
@@ -75,10 +71,9 @@ def needed(
 ) -> Need:
     """The memory of a worker in an update; where several workers share a replica's layers, `traced` is of one of them.
 
-    `transport`: by which gradients go, `shared_memory` or `stock`; `saves`: this worker writes checkpoints; `several`:
-    an update has several passes of a worker; `buckets`: replicas exchange by those of DistributedDataParallel; `kept`:
-    see `KEPT`; 1 on a GPU, whose memory is not the C library's. Raises `KeyError` for a strategy that is none of
-    `STRATEGIES`.
+    `saves`: this worker writes checkpoints; `several`: an update has several passes of a worker; `buckets`: replicas
+    exchange by those of DistributedDataParallel; `kept`: see `KEPT`; 1 on a GPU, whose memory is not the C library's.
+    Raises `KeyError` for a strategy that is none of `STRATEGIES`.
     """
     STRATEGIES[strategy]
     alone = traced.of_trained
@@ -98,8 +93,5 @@ def needed(
         ended = (weights if strategy == "zero2" and several else rest + layer) + 2 * max(layer, rest)
         weights, gradients = weights / replicas, alone / replicas if several else 0.0
         activations = max(activations, ended + alone / replicas - gradients - gathered)
-    # Parts of the segment, over the workers that share it.
-    shared = transport == "shared_memory" and replicas > 1
-    segment = (alone - traced.table) * parts_of(replicas) / replicas if shared else 0.0
     copied = traced.checkpoint if saves else 0.0
-    return Need(weights, gradients, moments, activations, gathered, segment, copied, process)
+    return Need(weights, gradients, moments, activations, gathered, copied, process)

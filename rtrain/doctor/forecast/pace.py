@@ -1,7 +1,6 @@
 """How fast a worker computes: as a finished run has shown, or by a table of assumptions. Pure, but for a run's log."""
 
 import re
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +9,47 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from rtrain import config as configuration, events
-from rtrain.config import Recipe
-from rtrain.doctor.forecast import parted
+from rtrain.config import Recipe, Train
 from rtrain.doctor.forecast.facts import Rows, Shape, of_model
-from rtrain.doctor.forecast.links import PRESETS, Fabric, Link, uniform
-from rtrain.doctor.forecast.scaling import STEP, Compute, Work
 from rtrain.errors import UserError
 from rtrain.run import Run
 
-SPREAD: Final = 0.02
-"""How unequal passes are, where nobody has measured it."""
+STEP: Final = 7
+"""Bytes that AdamW's step moves for each of the weights' own: it reads weight, gradient and two moments, and writes all
+but the gradient."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One worker's own work, of one model, one precision and one kind of processor."""
+
+    step_s: float
+    """Seconds of an update whatever its rows: the optimizer, and what surrounds it."""
+    pass_s: float
+    """Seconds of a pass of `micro_batch` rows, of the rows' mean length."""
+
+    def seconds(self, passes: float) -> float:
+        """Seconds of an update of so many passes, without any exchange."""
+        return self.step_s + passes * self.pass_s
+
+
+def between(first: tuple[float, float], second: tuple[float, float]) -> Compute:
+    """The work by which two updates, of (passes, seconds), took as long as they did."""
+    (few, short), (many, long) = sorted([first, second])
+    pass_s = max(0.0, (long - short) / (many - few))
+    return Compute(max(0.0, short - few * pass_s), pass_s)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is the same of a model wherever it is trained."""
+
+    flops: float
+    """Operations of a forward and backward pass of `micro_batch` rows."""
+    gradient: float
+    """Bytes that are exchanged in an update."""
+    weights: float
+    """Bytes of the weights that the optimizer steps."""
 
 
 @dataclass(frozen=True)
@@ -30,19 +60,14 @@ class Pace:
     """Those of the products of a forward and backward pass, as they come to in training."""
     memory_per_s: float
     """Bytes that the optimizer moves in a second."""
-    exchange: Link | None
-    """By what workers of one node exchange; None for that of the node's GPUs."""
     why: str
     """Where these numbers are from."""
-    spread: float = SPREAD
-    """Standard deviation of the logarithm of a pass's seconds."""
+    exchange_s: float | None = None
+    """Seconds by which an exchange lengthens an update, for each byte of the gradient; None where nobody has measured
+    it."""
 
     def compute(self, work: Work) -> Compute:
-        return Compute(STEP * work.weights / self.memory_per_s, work.flops / self.flops_per_s, self.spread)
-
-
-HOST: Final = Link("host", 0.5e-3, 0.2e-3, 0.2e-3, 1.0e9)
-"""Gloo's sockets within a machine."""
+        return Compute(STEP * work.weights / self.memory_per_s, work.flops / self.flops_per_s)
 
 
 class Gpu(NamedTuple):
@@ -71,8 +96,6 @@ PEAK: Final[Mapping[str, Gpu]] = {
     "H200": Gpu(989e12, 67e12, 4800e9, 141),
 }
 """By the names that Ray gives them. It calls one of 80 GB an A100 too, which is counted with 40."""
-NVLINK: Final = ("A100", "A100-80G", "H100", "H200")
-"""Those whose neighbours of one node are joined by it."""
 UNKNOWN: Final = "A10G"
 """The GPU whose figures are taken for one that is not in the table: a small one, so that a plan says too many hours
 rather than too few."""
@@ -84,7 +107,7 @@ REACHED: Final = 0.3
 """Share of a GPU's peak that training reaches: an assumption; 0.2 for small encoders, 0.4 for large ones."""
 MOVED: Final = 0.8
 """Share of its memory's bandwidth that the optimizer's step reaches: an assumption."""
-CPU: Final = Pace(100e9, 20e9, HOST, "an assumption for a processor's core that computes bf16")
+CPU: Final = Pace(100e9, 20e9, "an assumption for a processor's core that computes bf16")
 """About half of what a core of an AMD EPYC (Zen 5) came to with MiniLM, 229e9: clouds count two threads of a core."""
 
 
@@ -94,7 +117,7 @@ def assumed(gpu: str, precision: str = "auto") -> Pace:
     peak = known or PEAK[UNKNOWN]
     flops = peak.single if precision == "fp32" else peak.half
     of = f"an {gpu}" if known else f"an {UNKNOWN}, for which the GPU of {gpu} is taken, as it is not known"
-    return Pace(REACHED * flops, MOVED * peak.memory_per_s, None, f"an assumption: {REACHED:.0%} of the peak of {of}")
+    return Pace(REACHED * flops, MOVED * peak.memory_per_s, f"an assumption: {REACHED:.0%} of the peak of {of}")
 
 
 def memory_per_s(device: str) -> float:
@@ -104,13 +127,6 @@ def memory_per_s(device: str) -> float:
         return CPU.memory_per_s
     known = (word for word in re.findall(r"\w+", device) if word in PEAK)
     return assumed(next(known, UNKNOWN)).memory_per_s
-
-
-def wires(pace: Pace, gpu: str | None, gpus: int, efa: int, per_node: int) -> Fabric:
-    """By what workers exchange, within a node and between nodes."""
-    inside = pace.exchange or PRESETS["nvlink" if gpu in NVLINK and gpus > 1 else "pcie"]
-    between = PRESETS["efa" if efa > 1 else "25gbit" if gpu else "10gbit"]
-    return Fabric(inside, between, max(1, per_node))
 
 
 def frozen(recipe: Recipe) -> bool:
@@ -138,53 +154,34 @@ def passes(recipe: Recipe, workers: int) -> float:
     return recipe.rows_per_update / workers / recipe.train.micro_batch
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What a finished run has shown."""
-
-    pace: Pace
-    update_s: float
-    workers: int
+def step_shares(train: Train, workers: int) -> int:
+    """Of so many workers, those that share the optimizer's step."""
+    parts = train.tensor * train.pipeline
+    return parts * (workers // parts if train.shard else 1)
 
 
-def of_run(run: Run, models: Path | None = None) -> Seen:
+def of_run(run: Run, models: Path | None = None) -> Pace:
     """The pace of a run that has ended. Raises `UserError` where its log does not tell."""
     from rtrain.network import model
 
     last = events.trained(run.events())
     if last is None or last[1]["updates"] <= last[0]["update"] or not last[1]["rows_seen"]:
-        raise UserError(f"--like: {run} has not come to its end: nothing tells how long an update takes")
+        reason = f"--like: {run} has not come to its end: nothing tells how long an update takes"
+        raise UserError(reason, code="not_finished")
     started, ended = last
     recipe = configuration.load(str(run.config)).recipe
+    train, workers, device = recipe.train, started["workers"], started["device"]
     shape = of_model(model.resolve(recipe.model.name, models), recipe.model)
     length = max(1, round(ended["real_tokens"] / ended["rows_seen"]))
     done = work(recipe, shape, Rows(1, 0, 0, (length,), 1.0))
     updates = ended["updates"] - started["update"]
     update_s = ended["seconds"]["train"] / updates
-    exchanged = ended.get("exchange") or {}
-    waited = float(exchanged.get("seconds", 0.0))
-    rows, train, gpu = ended["rows_seen"] / updates / started["workers"], recipe.train, started["device"] != "cpu"
-    within, tied = uniform(PRESETS["pcie"] if gpu else HOST), recipe.task == "masked_lm"
-    tokens = rows * train.tensor * train.pipeline * length
-    cost = parted.of(train, shape, tokens, within, started["workers"], gpu=gpu, tied=tied)
-    step = 0.0 if gpu else STEP * done.weights / CPU.memory_per_s / cost.step_shares
-    computing = (update_s - waited - step - cost.still_s - (0.0 if gpu else cost.beside_s)) / (1 + cost.bubble)
+    exchanged = ended["exchange"] or {"seconds": 0.0}
+    step = 0.0 if device != "cpu" else STEP * done.weights / CPU.memory_per_s / step_shares(train, workers)
     again = train.gradient_checkpointing and not frozen(recipe)
-    computing = max(computing, 0.1 * update_s) / (RECOMPUTED if again else 1)
-    rate = done.flops * rows / recipe.train.micro_batch / computing
-    link = None
-    if started["workers"] > 1 and waited:
-        link = Link(
-            "as the run's", 0.0, 0.0, 0.0, _bandwidth(exchanged.get("bytes", done.gradient), started["workers"], waited)
-        )
-    why = f"as {run.name} went on {started['workers']} workers ({started['device']}, {started['precision']})"
-    memory = memory_per_s(started["device"])
-    spreads = [worker["spread"] for worker in ended.get("stages") or () if "spread" in worker]
-    spread = statistics.median(spreads) if spreads else SPREAD
-    exchange = link or (None if gpu else HOST)
-    return Seen(Pace(rate, memory, exchange, why, spread), update_s, started["workers"])
-
-
-def _bandwidth(size: float, workers: int, seconds: float) -> float:
-    """By which a ring of so many workers takes as long."""
-    return 2 * (workers - 1) / workers * size / seconds
+    computing = max(update_s - exchanged["seconds"] - step, 0.1 * update_s) / (RECOMPUTED if again else 1)
+    rows = ended["rows_seen"] / updates / workers
+    rate = done.flops * rows / train.micro_batch / computing
+    each = exchanged["seconds"] / exchanged["bytes"] if exchanged["seconds"] else None
+    why = f"as {run.name} went on {workers} workers ({device}, {started['precision']})"
+    return Pace(rate, memory_per_s(device), why, each)

@@ -1,23 +1,21 @@
 """What a run will take of a cluster: nodes, memory, hours, money. From the recipe, the cluster's file and a price file.
 
 The verdict whether it can ever start comes first, and needs no torch (`layouts`). Memory is that of a traced pass,
-hours are rows by the scaling model, money is hours by prices.
+hours are rows by the pace, money is hours by prices.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from rtrain.cluster import supply
 from rtrain.cluster.prices import Price
 from rtrain.config import Config, Train
-from rtrain.doctor.forecast import fitting, layouts, money as pricing, pace as paces, parted, scaling
+from rtrain.doctor.forecast import fitting, layouts, money as pricing, pace as paces
 from rtrain.doctor.forecast.facts import Rows, Shape
 from rtrain.doctor.forecast.layouts import Cluster, Kind, Layout
-from rtrain.doctor.forecast.links import PRESETS, Fabric
 from rtrain.doctor.forecast.memory import Need
 from rtrain.errors import ConfigError, Problem
 from rtrain.strategies import ways as strategies
@@ -33,8 +31,6 @@ FINAL_RUNS: Final = 4.0
 """Full runs of a search's end, unless `tune.final_rows` says another number of rows."""
 FINALISTS: Final = 3
 """Trials that go to their ends: the best two, and the one of the recipe's own settings."""
-CURVE: Final = (1, 8, 64, 512, 4096)
-"""Workers that a plan tells the efficiency of."""
 UNCHANGED: Final = "no weight changes by it"
 
 
@@ -81,8 +77,6 @@ class Chosen:
     why: str
     need: Need
     nodes: layouts.Nodes
-    per_node: int
-    """Workers of the fullest node."""
 
 
 def choose(
@@ -104,9 +98,7 @@ def choose(
         room = holds(need, layout.needs)
         nodes = layouts.fewest(cluster, layout.needs, layout.need, price, room)
         if nodes is not None:
-            why = _why(config, way, larger)
-            per_node = layouts.dealt(cluster, nodes, layout.need.places, layout.needs, room)
-            return Chosen(way, why, need, nodes, per_node)
+            return Chosen(way, _why(config, larger), need, nodes)
         larger.append(f"{way} would take {need.total / 1e6:,.0f} MB a worker")
     if layout.device == "gpu":
         largest = max((paces.PEAK[kind.gpu].gigabytes for kind in cluster.kinds if kind.gpu in paces.PEAK), default=0)
@@ -117,10 +109,10 @@ def choose(
         size, larger_ones = need.total, f"nodes of more than {largest:g} GB, fewer workers"
     reason = f"a worker needs {size / 1e9:.1f} GB even with {way}, and {layout.need.places} do not fit"
     fix = f"name {larger_ones}, or --set train.tokens_per_pass=512"
-    raise ConfigError([Problem("train.workers", config.recipe.train.workers, reason, fix)])
+    raise ConfigError([Problem("train.workers", config.recipe.train.workers, reason, fix, code="out_of_memory")])
 
 
-def _why(config: Config, way: Way, larger: Sequence[str]) -> str:
+def _why(config: Config, larger: Sequence[str]) -> str:
     if larger:
         return f"{larger[-1]}, which does not fit; {UNCHANGED}"
     return "the first, and it fits" if config.recipe.train.strategy == "auto" else "as the recipe says"
@@ -131,69 +123,50 @@ class Hours:
     """How long a run takes, and of what."""
 
     updates: int
-    update: scaling.Update
-    train_s: float
+    compute_s: float
+    """Seconds of an update in which a worker computes."""
+    exchange_s: float
+    """Those by which the exchange of the gradients lengthens it, as far as that is known."""
     evaluate_s: float
     start_s: float
-    curve: tuple[scaling.Update, ...]
-    """An update on numbers of workers up to 4,096, each of which does as much as ever."""
-    over: Mapping[str, tuple[scaling.Update, ...]] = field(default_factory=dict)
-    """The same where nodes are joined by other wires, by their names in `links.PRESETS`."""
+
+    @property
+    def update_s(self) -> float:
+        return self.compute_s + self.exchange_s
+
+    @property
+    def train_s(self) -> float:
+        return self.updates * self.update_s
 
     @property
     def hours(self) -> float:
         return (self.train_s + self.evaluate_s + self.start_s) / 3600
 
 
-def hours(
-    config: Config,
-    layout: Layout,
-    chosen: Chosen,
-    shape: Shape,
-    rows: Rows,
-    pace: paces.Pace,
-    kind: Kind,
-    wires: Iterable[str] = (),
-) -> Hours:
-    """Rows by the scaling model; `kind`: the type of the workers' nodes; `wires`: see `Hours.over`."""
-    workers, gpu, instance = layout.room, layout.device == "gpu", kind.instance
-    recipe, train = config.recipe, chosen.way.of(config.recipe.train, workers)
+def hours(config: Config, layout: Layout, chosen: Chosen, shape: Shape, rows: Rows, pace: paces.Pace) -> Hours:
+    """Rows by the pace."""
+    workers, recipe = layout.room, config.recipe
+    train = chosen.way.of(recipe.train, workers)
     work = paces.work(recipe, shape, rows)
     compute = pace.compute(work)
     # An evaluation has no backward pass, and computes nothing again; nor does a pass through a frozen encoder.
     forward = 1.0 if paces.frozen(recipe) else paces.FORWARD
-    of_row = forward * compute.pass_s / recipe.train.micro_batch
-    if chosen.way.gradient_checkpointing and not paces.frozen(recipe):
-        compute = scaling.Compute(compute.step_s, compute.pass_s * paces.RECOMPUTED, compute.spread)
-    fabric = paces.wires(
-        pace,
-        kind.gpu if gpu else None,
-        int(kind.node.get("GPU", 1)),
-        instance.efa if instance else 0,
-        chosen.per_node,
-    )
-    parts = train.tensor * train.pipeline
-    passes, tied = paces.passes(recipe, workers // parts), recipe.task == "masked_lm"
-    tokens = passes * train.micro_batch * rows.tokens_of_row
-
-    def over(fabric: Fabric, numbers: Iterable[int]) -> tuple[scaling.Update, ...]:
-        of = partial(parted.of, train, shape, tokens, fabric, gpu=gpu, tied=tied)
-        return tuple(scaling.curve(compute, work, fabric, numbers, passes, hides=gpu, parted=lambda n: of(workers=n)))
-
-    [update] = over(fabric, [workers])
+    of_row = forward * compute.pass_s / train.micro_batch
+    pass_s = compute.pass_s
+    if train.gradient_checkpointing and not paces.frozen(recipe):
+        pass_s *= paces.RECOMPUTED
+    # Workers of a replica have a part of each of its passes.
+    computing = compute.step_s / paces.step_shares(train, workers) + pass_s * paces.passes(recipe, workers)
+    exchange = (pace.exchange_s or 0.0) * work.gradient if workers > 1 else 0.0
     each = math.ceil(rows.train / recipe.rows_per_update)
-    number = recipe.train.epochs * each
+    number = train.epochs * each
     # The last update is followed by one in any case.
-    every = recipe.train.evaluate_every
-    evaluations = math.ceil(number / every) if every else recipe.train.epochs
+    every = train.evaluate_every
+    evaluations = math.ceil(number / every) if every else train.epochs
     scored = rows.valid * evaluations + rows.test
-    numbers = sorted({max(parts, many) for many in CURVE if max(parts, many) % parts == 0})
-    others = {name: over(replace(fabric, between=PRESETS[name]), numbers) for name in wires}
     starts = START_S + (NODE_S if chosen.nodes else 0.0)
     # A pipeline's stages answer one after another.
-    answering = workers // train.pipeline
-    evaluate_s = scored * of_row / answering
-    return Hours(number, update, number * update.seconds, evaluate_s, starts, over(fabric, numbers), others)
+    return Hours(number, computing, exchange, scored * of_row / (workers // train.pipeline), starts)
 
 
 def searched(config: Config, one: Hours, trials: int, price: float | None = None) -> float:
@@ -220,11 +193,11 @@ def repeated_s(config: Config, found: Hours, watched: bool) -> float:
     """Seconds of training that an interruption repeats: with a spot notice a run saves after its coming update, without
     one it goes back by half of what is between two checkpoints."""
     if watched:
-        return found.update.seconds
+        return found.update_s
     train = config.recipe.train
     each = found.updates / train.epochs
     between = min(train.save_every or each, train.evaluate_every or each)
-    return between / 2 * found.update.seconds
+    return between / 2 * found.update_s
 
 
 def money(
@@ -237,25 +210,14 @@ def money(
 def untold(train: Train) -> list[str]:
     """What is to be said of settings whose costs nobody foretells."""
     found = []
+    for name in ("shard", "tensor", "pipeline", "context"):
+        if getattr(train, name) > 1:
+            found.append(f"train.{name}: what workers send each other within a pass is not foretold")
     if train.context > 1:
-        exchanged = f"what {train.context} workers of a replica exchange in each pass is not foretold"
-        found.append(f"train.context: {exchanged}, and memory is that of workers which have all tokens")
-    if train.pipeline > 1 and (train.tensor > 1 or train.shard > 1):
-        found.append("train.pipeline: memory is that of stages whose layers are neither cut nor shared")
-    if train.offload:
-        found.append("train.offload: how long weights and gradients are on their way to GPUs and back is not foretold")
+        found.append("train.context: memory is that of workers which have all tokens")
+    if train.pipeline > 1:
+        found.append("train.pipeline: memory is that of workers which have all layers")
     return found
-
-
-def replicas(config: Config, cluster: Cluster) -> str | None:
-    """What is to be said of the endpoint's processors, if anything: replicas never wait for ever, but share."""
-    serve = config.deploy.serve
-    wanted = (serve.max_replicas or serve.copies) * serve.threads
-    has = sum(kind.node.get("CPU", 0.0) for kind in cluster.heads)
-    has += max((kind.node.get("CPU", 0.0) for kind in cluster.kinds), default=0.0) * cluster.limit
-    if wanted <= has:
-        return None
-    return f"{wanted} replicas' threads share {has:g} processors: replicas answer more slowly, and none waits"
 
 
 def document(
@@ -283,26 +245,13 @@ def document(
         "why": chosen.why,
         "memory_mb": {**parts, "total": round(chosen.need.total / 1e6, 1)},
         "updates": found.updates,
-        "update_s": {
-            "total": found.update.seconds,
-            "compute": found.update.compute_s,
-            "exchange": found.update.exchange_s,
-            "exposed_exchange": found.update.exposed_s,
-            "waiting": found.update.waiting_s,
-        },
-        "efficiency": found.update.efficiency,
-        "scaling": _curve(found.curve),
-        "scaling_over": {name: _curve(curve) for name, curve in found.over.items()},
+        "update_s": {"total": found.update_s, "compute": found.compute_s, "exchange": found.exchange_s},
         "hours": total_h,
         "seconds": {"train": found.train_s, "evaluate": found.evaluate_s, "start": found.start_s},
         "cost": None if cost is None else asdict(cost),
         "pace": pace.why,
         "notes": list(said),
     }
-
-
-def _curve(found: Iterable[scaling.Update]) -> list[dict[str, float]]:
-    return [{"workers": one.workers, "update_s": one.seconds, "efficiency": one.efficiency} for one in found]
 
 
 def text(made: Mapping[str, Any]) -> list[str]:
@@ -317,15 +266,9 @@ def text(made: Mapping[str, Any]) -> list[str]:
         f"strategy   {made['strategy']}{cut}{' with recomputed layers' if made['recomputed_layers'] else ''}: "
         f"{made['why']}",
         f"memory     {memory['total']:,.0f} MB a worker ({parts})",
-        f"an update  {update['total']:.3g} s: {update['compute']:.3g} computing, {update['exposed_exchange']:.3g} of "
-        f"{update['exchange']:.3g} exchanging unhidden, {update['waiting']:.3g} waiting ({made['efficiency']:.0%})",
+        f"an update  {update['total']:.3g} s: {update['compute']:.3g} computing, {update['exchange']:.3g} exchanging",
         f"hours      {made['hours']:.2f}, {made['updates']:,} updates; {made['pace']}",
     ]
-    curves = {"each with as many rows": made["scaling"]}
-    curves |= {f"over {name}": curve for name, curve in made["scaling_over"].items()}
-    for which, curve in curves.items():
-        by_workers = ", ".join(f"{one['workers']:,} {one['efficiency']:.0%}" for one in curve)
-        lines.append(f"scaling    efficiency by workers, {which}: {by_workers}")
     if cost is None:
         unknown = "unknown: a node's price is not known; write it, or that of a worker's hour, into a file (--prices)"
         lines.append(f"money      {unknown}")
@@ -354,9 +297,10 @@ def read_cluster(file: Path) -> dict[str, Any]:
 
     if not file.is_file():
         fix = "write one with rtrain cluster init --cloud aws"
-        raise ConfigError([Problem("--cluster", str(file), "no such file", fix)])
+        raise ConfigError([Problem("--cluster", str(file), "no such file", fix, code="not_found")])
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError) as error:  # ValueError: other bytes, a date that the calendar has not
-        raise ConfigError([Problem("--cluster", str(file), f"no YAML ({error})", "see rtrain cluster lint")]) from None
+        reason, fix = f"no YAML ({error})", "see rtrain cluster lint"
+        raise ConfigError([Problem("--cluster", str(file), reason, fix, code="malformed")]) from None
     return found if isinstance(found, dict) else {}

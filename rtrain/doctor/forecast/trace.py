@@ -5,27 +5,25 @@ are not read. What torch counts is every tensor that is alive at a time, as no f
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from rtrain import torch_internals
 from rtrain.batch import Tokens, single
-from rtrain.config import Model
+from rtrain.config import Model, Recipe
 from rtrain.errors import UserError
 from rtrain.exchange import whole
 from rtrain.exchange.touched_rows import TouchedRows, table_of
 from rtrain.network import cuts, dropout, model, precision as formats
 from rtrain.network.device import standing_for_gpu
 from rtrain.strategies import shares
-from rtrain.strategies.staged import Staged
 from rtrain.tasks.base import Task
 from rtrain.tasks.masked_lm import SHARE
-from rtrain.training import layerwise, step
+from rtrain.training import layerwise, pass_size, step
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +31,8 @@ if TYPE_CHECKING:
 
 class Untraceable(UserError):
     """The memory of this network cannot be told without its numbers."""
+
+    code = "unsupported_model"
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,6 @@ class Traced:
         return sum(self.trained)
 
 
-@dataclass(frozen=True)
-class Stage:
-    """What one worker of a pipeline does."""
-
-    parts: int
-    """Those that the network is cut into, over all workers."""
-    own: tuple[int, ...]
-    """The worker's, in their order."""
-    kept: tuple[int, ...]
-    """The part of each pass that is kept when the first backward pass begins, the oldest first."""
-
-
 def of_pass(
     folder: Path,
     task: Task,
@@ -82,7 +70,6 @@ def of_pass(
     recomputed: bool = False,
     more_passes: bool = True,
     tensor: int = 1,
-    stage: Stage | None = None,
 ) -> Traced:
     """The memory of a forward and backward pass over windows of these lengths.
 
@@ -90,7 +77,7 @@ def of_pass(
     keep different things; the network is traced on a processor in both cases. `outputs`: numbers that the head answers
     with, per window or token. `recomputed`: `train.gradient_checkpointing`. `more_passes`: the gradients of an earlier
     pass are there already, as they are in exchanges between workers; else they come to be in this one. `tensor`: of
-    workers that share the layers, one. `stage`: of a pipeline's workers, this one. Raises `Untraceable`.
+    workers that share the layers, one. Raises `Untraceable`.
     """
     import torch
 
@@ -108,8 +95,7 @@ def of_pass(
             layers = layerwise.layers(network.base_model)
             assert layers is not None  # `strategies.allowed` knows the architectures
             cuts.keep_share(network, layers, found and found[1], tensor)
-        staged = None if stage is None else Staged(network, stage.parts, stage.own)
-        rows = TouchedRows(found[1]) if found and tensor == 1 and staged is None else None
+        rows = TouchedRows(found[1]) if found and tensor == 1 else None
         if rows is not None:
             rows.gathers = True
         trained = [one for one in network.parameters() if one.requires_grad and whole.here(one)]
@@ -119,17 +105,10 @@ def of_pass(
         tokens = _tokens(lengths)
         wanted = np.arange(0, len(tokens.ids), round(1 / SHARE)) if task.packs else None
 
-        forward = partial(step.forward, network, tokens, 0, precision)
+        def run() -> None:
+            logits = step.forward(network, tokens, 0, precision, wanted)
+            (-torch.log_softmax(logits.float().flatten(0, -2), -1)[:, 0].sum()).backward()
 
-        def loss() -> torch.Tensor:
-            return -torch.log_softmax(forward(wanted).float().flatten(0, -2), -1)[:, 0].sum()
-
-        def alone() -> None:
-            loss().backward()
-
-        run: Callable[[], None] = alone
-        if staged is not None and stage is not None:
-            run = _of_stage(staged, stage, len(tokens.ids), forward, loss)
         try:
             peak = torch_internals.peak_bytes(network, run)
         except torch_internals.asks_for_numbers() as error:
@@ -149,42 +128,6 @@ def of_pass(
         )
 
 
-def _of_stage(
-    staged: Staged,
-    stage: Stage,
-    tokens: int,
-    forward: "Callable[[], torch.Tensor]",
-    loss: "Callable[[], torch.Tensor]",
-) -> Callable[[], None]:
-    """What makes a stage's passes over so many tokens each, and sends the last of them back."""
-    import torch
-
-    staged.network.forward = staged.compute
-
-    def of_part(part: int) -> torch.Tensor:
-        came = torch.empty(tokens, staged.width, requires_grad=True) if part else None
-        with staged.at(part, came):
-            return loss() if part == staged.parts - 1 else forward()
-
-    class Several(torch.nn.Module):
-        """All in one call: torch's tracker lets a module be called again inside of another one alone."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = staged.network
-
-        def forward(self, parts: Sequence[int]) -> list[torch.Tensor]:
-            return [of_part(part) for part in parts]
-
-    several = Several()  # the tracker asks for it in the backward pass too
-
-    def run() -> None:
-        kept = several(stage.kept)
-        kept[-1].backward(torch.empty_like(kept[-1]))
-
-    return run
-
-
 def _tokens(lengths: Sequence[int]) -> Tokens:
     """Windows of one and the same token."""
     sizes = np.asarray(lengths, dtype=np.int32)
@@ -199,3 +142,34 @@ def _layers(network: "torch.nn.Module") -> tuple[int, ...]:
     lists = [one for one in network.modules() if isinstance(one, torch.nn.ModuleList)]
     longest = max(lists, key=len, default=())
     return tuple(sum(weight.nbytes for weight in one.parameters() if whole.here(weight)) for one in longest)
+
+
+# ------------------------------------------------------------------------- where a GPU is measured for its passes
+
+
+FORETOLD: Final = (512, 2048)
+"""Fewest tokens of the two passes that are traced: what a pass takes is a line in its tokens."""
+
+
+def tried(
+    network: "torch.nn.Module", folder: Path, task: Task, recipe: Recipe, longest: int, precision: str
+) -> tuple[int, int]:
+    """Fewest tokens of the two passes to measure on the network's GPU. `longest`: tokens of the longest row.
+
+    What cannot be traced is measured at fixed sizes.
+    """
+    room = pass_size.room(network)
+    try:
+        small, large = (_peak(folder, task, recipe, longest, tokens, precision) for tokens in FORETOLD)
+    except Untraceable:
+        return pass_size.TRIED
+    return pass_size.guessed(small, large, room)
+
+
+def _peak(folder: Path, task: Task, recipe: Recipe, longest: int, tokens: int, precision: str) -> pass_size.Peak:
+    """What is there in a pass: weights and gradients included, as when it is measured."""
+    window = min(longest, recipe.data.window_tokens)
+    lengths = [window] * -(-tokens // window)
+    again = recipe.train.gradient_checkpointing
+    found = of_pass(folder, task, recipe.model, lengths, device="gpu", precision=precision, recomputed=again)
+    return pass_size.Peak(found.tokens, found.weights + found.gradients + found.activations)

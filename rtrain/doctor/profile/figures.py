@@ -1,15 +1,53 @@
-"""The figures of a profile, from what its workers have left. Pure."""
+"""The figures of a profile, from what its workers have left (`rtrain.training.watched`)."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from rtrain import documents
 from rtrain.doctor.profile.rows import Length
-from rtrain.doctor.profile.worker_file import Update, Worker
 from rtrain.errors import UserError
+from rtrain.exchange.timeline import Span
 from rtrain.training import stages
-from rtrain.training.stages import PARTS
+from rtrain.training.stages import PARTS, Window
+
+
+@dataclass(frozen=True)
+class Update:
+    window: Window
+    rows: int
+    """On this worker, as are its passes and its tokens."""
+    passes: int
+    real_tokens: int
+
+
+@dataclass(frozen=True)
+class Worker:
+    rank: int
+    host: str
+    cores: int
+    """That its process may use."""
+    cpu_seconds: float
+    """Its process's, all threads, over all of its updates."""
+    seconds: float
+    """Those of all of its updates."""
+    epoch: int
+    """Nanoseconds since 1970 at its clock's zero."""
+    updates: tuple[Update, ...]
+
+
+def read_worker(path: Path) -> Worker:
+    document = documents.read(path)
+    updates = tuple(_update(one) for one in document.pop("windows"))
+    return Worker(**document, updates=updates)
+
+
+def _update(found: Mapping[str, Any]) -> Update:
+    spans = tuple(Span(*one) for one in found["spans"])
+    window = Window(found["number"], found["start"], found["stop"], spans)
+    return Update(window, *(found[name] for name in ("rows", "passes", "real_tokens")))
 
 
 @dataclass(frozen=True)
@@ -19,7 +57,6 @@ class Facts:
     name: str
     settings: Mapping[str, Any]
     precision: str
-    transport: str
     device: str
     rows_per_update: int
     order_digest: str
@@ -28,8 +65,6 @@ class Facts:
     """Updates between two checkpoints of the recipe's own."""
     run_updates: int
     """Updates of a whole run of the recipe."""
-    processes: Mapping[str, float]
-    """Cores in use by Ray's own processes."""
     within: int = 1
     """Workers of a replica, each of which tells the replica's rows."""
 
@@ -54,7 +89,6 @@ def of_row(facts: Facts, workers: Sequence[Worker], length: Length) -> dict[str,
         "settings": dict(facts.settings),
         "workers": len(workers),
         "precision": facts.precision,
-        "transport": facts.transport,
         "device": facts.device,
         "rows_per_update": facts.rows_per_update,
         "passes_per_update": round(counts["passes"] * facts.within / len(workers), 3),
@@ -67,7 +101,6 @@ def of_row(facts: Facts, workers: Sequence[Worker], length: Length) -> dict[str,
         "order_digest": facts.order_digest,
         "run_updates": facts.run_updates,
         "hosts": {worker.host: worker.cores for worker in workers},
-        "processes": dict(facts.processes),
     }
 
 
@@ -76,7 +109,8 @@ def _measured(worker: Worker, length: Length) -> list[Update]:
     if len(worker.updates) != length.until:
         raise UserError(
             f"worker {worker.rank} has trained {len(worker.updates)} updates in one go, not {length.until}: the start "
-            "was interrupted, and what it measured is not whole; profile again"
+            "was interrupted, and what it measured is not whole; profile again",
+            code="interrupted",
         )
     return list(worker.updates[length.warm_up : -1])
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtrain.doctor.profile import figures, worker_file
-from rtrain.doctor.profile.processes import Processes
+from rtrain.doctor.profile import figures
+from rtrain.doctor.profile.figures import Worker
 from rtrain.doctor.profile.rows import Length, Row
-from rtrain.doctor.profile.worker_file import Worker
 from rtrain.report import summary
 from rtrain.run import Run
 from rtrain.runs import driver, preparing
@@ -36,10 +35,9 @@ def row(
     uses. `epochs` and `evaluate_every`: of a whole run of the recipe. Where the training fails, the folder stays, with
     its log.
     """
-    prepared, processes = preparing.prepare(found.config, folder, tokens_root=folder.parent.parent), Processes()
+    prepared = preparing.prepare(found.config, folder, tokens_root=folder.parent.parent)
 
     def told(event: dict[str, Any]) -> None:
-        processes(event)
         # It ends before the run that it begins does.
         on_event({**event, "of": length.until} if event["kind"] == "progress" else event)
 
@@ -49,21 +47,21 @@ def row(
         shutil.rmtree(folder)
         raise
     run, order = Run(folder), prepared.order
-    workers = sorted((worker_file.read(path) for path in folder.glob(run.profile("*").name)), key=lambda one: one.rank)
+    workers = sorted(
+        (figures.read_worker(path) for path in folder.glob(run.profile("*").name)), key=lambda one: one.rank
+    )
     known = summary.summarise(run)
     recipe, each = prepared.config.recipe, order.updates_per_epoch
     facts = figures.Facts(
         name=found.name,
         settings=found.settings,
         precision=known["precision"],
-        transport=known["exchange"]["transport"],
         device=known["device"],
         rows_per_update=recipe.rows_per_update,
         order_digest=known["order_digest"],
         # Each evaluation saves too.
         save_every=min(recipe.train.save_every or each, evaluate_every or each),
         run_updates=epochs * each,
-        processes=processes.told(),
         within=recipe.train.within,
     )
     measured = Measured(figures.of_row(facts, workers, length), tuple(workers))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rtrain.doctor.profile import scaling, tables
+from rtrain.doctor.profile import tables
 from rtrain.doctor.profile.tables import Columns, Document
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table, Tile
@@ -36,7 +36,7 @@ def page(document: Document) -> str:
             "beside",
             "Beside it",
             "",
-            [_block("Speed, and what a checkpoint costs", tables.speed(document)), *_processes(document)],
+            [_block("Speed, and what a checkpoint costs", tables.speed(document))],
         ),
     ]
     about = f"A profile of the recipe {document['recipe']} by rtrain"
@@ -57,7 +57,7 @@ def beside(documents: Sequence[Document], names: Sequence[str]) -> str:
 
 
 def _bars(documents: Sequence[Document], before: Sequence[str]) -> Block:
-    parts = tables.shown_parts(documents)
+    parts = tables.shown_parts(*documents)
     bars = [
         Stacked(f"{lead}{row['name']}, worker {one['rank']}", [1000 * one["parts"][part] for part in parts])
         for lead, document in zip(before, documents, strict=True)
@@ -70,7 +70,7 @@ def _bars(documents: Sequence[Document], before: Sequence[str]) -> Block:
 
 
 def _scaling(document: Document) -> Section | None:
-    columns, lines = tables.scaled(document), scaling.table(document["rows"])
+    columns, lines = tables.scaled(document), tables.scaling(document["rows"])
     if columns is None:
         return None
     workers = [one["workers"] for one in lines]
@@ -78,15 +78,8 @@ def _scaling(document: Document) -> Section | None:
     series = [Line("measured", workers, [one["speedup"] for one in lines], True), Line("in proportion", workers, ideal)]
     chart = charts.lines(series, "workers", "speed-up")
     figure = Figure("Speed-up with workers", chart, "Beside the fewest workers; in proportion is what no run exceeds.")
-    notes = [Note(one) for one in scaling.warnings(document["rows"])]
+    notes = [Note(one) for one in tables.warnings(document["rows"])]
     return Section("scaling", "Scaling", "", [figure, _block("The same updates with more workers", columns), *notes])
-
-
-def _processes(document: Document) -> list[Block]:
-    if not any(row["processes"] for row in document["rows"]):
-        return []
-    note = "Processor time of Ray's own processes on the machine of the command, in cores, while the workers trained."
-    return [_block("Ray beside the workers", tables.processes(document), note)]
 
 
 def _block(title: str, columns: Columns, note: str = "") -> Table:

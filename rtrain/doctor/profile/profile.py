@@ -3,16 +3,18 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from rtrain import env, events
 from rtrain.config import Config
-from rtrain.doctor.profile import measure, page, trace
+from rtrain.doctor.profile import measure, page
+from rtrain.doctor.profile.figures import Worker
 from rtrain.doctor.profile.rows import Length, Row
 from rtrain.errors import UserError
+from rtrain.exchange.timeline import SENDS
 from rtrain.network.int8 import processor
 from rtrain.runs import preparing
 
@@ -27,7 +29,7 @@ OnEvent = Callable[[dict[str, Any]], None]
 def check(configs: Iterable[Config], folder: Path) -> None:
     """Refuse what can be refused, before Ray starts: of every row, what a training of it would be refused for."""
     if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"--out: {folder} is not empty; name a new folder")
+        raise UserError(f"--out: {folder} is not empty; name a new folder", code="not_empty")
     for config in configs:
         preparing.check(config, folder.parent)
 
@@ -68,9 +70,9 @@ def run(
     spans = [
         event
         for number, (row, one) in enumerate(zip(rows, measured, strict=True))
-        for event in trace.events(row.name, number, one.workers)
+        for event in trace_events(row.name, number, one.workers)
     ]
-    (folder / TRACE).write_text(json.dumps(trace.document(spans)), encoding="utf-8")
+    (folder / TRACE).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": spans}), encoding="utf-8")
     (folder / PAGE).write_text(page.page(document), encoding="utf-8")
     (folder / JSON).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return document
@@ -80,7 +82,7 @@ def read(path: Path) -> dict[str, Any]:
     """A profile's document, by its file or by the folder of the profile. Raises `UserError` where there is none."""
     file = path / JSON if path.is_dir() else path
     if not file.is_file():
-        raise UserError(f"--beside: {path} is no profile; name a {JSON} or the folder that holds it")
+        raise UserError(f"--beside: {path} is no profile; name a {JSON} or the folder that holds it", code="not_found")
     try:
         document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         version = document["version"] if document["kind"] == KIND else None
@@ -90,7 +92,48 @@ def read(path: Path) -> dict[str, Any]:
         fix = (
             "profile again with this version of rtrain" if version else f"name a {JSON} that rtrain profile has written"
         )
-        raise UserError(f"--beside: {file} is no profile of version {VERSION}; {fix}")
+        raise UserError(f"--beside: {file} is no profile of version {VERSION}; {fix}", code="other_version")
     if lacking := [name for name in NEEDED if not document.get(name)]:
-        raise UserError(f"--beside: {file} lacks {', '.join(lacking)}; profile again")
+        raise UserError(f"--beside: {file} lacks {', '.join(lacking)}; profile again", code="incomplete")
     return document
+
+
+# ----------------------------------------------------------------------------------------------------- the Chrome trace
+
+# The JSON object form of the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open: complete
+# events (`X`) on a worker's main thread, which nest; and pairs of asynchronous events (`b`, `e`) for parts of an
+# exchange that are under way beside it, since several are at a time.
+MAIN = 1
+"""Thread of what the worker does itself."""
+ROWS_APART = 1000
+"""Process ids from one row of the profile to the next."""
+
+
+def trace_events(name: str, number: int, workers: Sequence[Worker]) -> list[dict[str, Any]]:
+    """The events of row `number`, from 0, of a profile. Times are microseconds since its first update."""
+    begin = min(one.updates[0].window.start + one.epoch for one in workers)
+    return [event for worker in workers for event in _of_worker(name, number * ROWS_APART, worker, begin)]
+
+
+def _of_worker(name: str, first: int, worker: Worker, begin: int) -> Iterator[dict[str, Any]]:
+    process = first + worker.rank
+    label = f"{name}, worker {worker.rank} on {worker.host}"
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": label}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
+    yield {"ph": "M", "name": "thread_name", "pid": process, "tid": MAIN, "args": {"name": "training"}}
+
+    def at(moment: int) -> float:
+        return (moment + worker.epoch - begin) / 1e3
+
+    for update in worker.updates:
+        window, counts = update.window, {"rows": update.rows, "passes": update.passes, "tokens": update.real_tokens}
+        span = {"ts": at(window.start), "dur": window.wall / 1e3, "pid": process, "tid": MAIN}
+        yield {"ph": "X", "name": f"update {window.number}", "cat": "update", **span, "args": counts}
+        for place, one in enumerate(window.spans):
+            known = {"name": one.kind, "cat": one.kind, "pid": process, "tid": MAIN}
+            if one.kind == SENDS:
+                identity = f"{process}-{window.number}-{place}"
+                yield {"ph": "b", "id": identity, "ts": at(one.start), **known}
+                yield {"ph": "e", "id": identity, "ts": at(one.stop), **known}
+            else:
+                yield {"ph": "X", "ts": at(one.start), "dur": (one.stop - one.start) / 1e3, **known}

@@ -15,7 +15,6 @@ SHORT = {
     "workers": "train.workers",
     "loader": "cluster.data_cpus",
     "precision": "train.precision",
-    "transport": "train.transport",
 }
 """Setting by the name that a sweep may call it; any other setting has its own name."""
 MOST = 32
@@ -55,17 +54,23 @@ def rows(config: Config, sweeps: Sequence[str], length: Length) -> list[Row]:
     for text in sweeps:
         name, values = _parsed(text, problems)
         if name in named:
-            problems.append(Problem("--sweep", text, f"{name} is swept twice", "name all of its values in one --sweep"))
+            problems.append(
+                Problem("--sweep", text, f"{name} is swept twice", "name all its values in one", code="named_twice")
+            )
         named[name] = values
     fixed = _fixed(config, length, set(named))
     for name in (name for name in named if name in fixed and name not in _SETS_ROWS):
         fix = "leave it out; --updates says how many updates are measured"
-        problems.append(Problem("--sweep", name, "a profile sets it itself: its rows do nothing but train", fix))
+        problems.append(Problem("--sweep", name, "a profile sets it itself", fix, code="conflicting_settings"))
     found = list[Row]()
     combinations = list(itertools.product(*named.values()))
     if len(combinations) > MOST:
         fix = "sweep fewer settings at a time"
-        problems.append(Problem("--sweep", None, f"{len(combinations)} rows, and a profile has {MOST} at most", fix))
+        problems.append(
+            Problem(
+                "--sweep", None, f"{len(combinations)} rows, and a profile has {MOST} at most", fix, code="out_of_range"
+            )
+        )
     if problems:
         raise ConfigError(problems)
     for combination in combinations:
@@ -102,15 +107,15 @@ def _parsed(text: str, problems: list[Problem]) -> tuple[str, list[Any]]:
     name = SHORT.get(name.strip(), name.strip())
     fix = f"write e.g. --sweep {next(iter(SHORT))}=1,2, or a setting by its own name"
     if not sign or not values.strip():
-        problems.append(Problem("--sweep", text, "names no values", fix))
+        problems.append(Problem("--sweep", text, "names no values", fix, code="missing"))
         return name, []
     try:
         found = yaml.safe_load(f"[{values}]")
     except (yaml.YAMLError, ValueError):  # ValueError: a date that the calendar has not
-        problems.append(Problem("--sweep", text, "its values are no list", fix))
+        problems.append(Problem("--sweep", text, "its values are no list", fix, code="malformed"))
         return name, []
     if len(found) != len({repr(value) for value in found}):
-        problems.append(Problem("--sweep", text, "names a value twice", "leave it out"))
+        problems.append(Problem("--sweep", text, "names a value twice", "leave it out", code="named_twice"))
     return name, found
 
 

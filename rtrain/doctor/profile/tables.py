@@ -1,12 +1,12 @@
 """The tables of a profile, for a terminal and for a page alike. Pure."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rtrain.doctor.profile import scaling
 from rtrain.report.drawing.svg import duration, rate
-from rtrain.training.stages import PARTS
+from rtrain.training.stages import EXCHANGE, PARTS
 
 Document = Mapping[str, Any]
 
@@ -46,7 +46,7 @@ LEAST = 5e-6
 """Seconds of a part that is shown: those that nothing was done in take a microsecond."""
 
 
-def shown_parts(documents: Sequence[Document]) -> list[str]:
+def shown_parts(*documents: Document) -> list[str]:
     """The parts that took any time somewhere."""
     workers = [one for document in documents for row in document["rows"] for one in row["of_workers"]]
     return [part for part in PARTS if any(one["parts"][part] >= LEAST for one in workers)]
@@ -54,7 +54,7 @@ def shown_parts(documents: Sequence[Document]) -> list[str]:
 
 def where(document: Document) -> Columns:
     """Milliseconds of an update by part, a line for each worker of each row."""
-    parts = shown_parts([document])
+    parts = shown_parts(document)
     head = ("row", "worker", *map(named, parts), "update", "hidden", "cores busy")
     rows = [
         (
@@ -86,23 +86,53 @@ def speed(document: Document) -> Columns:
     )
 
 
-def processes(document: Document) -> Columns:
-    """Cores that Ray's own processes kept busy."""
-    names = list(dict.fromkeys(name for row in document["rows"] for name in row["processes"]))
-    rows = [
-        (row["name"], *(f"{row['processes'].get(name, 0.0):.3f}" for name in names), f"{_sum(row):.3f}")
-        for row in document["rows"]
-    ]
-    return Columns(("row", *names, "in all"), rows)
+def scaling(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A line for each row of a profile that differs from the others in its workers alone, by their number; none where
+    there are fewer than two. Speed-up and efficiency are beside the row of the fewest workers."""
+    if len(rows) < 2 or any(set(row["settings"]) != {"train.workers"} for row in rows):
+        return []
+    ordered = sorted(rows, key=lambda row: int(row["workers"]))
+    first = ordered[0]
+    return [_line(row, first) for row in ordered]
 
 
-def _sum(row: Mapping[str, Any]) -> float:
-    return float(sum(row["processes"].values()))
+def _line(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    speedup = first["update"] / row["update"]
+    return {
+        "workers": row["workers"],
+        "update": row["update"],
+        "run_seconds": row["update"] * row["run_updates"],
+        "speedup": speedup,
+        "efficiency": speedup * first["workers"] / row["workers"],
+        "exchange": statistics.fmean(one["parts"][EXCHANGE] for one in row["of_workers"]),
+        "hidden": statistics.fmean(one["hidden"] for one in row["of_workers"]),
+        "rows_per_second": row["rows_per_second"],
+        "hosts": len(row["hosts"]),
+        "order_digest": row["order_digest"],
+        "same_order": row["order_digest"] == first["order_digest"],
+    }
+
+
+def warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a reader of the table must know of the machine, a sentence each."""
+    found = []
+    crowded = [row for row in rows if row["device"] == "cpu" and row["workers"] > sum(row["hosts"].values())]
+    if crowded:
+        cores = sum(crowded[0]["hosts"].values())
+        most = max(row["workers"] for row in crowded)
+        found.append(
+            f"Up to {most} workers shared {cores} processor core{'' if cores == 1 else 's'}: Ray's CPUs are logical. "
+            f"Beyond {cores} workers the figures show what more workers cost, not what more cores would bring."
+        )
+    lines = scaling(rows)
+    if lines and not all(line["same_order"] for line in lines):
+        found.append("The digests of the order differ: the rows were not the same in every row of the table.")
+    return found
 
 
 def scaled(document: Document) -> Columns | None:
     """The scaling table; None where the rows are no scaling."""
-    lines = scaling.table(document["rows"])
+    lines = scaling(document["rows"])
     head = ("workers", "update", "a run", "speed-up", "efficiency", "exchange", "hidden", "rows/s", "hosts", "order")
     rows = [
         (
@@ -118,7 +148,7 @@ def scaled(document: Document) -> Columns | None:
 def beside(documents: Sequence[Document], names: Sequence[str]) -> Columns:
     """Two profiles, row by row in their order: milliseconds of each part in the mean of the workers, and the second
     beside the first."""
-    parts = [*shown_parts(documents), "update"]
+    parts = [*shown_parts(*documents), "update"]
     head = ("row", "part", *names, "ratio")
     lines = []
     for one, other in zip(*(document["rows"] for document in documents), strict=False):
@@ -168,8 +198,6 @@ LEGEND = (
 def text(document: Document) -> str:
     """The whole profile for a terminal."""
     blocks = [told(document), where(document).text, LEGEND, speed(document).text]
-    if any(row["processes"] for row in document["rows"]):
-        blocks.append(f"Cores that Ray's own processes kept busy on this machine:\n{processes(document).text}")
     if (table := scaled(document)) is not None:
         blocks.append(f"Scaling, beside the fewest workers:\n{table.text}")
-    return "\n\n".join([*blocks, *scaling.warnings(document["rows"])])
+    return "\n\n".join([*blocks, *warnings(document["rows"])])

@@ -49,7 +49,7 @@ ROWS = (
     *("tokenised", "tokens_reused", "bad_rows", "unlabelled", "label_column", "head", "labels", "overlap"),
     *("texts", "conflicts"),
 )
-ALIKE = (*ROWS, "device", "transport", "pass_size", "speeds", "threads")
+ALIKE = (*ROWS, "device", "pass_size", "speeds", "threads")
 """Kinds of events that are the same in every trial of a search, each time that it goes on: trial 0 tells, once."""
 WAITING_S = 25.0
 """Seconds after which a search says again that trials wait for nodes; each trial says so every 30 s."""
@@ -176,8 +176,6 @@ class Line:
         elif kind == "unreachable":
             text = f"{event['error']} Going on from what is here, update {event['update']}"
             self._keep(f"{text}; the next save tries again.")
-        elif kind == "transport" and event["reason"] and event["asked"] != "auto":
-            self._keep(f"train.transport={event['asked']}: {event['used']} is used, as {event['reason']}")
         elif kind == "compressed":
             self._keep(f"gradients are sent in fewer bits, with an error of {event['error']:.1e} of their norm")
         elif kind == "waiting":

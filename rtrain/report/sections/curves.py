@@ -115,22 +115,18 @@ def _metrics(run: Collected) -> list[Block]:
 
 
 def _noise(run: Collected) -> list[Block]:
-    """The noise scale of the gradient along the run, beside the rows of an update."""
-    course, scale = noise.course(noise.measurements(run.log)), run.summary["noise_scale"]
-    rows = run.summary["rows_per_update"]
-    if len(course) < 2 or scale is None:
-        return []
-    xs, ys = stats.thin([float(update) for update, _ in course], [value for _, value in course])
-    lines = [Line("noise scale", xs, ys), Line("rows of an update", [xs[0], xs[-1]], [float(rows)] * 2)]
-    chart = charts.lines(lines, "update", "rows", marks(run))
+    """The noise scale of the gradient beside the rows of an update."""
+    scale, rows = run.summary["noise_scale"], run.summary["rows_per_update"]
+    if scale is None:
+        return [Note(f"The gradient's noise scale was not measured: {noise.HOW}.")] if run.of("progress") else []
     high = "no end to be told" if scale["high"] is None else f"{scale['high']:,.0f}"
-    note = (
-        f"{scale['low']:,.0f} to {high} with 95 % confidence, by {scale['measurements']} updates whose gradients "
-        "over a part of the rows and over all were compared. With far fewer rows an update is mostly noise; with far "
-        "more, half of them would teach nearly as much."
-    )
-    title = f"The gradient's noise scale was {scale['rows']:,.0f} rows at the end; an update has {rows:,}"
-    return [Figure(title, chart, note)]
+    return [
+        Note(
+            f"The gradient's noise scale was {scale['rows']:,.0f} rows at the end ({scale['low']:,.0f} to {high} with "
+            f"95 % confidence, by {scale['measurements']} updates); an update has {rows:,}. With far fewer rows an "
+            "update is mostly noise; with far more, half of them would teach nearly as much."
+        )
+    ]
 
 
 def _speed(run: Collected) -> list[Block]:

@@ -137,8 +137,7 @@ def section(run: Collected) -> Section:
         f"second of training; {padding:.2f} tokens computed for each real one (padding included), "
         f"{run.summary['passes_per_update'] or 0:g} passes per update and worker."
     )
-    if (exchanged := run.summary["exchange"])["transport"] != "stock":
-        intro += " Gradients went through memory that the workers shared."
+    exchanged = run.summary["exchange"]
     if (error := exchanged["gradient_error"]) is not None:
         intro += f" They were sent in fewer bits, with an error of {error:.1e} of their norm."
     if sizes := exchanged["state_bytes"]:
