@@ -26,7 +26,6 @@ from rtrain.runs import opening
 from rtrain.tasks import base
 from tests import test_runs_tasks
 from tests.conftest import labelled_rows, write_rows
-from tests.test_data_overlap import without_what_is_new
 from tests.tiny import make_artifact, make_encoder, make_store
 from tune import students
 
@@ -121,15 +120,6 @@ def test_a_joined_store_has_the_rows_and_answers_of_both(tmp_path: Path, encoder
     assert [(Path(row["source"]).name, row["line"]) for row in origins[ROWS:]] == [
         ("further.jsonl", number + 1) for number in range(NEW)
     ]
-
-
-def test_a_store_that_does_not_know_its_texts_is_no_base_for_rows_without_labels(tmp_path: Path, encoder: Path) -> None:
-    """No text would be repeated, and rows of the test would be trained on."""
-    recipe = settings(tmp_path, encoder).recipe
-    own, rows = stores(recipe, encoder, tmp_path)
-    own = without_what_is_new(own)
-    with pytest.raises(UserError, match=rf"an earlier version of rtrain made the token store {own.folder}"):
-        join(own, rows, recipe, tmp_path)
 
 
 def test_labels_are_counted_without_what_stands_in_for_them(tmp_path: Path, encoder: Path) -> None:

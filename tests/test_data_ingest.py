@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rtrain import config, ray_internals
+from rtrain import config
 from rtrain.batch import Tokens
 from rtrain.data import ingest
 from rtrain.data.ingest import IngestMismatch, Share, Update, plan_update
@@ -82,15 +82,6 @@ def test_resizing_in_mid_epoch_trains_each_row_once_per_epoch(store: Store) -> N
     assert Counter(ids) == dict.fromkeys(store.column("train", "row_id").tolist(), 3)
 
 
-def test_the_digest_does_not_depend_on_workers_or_micro_batch(store: Store, order: Order) -> None:
-    digests = {
-        plan_update(store, Share(store.folder, order, workers, 0, micro_batch), 3).digest
-        for workers in (1, 2, 5)
-        for micro_batch in (1, 8)
-    }
-    assert len(digests) == 1
-
-
 def test_a_pass_holds_the_tokens_of_its_rows(store: Store, order: Order) -> None:
     update = plan_update(store, Share(store.folder, order, 2, 1, 4), 2)
     positions = order.positions(2)
@@ -121,12 +112,6 @@ def test_a_worker_that_is_alone_halves_the_updates_that_measure(
     """The rows of either update have room in one pass; a run that an earlier version began goes on with such passes."""
     share = Share(store.folder, order, 1, 0, None, measures=rule)
     assert list(map(len, plan_update(store, share, number).passes)) == sizes
-
-
-def test_a_worker_beyond_the_rows_gets_no_pass(store: Store) -> None:
-    order = Order("digest", store.rows("train"), 2, epochs=1, seed=0)
-    shares = [plan_update(store, Share(store.folder, order, 4, rank, 8), 0).passes for rank in range(4)]
-    assert [len(passes) for passes in shares] == [1, 1, 0, 0]
 
 
 def test_the_answers_of_the_teacher_go_with_their_rows(store: Store, order: Order) -> None:
@@ -189,41 +174,6 @@ def test_a_stream_is_made_of_segments_one_after_another(
     assert made == [(1, 5)]
     assert [update.number for update in stream] == list(range(2, 10))
     assert made == [(1, 5), (5, 9), (9, 10)]
-
-
-@pytest.mark.parametrize(
-    ("rows_per_update", "workers", "most"), [(64, 2, 16), (1 << 15, 1, 3), (1 << 15, 4, 12), (1 << 20, 1, 1)]
-)
-def test_a_task_prepares_fewer_updates_where_they_are_large(
-    store: Store, order: Order, rows_per_update: int, workers: int, most: int
-) -> None:
-    share = Share(store.folder, replace(order, rows_per_update=rows_per_update), workers, 0, 8)
-    assert 1 <= ingest._updates_per_task(share) <= most
-    assert ingest._updates_per_task(replace(share, teacher="v1")) <= ingest._updates_per_task(share)
-    assert (ingest._updates_per_task(share) == ingest.UPDATES_PER_TASK) == (rows_per_update == 64)
-
-
-def test_data_tasks_have_the_labels_that_are_asked_for(
-    store: Store, order: Order, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No task is started: the plan of the data set has them."""
-    monkeypatch.setattr(ray_internals, "stream_within", lambda cpus: None)
-    for labels in ({"for": "data"}, {}):
-        monkeypatch.setattr(ray_internals, "numbers", lambda *_: Planned())
-        options = ingest._dataset(Share(store.folder, order, 1, 0, 4, labels=labels), 0, 2).context.execution_options
-        assert options.label_selector == (labels or None)
-
-
-class Planned:
-    """A data set before it is read."""
-
-    def __init__(self) -> None:
-        import ray.data
-
-        self.context = ray.data.DataContext()
-
-    def map_batches(self, function: Any, **_: Any) -> "Planned":
-        return self
 
 
 def test_another_update_than_the_expected_one_is_never_trained_on(

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from rtrain import config
 from rtrain.batch import Ragged
 from rtrain.config import Recipe
 from rtrain.data import overlap
 from rtrain.data.records import Record
-from rtrain.data.stores import shards, store
+from rtrain.data.stores import shards
 from rtrain.data.stores.store import Store
 from rtrain.report import summary
 from rtrain.report.live import said
@@ -63,15 +62,6 @@ def test_trifles_do_not_make_another_text(one: str, other: str) -> None:
 )
 def test_other_words_make_another_text(one: str, other: str) -> None:
     assert overlap.plain(one) != overlap.plain(other)
-
-
-@given(TEXTS)
-@settings(max_examples=300)
-def test_a_plain_text_is_plain_and_has_no_stray_blanks(text: str) -> None:
-    found = overlap.plain(text)
-    assert overlap.plain(found) == found
-    assert found == " ".join(found.split())
-    assert bool(found) == bool(text.split())
 
 
 @given(st.lists(LETTERS, min_size=1, max_size=6), st.data())
@@ -152,48 +142,6 @@ def test_rows_of_a_test_file_that_a_copy_equals_are_counted(tmp_path: Path) -> N
         assert own.tolist() == [False] * by_hash.rows(split)
 
 
-def test_equal_texts_of_one_file_are_never_in_two_splits_and_nothing_is_said(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
-    found = made(recipe, tmp_path)
-    assert [found.rows(split) > 0 for split in ("valid", "test")] == [True, True]
-    assert preparing._overlaps(recipe, found) == []
-
-
-def test_a_store_of_an_earlier_version_is_read_and_says_that_nobody_looked(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, TEST)
-    new = made(recipe, tmp_path)
-    ids = new.read("test", np.arange(4)).ids.copy()
-    old = without_what_is_new(new)
-    assert (old.seen("test"), old.texts("test", np.arange(4))) == (None, [None] * 4)
-    assert np.array_equal(old.read("test", np.arange(4)).ids, ids)
-    (valid_or_test,) = preparing._overlaps(recipe, old)
-    assert valid_or_test == {"split": "test", "rows": 4, "seen": None, "store": str(old.folder)}
-    assert said.of({"kind": "overlap", **valid_or_test}) == (
-        "whether test rows are training rows too is not known: an earlier version of rtrain made "
-        f"{old.folder}. Remove that folder to have it looked at"
-    )
-    assert preparing._overlaps(recipe_of(tmp_path), old) == []  # the splits of one file hold no equal texts
-
-
-def without_what_is_new(found: Store) -> Store:
-    """The store as it would be without texts, keys and what was seen."""
-    document = json.loads((found.folder / "manifest.json").read_text())
-    del document["sha256"]
-    for name in list(document["files"]):
-        path = found.folder / name
-        if name.startswith("seen-"):
-            path.unlink()
-            del document["files"][name]
-        elif name.startswith("shards/"):
-            table = store.map_table(path).drop_columns(["text", "pair", "key"])
-            rest = pa.table({column: table[column].to_pylist() for column in table.column_names}, schema=table.schema)
-            path.unlink()
-            document["files"][name] = store.write_table(path, rest)
-    text = json.dumps({**document, "sha256": store._digest(document)})
-    (found.folder / "manifest.json").write_text(text)
-    return Store(found.folder)
-
-
 def test_the_scores_without_them_stand_beside_the_scores(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, TEST)
     found, task = made(recipe, tmp_path), base.get("classification")
@@ -240,14 +188,6 @@ def test_texts_of_held_out_rows_are_kept_as_they_are_written(tmp_path: Path) -> 
     assert found.texts("train", np.arange(found.rows("train"))) == [None] * found.rows("train")
     (tmp_path / "test.csv").unlink()  # what is gone since then does not matter
     assert [row["text"] for row in written(Store(found.folder), recipe, tmp_path / "again.parquet")] == texts
-
-
-def test_texts_that_an_older_store_has_not_kept_are_spelt_by_their_tokens(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, TEST)
-    old = without_what_is_new(made(recipe, tmp_path))
-    texts = [row["text"] for row in written(old, recipe, tmp_path / "predictions.parquet")]
-    assert texts[0] == "where is parcel number 3 please"
-    assert texts[1].startswith("who opened the box? it was")
 
 
 def test_both_texts_of_a_pair_are_kept(tmp_path: Path) -> None:

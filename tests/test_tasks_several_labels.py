@@ -25,6 +25,7 @@ from rtrain.tasks.multi_head import MultiHead
 from rtrain.tasks.multi_label import MultiLabel
 from rtrain.training import evaluate, losses, step
 from serve.app import build_app
+from tests.causes import caused_by
 from tests.conftest import labelled_rows
 from tests.serving import call
 from tests.test_training_step import make_still_encoder
@@ -50,7 +51,7 @@ def batch(targets: list[list[float]], teacher: Any = None) -> Tokens:
 
 def test_labels_are_those_of_all_training_rows() -> None:
     assert LABELS.head({'["b", "a"]': 1, "[]": 5, "c": 2}).labels == ("a", "b", "c")
-    with pytest.raises(UserError, match="no training row has a label"):
+    with pytest.raises(UserError, check=caused_by("no_labels")):
         LABELS.head({"[]": 9})
 
 
@@ -100,7 +101,7 @@ def test_scores_of_labels_are_those_of_scikit_learn() -> None:
     for threshold in (None, 0.7):
         facts = {} if threshold is None else {"thresholds": dict.fromkeys(TOPICS.labels, threshold)}
         given = 1 / (1 + np.exp(-logits)) >= (threshold or 0.5)
-        found = by_output.labels(Ragged.even(logits), Ragged.even(true), Head(TOPICS.labels, facts))
+        found = by_output.METRICS["labels"].scores(Ragged.even(logits), Ragged.even(true), Head(TOPICS.labels, facts))
         for average in ("micro", "macro"):
             expected = sklearn.metrics.f1_score(true, given, average=average)
             assert found[f"{average}_f1"] == pytest.approx(expected)
@@ -114,10 +115,10 @@ def test_the_threshold_is_the_best_of_the_validation_rows() -> None:
     chances = np.array([[0.4], [0.3], [0.2], [0.1]])
     outcomes = Ragged.even(np.log(chances / (1 - chances)))
     targets, head = Ragged.even(np.array([[1], [1], [0], [0]])), Head(("a",))
-    assert by_output.labels(outcomes, targets, head)["micro_f1"] == 0
+    assert by_output.METRICS["labels"].scores(outcomes, targets, head)["micro_f1"] == 0
     chosen = LABELS.calibrate(outcomes, targets, head)
     assert 0.2 < chosen["thresholds"]["a"] <= 0.3
-    assert by_output.labels(outcomes, targets, Head(("a",), chosen))["micro_f1"] == 1
+    assert by_output.METRICS["labels"].scores(outcomes, targets, Head(("a",), chosen))["micro_f1"] == 1
     assert LABELS.calibrate(Ragged.even(np.empty((0, 1))), Ragged.even(np.empty((0, 1))), head) == {}
 
 
@@ -129,7 +130,9 @@ def test_each_label_has_a_threshold_of_its_own() -> None:
     head = Head(("low", "high"))
     chosen = LABELS.calibrate(Ragged.even(logits), targets, head)
     assert chosen["thresholds"]["low"] < 0.1 < 0.4 < chosen["thresholds"]["high"]
-    assert by_output.labels(Ragged.even(logits), targets, Head(head.labels, chosen))["macro_f1"] > 0.97
+    assert (
+        by_output.METRICS["labels"].scores(Ragged.even(logits), targets, Head(head.labels, chosen))["macro_f1"] > 0.97
+    )
 
 
 def test_a_rare_label_leans_on_the_threshold_of_all() -> None:
@@ -166,7 +169,7 @@ def row(intent: str, mood: str) -> str:
 def test_each_column_is_a_head() -> None:
     found = HEADS.head({row("buy", "good"): 2, row("ask", ""): 1, row("ask", "bad"): 1})
     assert found == BOTH
-    with pytest.raises(UserError, match=r"one class only \('good'\) in column 'mood'"):
+    with pytest.raises(UserError, check=caused_by("one_label")):
         HEADS.head({row("buy", "good"): 2, row("ask", ""): 1})
     assert HEADS.flaw("text", None, "buy") is not None
     assert HEADS.flaw("text", None, row("buy", "")) is None
@@ -221,7 +224,7 @@ def test_an_update_without_a_head_s_label_trains_the_others(tmp_path: Path) -> N
 def test_scores_of_heads_are_of_the_rows_that_have_their_label() -> None:
     logits = np.array([[0, 1, 1, 0], [0, 1, 5, 0], [1, 0, 0, 1]], dtype=np.float64)
     targets = Ragged.even(np.array([[1, 0], [0, IGNORED], [0, 0]]))
-    found = by_output.heads(Ragged.even(logits), targets, BOTH)
+    found = by_output.METRICS["heads"].scores(Ragged.even(logits), targets, BOTH)
     assert [found["intent_accuracy"], found["mood_accuracy"]] == pytest.approx([2 / 3, 1 / 2])
     assert found["mean_accuracy"] == pytest.approx((2 / 3 + 1 / 2) / 2)
     assert found["rows"] == 3
@@ -286,5 +289,4 @@ def test_several_columns_of_labels_are_refused_by_a_task_that_reads_one(task: st
     [problem] = tokens.problems(config.load("intent", overrides).recipe)
     assert problem.field == "data.label"
     assert "task=multi_head" in problem.fix
-    assert tokens.problems(config.load("intent", overrides).recipe, begun=True) == []
     assert tokens.problems(config.load("intent", {**overrides, "task": "multi_head"}).recipe) == []

@@ -15,7 +15,6 @@ from tokenizers.normalizers import BertNormalizer
 
 from rtrain import config, score
 from rtrain.batch import Encoded, Head, Ragged, Tokens, Window, pack
-from rtrain.data import records, tokens
 from rtrain.exchange.replicated import Replicated
 from rtrain.metrics import by_output, tables
 from rtrain.network import model
@@ -133,19 +132,6 @@ def test_an_answer_behind_the_last_window_is_learned_in_none(encoder: Path) -> N
     assert TASK.marks("", CONTEXT, label(CONTEXT[end - 3 : end]), row) != [0, 0]
 
 
-def test_stores_by_the_rule_before_are_not_taken(
-    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.csv").write_text("question,context,answers\nwhen?,on monday,[]\n" * 1)
-    named = {"data.path": str(tmp_path / "a.csv"), "data.label": "answers"}
-    recipe = config.load("squad", named).recipe
-    source = records.inspect(recipe.data)
-    found = [tokens.digest(recipe, source, encoder)]
-    monkeypatch.setattr(SpanQA, "rule_of_marks", 1)
-    found.append(tokens.digest(recipe, source, encoder))
-    assert found[0] != found[1]
-
-
 def test_a_long_question_leaves_room_for_the_context(encoder: Path) -> None:
     row = encode(encoder, " ".join(CORPUS), CONTEXT, window=64, stride=8)
     assert all(window.second <= 64 // 4 + 2 for window in row.windows)
@@ -202,9 +188,9 @@ def test_no_answer_is_right_where_there_is_none() -> None:
         [outcome(1, 2, True), outcome(0.5, 1, True), outcome(0, -1, False), outcome(0, 3, False)], np.float64
     )
     nothing = Ragged.of([[]] * 4, np.float32)
-    found = by_output.spans(rows, nothing, HEAD)
+    found = by_output.METRICS["spans"].scores(rows, nothing, HEAD)
     assert found == {"f1": pytest.approx(2.5 / 4), "exact_match": 0.5, "answered": 0.75, "rows": 4}
-    always = by_output.spans(rows, nothing, Head(HEAD.labels, {"no_answer": False}))
+    always = by_output.METRICS["spans"].scores(rows, nothing, Head(HEAD.labels, {"no_answer": False}))
     assert always["f1"] == pytest.approx(1.5 / 4)
 
 
@@ -215,13 +201,13 @@ def test_an_answer_that_is_no_number_is_wrong(encoder: Path) -> None:
     found = TASK.outcomes(TASK.outputs(nothing, tokens, HEAD), tokens, HEAD)
     for facts in ({"no_answer": True}, {"no_answer": False}, {"no_answer": True, "threshold": 3.0}):
         head = Head(HEAD.labels, facts)
-        assert by_output.spans(found, tokens.labelled, head)["f1"] == 0
+        assert by_output.METRICS["spans"].scores(found, tokens.labelled, head)["f1"] == 0
         assert TASK.calibrate(found, tokens.labelled, head) == {}
         assert all(one == slice(0, 1) for one in TASK.describe(found, tokens.labelled, head).prediction)
     assert "no_answer" not in tables.spans(found, tokens.labelled, HEAD)
     rows = Ragged.of([outcome(1, 2, True), outcome(0, math.nan, False), outcome(0, -1, False)], np.float64)
     targets = Ragged.of([[]] * 3, np.float32)
-    assert by_output.spans(rows, targets, HEAD)["f1"] == pytest.approx(2 / 3)
+    assert by_output.METRICS["spans"].scores(rows, targets, HEAD)["f1"] == pytest.approx(2 / 3)
     assert TASK.calibrate(rows, targets, HEAD) == {"threshold": 0.5}
     curve = tables.spans(rows, targets, HEAD)["no_answer"]["curve"]
     assert [point["answered"] for point in curve] == pytest.approx([1 / 3, 2 / 3, 1])

@@ -25,6 +25,7 @@ from rtrain.tasks.encode import load_tokenizer
 from rtrain.tasks.token_tags import TokenTags
 from rtrain.training import evaluate, losses, step
 from serve.app import build_app
+from tests.causes import caused_by
 from tests.serving import call
 from tests.test_training_step import make_still_encoder
 from tests.tiny import make_encoder, make_store, make_task_artifact
@@ -69,7 +70,7 @@ def test_labels_that_do_not_fit_are_named(label: str, reason: str | None) -> Non
 
 def test_the_head_has_all_tags_o_first() -> None:
     assert TASK.head({'["O", "I-PER"]': 1, "B-LOC O": 2}).labels == ("O", "B-LOC", "I-PER")
-    with pytest.raises(UserError, match="no training row has an entity, all tags are O"):
+    with pytest.raises(UserError, check=caused_by("no_labels")):
         TASK.head({"O O": 3})
 
 
@@ -157,7 +158,7 @@ def test_a_word_without_a_token_is_missed(
     logits = 9.0 * np.eye(len(HEAD.labels))[right]
     assert float(TASK.loss(torch.from_numpy(logits), tokens, HEAD)["loss"]) < 0.01
     outcomes = TASK.outcomes(TASK.outputs(logits, tokens, HEAD), tokens, HEAD)
-    scores = by_output.tags(outcomes, targets, HEAD)
+    scores = by_output.METRICS["tags"].scores(outcomes, targets, HEAD)
     found = [scores[name] for name in ("precision", "recall", "f1", "word_accuracy")]
     assert found == pytest.approx(expected)
     described = TASK.describe(outcomes, targets, HEAD)
@@ -223,7 +224,7 @@ def test_scores_count_whole_entities() -> None:
     true = [[1, 2, 0, 3], [0, IGNORED, 0]]
     found = [[1, 0, 0, 3], [0, 3]]
     outcomes = Ragged.of([[(tag, 0.5, 1.0) for tag in row] for row in found], np.float64)
-    scores = by_output.tags(outcomes, Ragged.of(true, np.float32), HEAD)
+    scores = by_output.METRICS["tags"].scores(outcomes, Ragged.of(true, np.float32), HEAD)
     assert scores["precision"] == pytest.approx(1 / 3)
     assert scores["recall"] == pytest.approx(1 / 2)
     assert scores["f1"] == pytest.approx(2 / 5)

@@ -21,9 +21,9 @@ from ray.scripts.scripts import start as ray_start
 
 from rtrain.cluster import session
 from rtrain.errors import TryAgain
+from tests.root import ROOT
 from tests.test_wheel import SOURCES
 
-ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
@@ -49,37 +49,12 @@ def arguments() -> dict[str, str]:
     return {name: value.strip('"') for name, _, value in (rest.partition("=") for rest in of("ARG"))}
 
 
-def test_the_file_has_its_stages_and_ends_in_the_plain_one() -> None:
-    assert of("FROM") == ["${BASE} AS build", "${BASE} AS run", "run AS endpoint", "run"]
-    assert {word for word, _ in instructions()} == {
-        *("ARG", "FROM", "WORKDIR", "RUN", "ENV", "COPY", "USER", "ENTRYPOINT", "CMD", "EXPOSE", "HEALTHCHECK")
-    }
-
-
 def test_its_python_is_one_that_the_project_supports_and_its_tests_check_types_for() -> None:
     found = re.fullmatch(r"python:(3\.\d+)-slim-\w+", arguments()["BASE"])
     assert found
     low, high = re.findall(r"3\.(\d+)", PROJECT["requires-python"])
     assert int(low) <= int(found[1].removeprefix("3.")) < int(high)
     assert f"python{found[1]}" in MAKEFILE
-
-
-def test_torch_s_index_is_the_makefile_s_and_without_one_torch_comes_with_cuda() -> None:
-    assert f"TORCH_INDEX={arguments()['TORCH_INDEX']}" in MAKEFILE
-    [install] = [rest for rest in of("RUN") if "$TORCH_INDEX" in rest]
-    assert (
-        '[ -z "$TORCH_INDEX" ] || pip install -c constraints.txt --no-deps --index-url "$TORCH_INDEX" torch' in install
-    )
-    assert '--no-deps --index-url "$TORCH_INDEX" torch' in MAKEFILE.replace("$$", "$")
-    assert {"torch", "triton", "cuda-toolkit", "nvidia-nccl-cu13"} <= PINS.keys()
-
-
-def test_all_is_installed_at_the_pins_and_no_cache_stays_in_a_layer() -> None:
-    installs = [command for rest in of("RUN") for command in re.findall(r"pip install [^&;}]*", rest)]
-    assert len(installs) == 3
-    assert [command for command in installs if "-c constraints.txt" not in command and "--no-deps" not in command] == []
-    kept = [rest for rest in of("RUN") if "pip install" in rest and "/root/.cache/pip" not in rest]
-    assert [rest for rest in kept if "--no-cache-dir" not in rest] == []
 
 
 def test_what_it_installs_are_the_project_s_dependencies(tmp_path: Path) -> None:
@@ -106,15 +81,6 @@ def test_the_context_is_what_is_copied_and_small() -> None:
     files = [path for name in sent for path in [ROOT / name, *(ROOT / name).rglob("*")] if path.is_file()]
     assert len(files) > 100
     assert sum(path.stat().st_size for path in files if "__pycache__" not in path.parts) < 4 << 20
-
-
-def test_nothing_runs_as_root_and_the_entry_point_is_the_command() -> None:
-    stage = instructions()[[rest for _, rest in instructions()].index("${BASE} AS run") :]
-    [user] = [rest for word, rest in stage if word == "USER"]
-    assert user == "rtrain"
-    assert "useradd --uid 1000" in of("RUN")[-1]
-    assert [json.loads(rest) for rest in of("ENTRYPOINT")] == [["rtrain"]]
-    assert PROJECT["scripts"].keys() == {"rtrain"}
 
 
 @pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (None, False)])

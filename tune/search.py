@@ -191,7 +191,7 @@ class _Search:
         self._ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
         self._asker = Asker.of(self._config, self._ladder)
         self._told = set(self._left_behind())
-        source = records.inspect(prepared.config.recipe.data, self._task.tokens_root, begun=True)
+        source = records.inspect(prepared.config.recipe.data, self._task.tokens_root)
         self._parts = judged.parts(prepared.config, source, prepared.store)
         with self._record.following(), slots.opened(self._config, self._task, self._count) as open_slots:
             self._spend()

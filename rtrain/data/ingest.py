@@ -193,7 +193,7 @@ def _materialise(batch: dict[str, Any], share: Share, start: int) -> pa.Table:
     except UserError as error:
         # The error goes as data: raised here, it would reach the worker as an error of Ray's, with ours in its
         # traceback.
-        lines = [{"error": str(error)}]
+        lines = [{"error": str(error), "code": error.code}]
     return pa.Table.from_pylist(lines, schema=_SCHEMA)
 
 
@@ -212,6 +212,7 @@ def _lines(update: Update) -> list[dict[str, Any]]:
 _SCHEMA = pa.schema(
     {
         "error": pa.string(),
+        "code": pa.string(),
         "update": pa.int64(),
         "first_row": pa.uint64(),
         "digest": pa.binary(32),
@@ -236,7 +237,7 @@ def _decoded(dataset: "ray.data.Dataset") -> Iterator[Update]:
     for table in tables:
         for line in range(table.num_rows):
             if error := table["error"][line].as_py():
-                raise UserError(error)
+                raise UserError(error, code=table["code"][line].as_py())
             columns: list[Any] = [table[name][line].values for name in _COLUMNS]
             found: list[Any] = [None if one is None else one.to_numpy(zero_copy_only=False) for one in columns]
             tokens = Tokens(*found)

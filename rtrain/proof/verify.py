@@ -196,7 +196,7 @@ def run(
     if folder.exists():
         raise UserError(f"--out: {folder} exists; name a new folder, which is removed when the check has ended")
     source, weights, *_ = nodes.share(config, *found, folder.parent)
-    config, _ = preparing.separated(model.resolved(config, weights), source)
+    config = model.resolved(config, weights)
     store, _ = tokens.ensure(config.recipe, source, weights, folder.parent)
     rows = store.rows("train")
     mean_tokens, fits = store.manifest.tokens["train"] / max(1, rows), partial(refused, config.recipe, weights)

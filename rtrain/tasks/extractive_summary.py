@@ -60,7 +60,9 @@ class ExtractiveSummary(Defaults):
     def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
         """The budget: the mean length of the training rows' references, in words."""
         if not counts:
-            raise UserError("data.path: no row is left to train on; add rows with a document and its summary each")
+            raise UserError(
+                "data.path: no row is left to train on; add rows with a document and its summary each", code="no_rows"
+            )
         words = sum(len(label.split()) * count for label, count in counts.items())
         return Head(("left out", "taken"), {"max_words": max(1, round(words / sum(counts.values())))})
 

@@ -102,7 +102,10 @@ class SpanQA(Defaults):
             questions.append(text if len(row.ids) <= most else text[: row.offsets[most - 1][1]])
         found = encode(tokenizer, questions, pairs, max_windows, by_type_ids=False)
         if any(window.second >= window.tokens for row in found for window in row.windows):
-            raise UserError("model.name: its tokenizer does not mark the second text; question answering needs one")
+            raise UserError(
+                "model.name: its tokenizer does not mark the second text; question answering needs one",
+                code="unsupported_model",
+            )
         return found
 
     def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:

@@ -66,7 +66,8 @@ class TokenTags(Defaults):
         if not found:
             raise UserError(
                 "data.label: no training row has an entity, all tags are O; "
-                "add rows with entities, or name the column of the tags with --set data.label=COLUMN"
+                "add rows with entities, or name the column of the tags with --set data.label=COLUMN",
+                code="no_labels",
             )
         return Head((OUTSIDE, *sorted(found)))
 
