@@ -250,16 +250,24 @@ def test_a_test_file_needs_no_column_by_which_nothing_is_split(tmp_path: Path, f
     assert codes(Data(path=data.test, split_by="doc")) == [("data.split_by", "unknown_column")]
 
 
-def test_csv_rows_with_escaped_quotes_are_set_aside(tmp_path: Path) -> None:
+def test_csv_with_escaped_quotes_is_read_by_a_setting_and_else_set_aside(tmp_path: Path) -> None:
     """As Spark, MySQL and Postgres may write it: read as other files are, the text would be another one."""
     content = (
         rb"text,label" + b"\n" + rb'"He said \"hi\" there",a' + b"\n" + rb'"\"hi, you\"",b' + b"\n"
         rb'"ends with \"",c' + b"\n" + rb'"two' + b"\n" + rb'lines \"q\" C:\dir \\",d' + b"\n" + rb"C:\new\x,e" + b"\n"
     )
-    found = read_bytes(tmp_path / "b.csv", content)
-    assert [record.line for record in found] == [2, 3, 4, 5, 6, 7]
-    assert all(record.reason for record in found[:4])
-    assert found[5] == Record(7, "C:\\new\\x", None, "e", None)
+    found = read_bytes(tmp_path / "a.csv", content, escape="\\")
+    assert [(record.line, record.text, record.label) for record in found] == [
+        (2, 'He said "hi" there', "a"),
+        (3, '"hi, you"', "b"),
+        (4, 'ends with "', "c"),
+        (5, 'two\nlines "q" C:\\dir \\', "d"),
+        (7, "C:\\new\\x", "e"),
+    ]
+    strict = read_bytes(tmp_path / "b.csv", content)
+    assert [record.line for record in strict] == [2, 3, 4, 5, 6, 7]
+    assert all(record.reason for record in strict[:4])
+    assert strict[5] == Record(7, "C:\\new\\x", None, "e", None)
 
 
 def test_csv_texts_with_backslashes_are_no_escapes(tmp_path: Path) -> None:

@@ -84,6 +84,9 @@ class Data(Section):
     delimiter: Annotated[str, Field(pattern=r'^[^"\\\r\n]$')] | None = None
     """Sign between the columns of csv files. By default, and for files whose header line does not have it, the header
     line says which of `,`, `;`, tab and `|` it is."""
+    escape: Literal["\\"] | None = None
+    """`\\` where csv files have a backslash before a quote that is text, as Spark, MySQL and Postgres may write
+    them. By default such quotes are doubled."""
     text: str = "text"
     """Column with the text."""
     text_pair: str | None = None

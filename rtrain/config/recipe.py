@@ -211,7 +211,7 @@ LOCATION = ("name", "data.path", "data.valid", "data.test", "data.max_bad_rows")
 """Settings that say what the recipe is called, where its rows lie and how many of them may be bad. The rows themselves
 are compared by the digest of their content."""
 
-NEUTRAL_DATA: dict[str, Any] = {"id": None, "outside": None, "valid_part": 0, "delimiter": None}
+NEUTRAL_DATA: dict[str, Any] = {"id": None, "outside": None, "valid_part": 0, "delimiter": None, "escape": None}
 """Settings of `data` that are left out of a run's identity and of a token store's address at these values. An order of
 rows begins with that address: another table is another order of the same rows."""
 NEUTRAL: dict[str, dict[str, Any]] = {

@@ -25,12 +25,12 @@ def read(task: dict[str, Any]) -> tuple[Piece, parts.Part]:
 def is_cut(task: dict[str, Any], recipe: Recipe) -> bool:
     """Whether a task's file is read in parts: it is large, and its rows do not depend on the rows before them.
 
-    Blocks of packed text and copies of rows do depend on them.
+    Blocks of packed text and copies of rows do depend on them. Borders of rows with escaped quotes are not looked for.
     """
     if base.get(recipe.task).packs or recipe.augment.active:
         return False
     piece, _ = read(task)
-    return parts.is_large(piece.uri, piece.format)
+    return not piece.escape and parts.is_large(piece.uri, piece.format)
 
 
 def cut(task: dict[str, Any], recipe: Recipe) -> Iterator[dict[str, Any]]:

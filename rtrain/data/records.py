@@ -148,7 +148,7 @@ def _with_columns(field: str, piece: Piece, data: Data) -> tuple[Piece, tuple[st
     """A file with the delimiter that its header line shows, and the names of its columns."""
     if piece.format != "csv":
         return piece, _columns(field, piece, [column for _, column in _columns_named(data, piece.role)])
-    piece = piece._replace(delimiter=data.delimiter or ",")
+    piece = piece._replace(delimiter=data.delimiter or ",", escape=data.escape or "")
     columns = _columns(field, piece)
     sign = next((one for one in DELIMITERS if one in columns[0]), None)
     if len(columns) > 1 or columns[0] == data.text or sign is None:
@@ -292,7 +292,7 @@ def raw(
     A blank line is no row. With `every_line` it is one where the file has a single column, and the row has no text.
     """
     if piece.format in ("csv", "tsv"):
-        rows = readers.csv_rows(file, piece.format, part.before, piece.delimiter)
+        rows = readers.csv_rows(file, piece.format, part.before, piece.delimiter, piece.escape)
         first = next(rows, (1, []))[1] if part.start == 0 else _header("data.path", piece)
         header = [name.strip() for name in first]
         for line, values in rows:
@@ -303,7 +303,9 @@ def raw(
             elif not values and every_line and len(header) == 1:
                 yield line, {header[0]: ""}
             elif values:
-                yield line, f"{len(values)} columns instead of {len(header)}; {SEPARATED[piece.format]}"
+                is_escaped = piece.format == "csv" and any(value.endswith("\\") for value in values)
+                widths = f"{len(values)} columns instead of {len(header)}; {SEPARATED[piece.format]}"
+                yield line, readers.BACKSLASH if is_escaped and not piece.escape else widths
     elif piece.format == "jsonl":
         for line, document in readers.json_rows(file, part.before):
             yield line, document if isinstance(document, dict) else "not a JSON object; write one object a line"

@@ -47,6 +47,8 @@ class Piece(NamedTuple):
     role: str
     delimiter: str = ","
     """Sign between the columns of a csv file."""
+    escape: str = ""
+    """Sign that escapes quotes inside quotes in a csv file; empty where they are doubled."""
 
 
 def find(field: str, uri: str, format: str | None, role: str, root: Path | None) -> list[Piece]:

@@ -10,15 +10,17 @@ from typing import IO, Any, NamedTuple
 from rtrain.data.formats.parts import WHOLE, Part, row_groups
 from rtrain.errors import quoted
 
-BACKSLASH = "a quote behind a backslash; double the quote"
+BACKSLASH = "a quote behind a backslash; write --set 'data.escape=\\' if backslashes escape quotes, or double the quote"
 """Reason of a row that is not valid csv, where an escaped quote is the likely cause."""
+_ESCAPED = re.compile(r'\\["\\\n]|"')
 
 
 def csv_rows(
-    file: IO[bytes], format: str, before: int = 0, delimiter: str = ","
+    file: IO[bytes], format: str, before: int = 0, delimiter: str = ",", escape: str = ""
 ) -> Iterator[tuple[int, list[str] | str]]:
     """(line, values) of each line or row, or (line, reason) if it cannot be read; a blank line has no values. `file`
-    begins behind `before` lines. A csv file has `delimiter` between its columns."""
+    begins behind `before` lines. A csv file has `delimiter` between its columns; with `escape`, a backslash escapes
+    quotes inside quotes."""
     # A row of a megabyte must become a bad row with its line, not csv's error "field larger than field limit".
     csv.field_size_limit(1 << 30)
     # Tab-separated files have no quoting by convention: a quote is a character of the text.
@@ -33,9 +35,9 @@ def csv_rows(
         nonlocal ended
         for text in _text(file, before):
             raw_lines.append(text)
-            if format == "csv" and (' "' in text or '\t"' in text):
+            if format == "csv" and (escape or ' "' in text or '\t"' in text):
                 # A row goes on in the next line only inside quotes.
-                text = _as_plain_csv(text, bool(taken), delimiter)
+                text = _as_plain_csv(text, bool(taken), delimiter, escape)
             taken.append(text)
             yield text
         ended = True
@@ -56,7 +58,7 @@ def csv_rows(
         # Where a quote that is text has taken following rows with it, each of their lines is told as bad: a single bad
         # row could hide half the file.
         last = before + reader.line_num
-        is_escaped = format == "csv" and '\\"' in "".join(taken)
+        is_escaped = format == "csv" and not escape and '\\"' in "".join(taken)
         if is_escaped and (ended or _is_torn(taken, delimiter)):
             yield from ((number, BACKSLASH) for number in range(line, last + 1))
         elif ended:
@@ -65,14 +67,17 @@ def csv_rows(
         elif line < last and _is_torn(taken, delimiter):
             reason = f"text follows the quote that closes in line {last} what line {line} opens; double quotes of text"
             yield from ((number, reason) for number in range(line, last + 1))
-        elif raw_lines != taken and _is_torn(taken, delimiter):
+        elif raw_lines != taken and not escape and _is_torn(taken, delimiter):
             yield line, next(csv.reader(raw_lines, **options))  # a text that begins with a quoted word
         else:
             yield line, values
 
 
-def _as_plain_csv(line: str, in_quotes: bool, delimiter: str) -> str:
-    """A line without the blanks before a quoted field. `in_quotes`: the line begins inside quotes."""
+def _as_plain_csv(line: str, in_quotes: bool, delimiter: str, escape: str) -> str:
+    """A line without the blanks before a quoted field, and with doubled quotes in place of escaped ones. `in_quotes`:
+    the line begins inside quotes."""
+    if escape and escape in line:
+        line = _unescaped(line, in_quotes)
     blanks, first, field = _quote_expressions(delimiter)
     if line[0] not in " \t" and not blanks.search(line):
         return line
@@ -90,6 +95,20 @@ def _quote_expressions(delimiter: str) -> tuple[re.Pattern[str], re.Pattern[str]
         re.compile(rest),
         re.compile(rf'(?:{blanks}++(?="))?+("{rest}|[^{sign}]*+{sign}?+)'),
     )
+
+
+def _unescaped(line: str, in_quotes: bool) -> str:
+    """A line with doubled quotes in place of those that a backslash escapes inside quotes."""
+
+    def replace(match: re.Match[str]) -> str:
+        nonlocal in_quotes
+        if match[0] == '"':
+            in_quotes = not in_quotes
+        elif in_quotes:
+            return '""' if match[0][1] == '"' else match[0][1]
+        return match[0]
+
+    return _ESCAPED.sub(replace, line)
 
 
 def _is_torn(lines: list[str], delimiter: str) -> bool:
