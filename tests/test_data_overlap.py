@@ -18,9 +18,8 @@ from rtrain.data.records import Record
 from rtrain.data.stores import shards
 from rtrain.data.stores.store import Store
 from rtrain.report import summary
-from rtrain.report.live import said
 from rtrain.run import Run
-from rtrain.runs import predictions, preparing
+from rtrain.runs import predictions
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
 from tests.conftest import write_rows
@@ -118,14 +117,8 @@ def test_rows_of_a_test_file_that_are_training_rows_are_found_and_named(tmp_path
     seen = found.seen("test")
     assert seen is not None
     assert seen.tolist() == wanted
-    [event] = preparing._overlaps(recipe, found)
-    assert (event["split"], event["rows"], event["seen"]) == ("test", 4, sum(wanted))
     lines = [line for line, hit in zip((2, 3, 4, 5), wanted, strict=True) if hit]
-    assert event["places"] == ", ".join(f"{tmp_path / 'test.csv'}:{line}" for line in lines)
-    assert said.of({"kind": "overlap", **event}) == (
-        f"WARNING: {sum(wanted)} of 4 test rows are training rows too, but for case, blanks and punctuation: "
-        f"{event['places']}. The score without them will stand beside the score"
-    )
+    assert found.places("test", np.flatnonzero(seen)) == ", ".join(f"{tmp_path / 'test.csv'}:{line}" for line in lines)
 
 
 def test_rows_of_a_test_file_that_a_copy_equals_are_counted(tmp_path: Path) -> None:
@@ -159,11 +152,6 @@ def test_the_scores_without_them_stand_beside_the_scores(tmp_path: Path) -> None
     run.append("unseen", split="test", **document["unseen"])
     kept = summary.summarise(run)["overlap"]
     assert kept == {"test": {"rows": 4, "seen": int(seen.sum()), "without": document["unseen"]["scores"]}}
-    assert str(said.of({"kind": "unseen", "split": "test", **document["unseen"]})).startswith(
-        f"test without the {seen.sum()} rows that are training rows too: accuracy 0.0000  "
-    )
-    everything = {"kind": "unseen", "split": "test", "seen": 4, "rows": 0, "scores": {}}
-    assert str(said.of(everything)).endswith("training rows too: no row is left")
 
 
 # ------------------------------------------------------------------------------------------- texts as they are written

@@ -118,15 +118,6 @@ def test_files_that_came_and_went_are_named(ground: Path, jobs: list[Path]) -> N
     ]
 
 
-def test_another_tokenizer_is_named(ground: Path, jobs: list[Path]) -> None:
-    start(ground)
-    path = ground / "encoder" / "tokenizer.json"
-    document = json.loads(path.read_text())
-    document["normalizer"]["lowercase"] = False
-    path.write_text(json.dumps(document))
-    assert refused(ground, jobs) == [f"tokenizer.json of {ground / 'encoder'} was changed"]
-
-
 def test_a_store_that_was_removed_is_made_again(ground: Path, jobs: list[Path]) -> None:
     first = start(ground)
     before = contents(first.store.folder)
@@ -135,31 +126,6 @@ def test_a_store_that_was_removed_is_made_again(ground: Path, jobs: list[Path]) 
     assert len(jobs) == 2
     assert again.store.folder == first.store.folder
     assert contents(again.store.folder) == before
-
-
-def test_the_file_is_named_without_the_store_too(ground: Path, jobs: list[Path]) -> None:
-    shutil.rmtree(start(ground).store.folder)
-    write_rows(ground / "test.csv", ROWS[95:])
-    assert refused(ground, jobs) == [f"{ground / 'test.csv'} was changed"]
-
-
-def test_a_run_names_its_own_file_where_its_store_was_made_from_a_copy(ground: Path, jobs: list[Path]) -> None:
-    shutil.copytree(ground / "parts", ground / "copy")
-    other = preparing.prepare(settings(ground, **{"data.path": str(ground / "copy")}), ground / "runs" / "other")
-    assert start(ground).store.folder == other.store.folder
-    write_rows(ground / "parts" / "2.csv", ROWS[:20])
-    assert refused(ground, jobs) == [f"{ground / 'parts' / '2.csv'} was changed"]
-
-
-def test_a_run_of_another_version_is_told_from_one_on_other_files(
-    ground: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start(ground)
-    monkeypatch.setattr("rtrain.data.stores.store.SCHEMA_VERSION", 99)
-    before = contents(ground / "runs")
-    with pytest.raises(UserError):
-        start(ground, "resume")
-    assert contents(ground / "runs") == before
 
 
 def test_a_resume_may_name_the_new_place_of_the_same_rows(ground: Path) -> None:

@@ -92,8 +92,8 @@ def plan_update(store: Store, share: Share, number: int) -> Update:
     row_ids = store.column("train", "row_id")[positions]
     lengths = store.column("train", "length")[positions]
     limits = (share.micro_batch, share.tokens_per_pass)
-    how = {"at_random": noise.due(number, share.measures), "halved": share.measures >= noise.HALVED}
-    passes = deal(lengths, share.workers, share.rank, *limits, **how, speeds=share.speeds)
+    at_random = noise.due(number, share.measures)
+    passes = deal(lengths, share.workers, share.rank, *limits, at_random=at_random, speeds=share.speeds)
     return Update(
         number=number,
         first_row=int(row_ids[0]),
