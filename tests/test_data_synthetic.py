@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import pytest
 from rtrain.data import synthetic
 from rtrain.data.synthetic import Message
 from tests.conftest import STARTUP
+from tests.root import ROOT
 
 # The bytes for seed 0. They change only when the grammar does: then measure the difficulty again before pinning anew.
 SHA256 = {
@@ -46,23 +46,9 @@ def test_bytes_are_pinned(tmp_path: Path) -> None:
 @pytest.mark.parametrize("hash_seed", ["1", "4242"])
 def test_bytes_do_not_depend_on_the_hash_seed(tmp_path: Path, hash_seed: str) -> None:
     code = "import sys, pathlib; from rtrain.data import synthetic; synthetic.write(pathlib.Path(sys.argv[1]))"
-    root = Path(synthetic.__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{root}:{STARTUP}"}
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{ROOT}:{STARTUP}"}
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment, timeout=60)
     assert {name: digest(tmp_path / name) for name in SHA256} == SHA256
-
-
-class Everything(set[str]):
-    """As though every text were taken already."""
-
-    def __contains__(self, text: object) -> bool:
-        return True
-
-
-def test_a_table_that_is_too_small_is_an_error() -> None:
-    cell = synthetic._cell(random.Random(0), "test", "en", "delete_account", 9, Everything())
-    with pytest.raises(ValueError, match="too small for 9 en delete_account"):
-        next(cell)
 
 
 @pytest.mark.parametrize(("target", "low", "high"), [("intent", 0.70, 0.90), ("sentiment", 0.85, 1.0)])

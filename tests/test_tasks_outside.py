@@ -167,11 +167,3 @@ def test_the_endpoint_answers_outside_where_the_threshold_says_so(tmp_path: Path
     assert labels["data"] == [one["label"] for one in first]
     assert labels["data"].count("none") == 2
     assert scores["data"] == pytest.approx([one["score"] for one in first], abs=1e-6)
-
-
-def test_a_slice_without_rows_inside_is_not_the_worst_one() -> None:
-    """Its accuracy is of no row, and was 0 beside the others'."""
-    rows = np.arange(60) % 6
-    every = {"source": ["web" if row < 3 else "fuzz" for row in rows.tolist()]}
-    found = scores.measure(TASK, CHOSEN, "test", OUTCOMES.take(rows), TARGETS.take(rows), np.arange(60), every)
-    assert [(one["value"], one["rows"]) for one in found["slices"]["source"]] == [("web", 30)]

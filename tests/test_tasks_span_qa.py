@@ -18,14 +18,11 @@ from rtrain.batch import Encoded, Head, Ragged, Tokens, Window, pack
 from rtrain.exchange.replicated import Replicated
 from rtrain.metrics import by_output, tables
 from rtrain.network import model
-from rtrain.predict import Predictor
 from rtrain.run import Run
 from rtrain.runs import predictions
 from rtrain.tasks.encode import load_tokenizer
 from rtrain.tasks.span_qa import SpanQA, _best
 from rtrain.training import evaluate
-from serve.app import build_app
-from tests.serving import call
 from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
 
 TASK = SpanQA()
@@ -264,29 +261,6 @@ def test_from_a_squad_file_to_answers(encoder: Path, tmp_path: Path) -> None:
     scored = score.run(folder, recipe.data)
     assert (scored["rows"], scored["bad_rows"]) == (60, 1)
     assert 0 <= scored["scores"]["squad_exact_match"] <= scored["scores"]["squad_f1"] <= 100
-
-
-def test_questions_over_http(tmp_path: Path) -> None:
-    head = Head(HEAD.labels, {"stride": 12, "max_windows": 64})
-    folder = make_task_artifact(tmp_path / "artifact", "span_qa", head, max_tokens=48)
-    predictor = Predictor.load(folder, threads=1)
-    app = build_app(predictor, config.Serve())
-    context = "First: " + CONTEXT + " " + " ".join(CORPUS[:4])
-    asked = {"question": "When was it due?", "context": context}
-    alone = call(app, "POST", "/predict", json={"inputs": asked}).json()
-    [again] = call(app, "POST", "/predict", json={"inputs": [asked]}).json()
-    assert alone == pytest.approx(again, abs=1e-5)
-    assert set(alone) == {"answer", "score", "start", "end"}
-    assert context[alone["start"] : alone["end"]] == alone["answer"] != ""
-    for wrong in ("text", {"text": "a"}):
-        assert call(app, "POST", "/predict", json={"inputs": wrong}).status_code == 422
-    silent = Predictor.load(
-        make_task_artifact(
-            tmp_path / "silent", "span_qa", Head(head.labels, {**head.facts, "threshold": 1e6}), max_tokens=48
-        )
-    )
-    [answer] = silent([asked])
-    assert (answer["answer"], answer["start"], answer["end"]) == ("", 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 import torch
 
-from rtrain import config, score
+from rtrain import config
 from rtrain.batch import IGNORED, Encoded, Head, Ragged, Tokens, pack
 from rtrain.config import Distill
 from rtrain.data.stores.store import Store
@@ -18,17 +18,14 @@ from rtrain.errors import UserError
 from rtrain.exchange.replicated import Replicated
 from rtrain.metrics import by_output, scores as scores_module
 from rtrain.network import model
-from rtrain.predict import Predictor
 from rtrain.run import Run
 from rtrain.runs import predictions
 from rtrain.tasks.encode import load_tokenizer
 from rtrain.tasks.token_tags import TokenTags
 from rtrain.training import evaluate, losses, step
-from serve.app import build_app
 from tests.causes import caused_by
-from tests.serving import call
 from tests.test_training_step import make_still_encoder
-from tests.tiny import make_encoder, make_store, make_task_artifact
+from tests.tiny import make_encoder, make_store
 
 TASK = TokenTags()
 HEAD = Head(("O", "B-PER", "I-PER", "B-LOC"))
@@ -264,28 +261,6 @@ def test_evaluation_sees_every_word_and_writes_tags(made: tuple[Store, Path], tm
         assert len(row["prediction"]) == len(row["target"])
         assert 0 < row["score"] <= 1
         assert row["loss"] > 0
-
-
-def test_entities_over_http_have_their_characters(tmp_path: Path) -> None:
-    folder = make_task_artifact(tmp_path / "artifact", "token_tags", HEAD, seed=1)
-    predictor = Predictor.load(folder, threads=1)
-    texts = ["Anna lives in Paris, near the U.S. border (as Maria does).", "money"]
-    reply = call(build_app(predictor, config.Serve()), "POST", "/predict", json={"inputs": texts})
-    assert reply.status_code == 200
-    found = reply.json()
-    assert len(found) == 2
-    assert found[0]  # random weights name something
-    for text, entities in zip(texts, found, strict=True):
-        ends = [0, *(entity["end"] for entity in entities)]
-        for entity, before in zip(entities, ends, strict=False):
-            assert set(entity) == {"entity_group", "score", "word", "start", "end"}
-            assert before <= entity["start"] < entity["end"]
-            assert text[entity["start"] : entity["end"]] == entity["word"]
-            assert entity["word"] == entity["word"].strip()
-            assert entity["entity_group"] in ("PER", "LOC")
-            assert 0 < entity["score"] <= 1
-    scored = score.run(folder, config.load("entities", {"data.path": str(write(tmp_path / "a.conll"))}).recipe.data)
-    assert (scored["rows"], scored["bad_rows"]) == (120, 1)
 
 
 @pytest.mark.parametrize(("facts", "word"), [({}, "anna's"), ({"cut_before": "'", "cut_after": "'"}, "anna")])
