@@ -207,13 +207,7 @@ def test_an_update_says_which_of_its_rows_have_labels(tmp_path: Path, encoder: P
     for rank in range(workers):
         share = ingest.Share(made.folder, order, workers, rank, 8, None, "v1")
         for number in range(order.updates):
-            table = ingest._materialise({"id": np.array([number])}, share, 0)
-
-            class Stream:
-                def iter_batches(self, **named: Any) -> list[Any]:
-                    return [table]  # noqa: B023 - read at once
-
-            [update] = ingest._decoded(Stream())  # type: ignore[arg-type]
+            [update] = ingest.decoded([ingest.materialise({"id": np.array([number])}, share, 0)])
             for passed in update.passes:
                 assert passed.unlabelled is not None
                 found |= dict(zip(passed.row_ids.tolist(), passed.unlabelled.tolist(), strict=True))

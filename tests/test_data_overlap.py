@@ -1,6 +1,5 @@
 """Held-out rows that are training rows too: found whatever their case, blanks and punctuation are."""
 
-import json
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,8 @@ from rtrain.data.records import Record
 from rtrain.data.stores import shards
 from rtrain.data.stores.store import Store
 from rtrain.report import summary
-from rtrain.report.live import said
 from rtrain.run import Run
-from rtrain.runs import predictions, preparing
+from rtrain.runs import predictions
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
 from tests.conftest import write_rows
@@ -118,14 +116,8 @@ def test_rows_of_a_test_file_that_are_training_rows_are_found_and_named(tmp_path
     seen = found.seen("test")
     assert seen is not None
     assert seen.tolist() == wanted
-    [event] = preparing._overlaps(recipe, found)
-    assert (event["split"], event["rows"], event["seen"]) == ("test", 4, sum(wanted))
     lines = [line for line, hit in zip((2, 3, 4, 5), wanted, strict=True) if hit]
-    assert event["places"] == ", ".join(f"{tmp_path / 'test.csv'}:{line}" for line in lines)
-    assert said.of({"kind": "overlap", **event}) == (
-        f"WARNING: {sum(wanted)} of 4 test rows are training rows too, but for case, blanks and punctuation: "
-        f"{event['places']}. The score without them will stand beside the score"
-    )
+    assert found.places("test", np.flatnonzero(seen)) == ", ".join(f"{tmp_path / 'test.csv'}:{line}" for line in lines)
 
 
 def test_rows_of_a_test_file_that_a_copy_equals_are_counted(tmp_path: Path) -> None:
@@ -159,11 +151,6 @@ def test_the_scores_without_them_stand_beside_the_scores(tmp_path: Path) -> None
     run.append("unseen", split="test", **document["unseen"])
     kept = summary.summarise(run)["overlap"]
     assert kept == {"test": {"rows": 4, "seen": int(seen.sum()), "without": document["unseen"]["scores"]}}
-    assert str(said.of({"kind": "unseen", "split": "test", **document["unseen"]})).startswith(
-        f"test without the {seen.sum()} rows that are training rows too: accuracy 0.0000  "
-    )
-    everything = {"kind": "unseen", "split": "test", "seen": 4, "rows": 0, "scores": {}}
-    assert str(said.of(everything)).endswith("training rows too: no row is left")
 
 
 # ------------------------------------------------------------------------------------------- texts as they are written
@@ -199,42 +186,3 @@ def test_both_texts_of_a_pair_are_kept(tmp_path: Path) -> None:
     rows = written(found, recipe, tmp_path / "predictions.parquet")
     assert rows
     assert all(row["text"] == f"Is it {row['line'] - 2}? NO: it is {row['line'] - 1}" for row in rows)
-
-
-CONTEXTS = ("It was due on  MONDAY, they said.", "They said:\tit was due on Monday!", "x " * 1200 + "due on MONDAY")
-
-
-def test_answers_that_are_spans_are_as_they_are_written(tmp_path: Path) -> None:
-    questions = []
-    for place in range(60):
-        context = CONTEXTS[place % 3]
-        text = next(one for one in ("due on  MONDAY", "due on Monday", "due on MONDAY") if one in context)
-        answer = {"text": text, "answer_start": context.index(text)}
-        questions.append((context, {"id": str(place), "question": f"When, {place}?", "answers": [answer]}))
-    listed = [{"title": one["id"], "paragraphs": [{"context": text, "qas": [one]}]} for text, one in questions]
-    path = tmp_path / "squad.json"
-    path.write_text(json.dumps({"version": "1.1", "data": listed}))
-    windows = {"data.window": 32, "data.stride": 8, "data.max_windows": 200, "data.valid_share": 0.2}
-    model = {"model.name": str(make_encoder(tmp_path / "encoder"))}
-    recipe = config.load("squad", {"data.path": str(path), **windows, **model}).recipe
-    found, task = made(recipe, tmp_path), base.get("span_qa")
-    figures = []  # of a model that finds the true answer, or its first token where no window holds it
-    targets = list(found.targets("valid"))
-    for row, windows_of_row in enumerate(targets):
-        lengths = found.read("valid", np.array([row])).lengths
-        places = windows_of_row.reshape(-1, 2).astype(int)
-        window = int(np.argmax(places[:, 1] > 0))
-        begin = int(lengths[:window].sum())
-        figures.append([1.0, 1.0, 5.0, 1.0, 0.1, begin + places[window][0], begin + places[window][1]])
-    tokenizer = load_tokenizer(Path(recipe.model.name), 32, 8)
-    rows = Ragged.even(np.array(figures))
-    predictions.write(tmp_path / "p.parquet", "valid", found, task, found.manifest.head, rows, tokenizer)
-    listed_rows = pyarrow.parquet.read_table(tmp_path / "p.parquet").to_pylist()
-    contexts = [both[1] for both in found.texts("valid", np.arange(len(figures))) if both is not None]
-    assert len({context[:9] for context in contexts if context is not None}) == 3  # rows of every context are there
-    for row, kept in zip(listed_rows, contexts, strict=True):
-        assert kept is not None
-        if len(kept) == shards.KEPT_CHARACTERS:  # its end is not kept: spelt by the tokens
-            assert row["prediction"] == row["target"] == "due on monday"
-        else:
-            assert row["prediction"] == row["target"] == ("due on  MONDAY" if "MONDAY" in kept else "due on Monday")

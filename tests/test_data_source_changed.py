@@ -118,15 +118,6 @@ def test_files_that_came_and_went_are_named(ground: Path, jobs: list[Path]) -> N
     ]
 
 
-def test_another_tokenizer_is_named(ground: Path, jobs: list[Path]) -> None:
-    start(ground)
-    path = ground / "encoder" / "tokenizer.json"
-    document = json.loads(path.read_text())
-    document["normalizer"]["lowercase"] = False
-    path.write_text(json.dumps(document))
-    assert refused(ground, jobs) == [f"tokenizer.json of {ground / 'encoder'} was changed"]
-
-
 def test_a_store_that_was_removed_is_made_again(ground: Path, jobs: list[Path]) -> None:
     first = start(ground)
     before = contents(first.store.folder)
@@ -135,31 +126,6 @@ def test_a_store_that_was_removed_is_made_again(ground: Path, jobs: list[Path]) 
     assert len(jobs) == 2
     assert again.store.folder == first.store.folder
     assert contents(again.store.folder) == before
-
-
-def test_the_file_is_named_without_the_store_too(ground: Path, jobs: list[Path]) -> None:
-    shutil.rmtree(start(ground).store.folder)
-    write_rows(ground / "test.csv", ROWS[95:])
-    assert refused(ground, jobs) == [f"{ground / 'test.csv'} was changed"]
-
-
-def test_a_run_names_its_own_file_where_its_store_was_made_from_a_copy(ground: Path, jobs: list[Path]) -> None:
-    shutil.copytree(ground / "parts", ground / "copy")
-    other = preparing.prepare(settings(ground, **{"data.path": str(ground / "copy")}), ground / "runs" / "other")
-    assert start(ground).store.folder == other.store.folder
-    write_rows(ground / "parts" / "2.csv", ROWS[:20])
-    assert refused(ground, jobs) == [f"{ground / 'parts' / '2.csv'} was changed"]
-
-
-def test_a_run_of_another_version_is_told_from_one_on_other_files(
-    ground: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start(ground)
-    monkeypatch.setattr("rtrain.data.stores.store.SCHEMA_VERSION", 99)
-    before = contents(ground / "runs")
-    with pytest.raises(UserError):
-        start(ground, "resume")
-    assert contents(ground / "runs") == before
 
 
 def test_a_resume_may_name_the_new_place_of_the_same_rows(ground: Path) -> None:
@@ -172,15 +138,6 @@ def test_a_resume_may_name_the_new_place_of_the_same_rows(ground: Path) -> None:
     assert resumed.config.recipe.data.path == str(ground / "moved")
 
 
-def test_a_start_that_was_killed_before_its_first_event_is_made_up_for(ground: Path) -> None:
-    first = start(ground)
-    first.run.log.unlink()
-    again = start(ground, "resume")
-    created, reused, *_ = events.read(again.run.folder)
-    assert (created["kind"], reused["kind"]) == ("created", "tokens_reused")
-    assert created["data_digest"] == first.store.manifest.digest
-
-
 def test_the_store_and_the_run_say_what_they_are_made_from(ground: Path) -> None:
     made = start(ground)
     paths = {"train": sorted((ground / "parts").iterdir()), "test": [ground / "test.csv"]}
@@ -189,25 +146,6 @@ def test_the_store_and_the_run_say_what_they_are_made_from(ground: Path) -> None
     expected["tokenizer"] = {f"tokenizer.json of {ground / 'encoder'}": tokenizer}
     assert made.store.manifest.sources == expected
     assert events.read(made.run.folder)[0]["origin"] == expected
-
-
-@pytest.mark.parametrize("reuse", ["refuse", "resume"])
-def test_a_file_of_rows_is_hashed_once_a_start(
-    ground: Path, monkeypatch: pytest.MonkeyPatch, reuse: opening.Reuse
-) -> None:
-    monkeypatch.setattr(digests, "SETTLED_S", 3600)  # what was hashed before is not trusted
-    if reuse == "resume":
-        start(ground)
-    hashed: list[str] = []
-    whole = digests.file_digest
-
-    def counted(uri: str) -> str:
-        hashed.append(Path(uri).name)
-        return whole(uri)
-
-    monkeypatch.setattr(digests, "file_digest", counted)
-    start(ground, reuse)
-    assert sorted(name for name in hashed if name.endswith(".csv")) == ["0.csv", "1.csv", "2.csv", "test.csv"]
 
 
 # ------------------------------------------------------------------------------------------------ the order of the rows
@@ -220,16 +158,6 @@ def test_what_checkpoints_are_known_by_has_the_order_s_version_where_there_are_b
     assert made.identity == "dfc2f151a4266ef6"
     monkeypatch.setattr(order, "SHUFFLE_WINDOW_ROWS", 262_143)
     assert made.identity == "d766ddfaea3d2d1d"
-
-
-def test_what_a_trial_beside_it_has_hashed_is_not_hashed_again(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "SETTLED_S", -60)
-    first = start(ground)
-    whole = digests.file_digest
-    monkeypatch.setattr(digests, "file_digest", lambda uri: "wrong" if uri.endswith(".csv") else whole(uri))
-    other = preparing.prepare(settings(ground), ground / "runs" / "search" / "1", tokens_root=ground / "runs")
-    assert other.store.folder == first.store.folder
-    assert events.read(other.run.folder)[0]["origin"] == events.read(first.run.folder)[0]["origin"]
 
 
 def test_a_digest_that_is_wrong_is_forgotten_by_the_start_that_finds_out(

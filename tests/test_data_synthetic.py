@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from rtrain.data import synthetic
-from rtrain.data.synthetic import INTENTS, LANGUAGES, Message
+from rtrain.data.synthetic import Message
 from tests.conftest import STARTUP
+from tests.root import ROOT
 
 # The bytes for seed 0. They change only when the grammar does: then measure the difficulty again before pinning anew.
 SHA256 = {
     "train.csv": "1a85a8c089069702bc9fccc48ce1e93a59d9f2dac5134050d5af4cb9afd12d23",
     "test.csv": "21ccc85cb35dcab9e00b1d8e888ea6c3cb9f1f4a804552acf732e1d514db58a9",
 }
-CELLS = [(language, intent) for language in LANGUAGES for intent in INTENTS]
 
 
 @lru_cache(maxsize=1)
@@ -48,51 +46,9 @@ def test_bytes_are_pinned(tmp_path: Path) -> None:
 @pytest.mark.parametrize("hash_seed", ["1", "4242"])
 def test_bytes_do_not_depend_on_the_hash_seed(tmp_path: Path, hash_seed: str) -> None:
     code = "import sys, pathlib; from rtrain.data import synthetic; synthetic.write(pathlib.Path(sys.argv[1]))"
-    root = Path(synthetic.__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{root}:{STARTUP}"}
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{ROOT}:{STARTUP}"}
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment, timeout=60)
     assert {name: digest(tmp_path / name) for name in SHA256} == SHA256
-
-
-def readings(language: str, intent: str, split: synthetic.Split) -> set[str]:
-    templates = synthetic.core_templates(language, intent, split)
-    return {reading.casefold() for template in templates for reading in synthetic.expansions(template)}
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_splits_share_no_template(language: str) -> None:
-    train = {reading for intent in INTENTS for reading in readings(language, intent, "train")}
-    test = {reading for intent in INTENTS for reading in readings(language, intent, "test")}
-    assert not train & test
-    assert not set(synthetic.grammar(language).asides["train"]) & set(synthetic.grammar(language).asides["test"])
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_no_training_phrase_occurs_in_a_test_message(language: str) -> None:
-    slots = {name: [str(v).casefold() for v in values] for name, values in synthetic.grammar(language).slots.items()}
-    texts = "\n".join(m.text.casefold() for m in splits()[1] if m.language == language)
-    for intent in INTENTS:
-        for reading in readings(language, intent, "train"):
-            pieces = re.split(r"<([a-z]+)>", reading.rstrip("?"))
-            if max(pieces[::2], key=len) not in texts:
-                continue  # the longest fixed piece is absent, so the phrase is too
-            literal = [re.escape(piece) for piece in pieces]
-            literal[1::2] = ["(?:" + "|".join(map(re.escape, slots[name])) + ")" for name in pieces[1::2]]
-            found = re.search(r"\b" + "".join(literal) + r"\b" if reading[0].isalpha() else "".join(literal), texts)
-            assert found is None, f"{reading!r} of {intent} occurs in a test message: {found}"
-
-
-class Everything(set[str]):
-    """As though every text were taken already."""
-
-    def __contains__(self, text: object) -> bool:
-        return True
-
-
-def test_a_table_that_is_too_small_is_an_error() -> None:
-    cell = synthetic._cell(random.Random(0), "test", "en", "delete_account", 9, Everything())
-    with pytest.raises(ValueError, match="too small for 9 en delete_account"):
-        next(cell)
 
 
 @pytest.mark.parametrize(("target", "low", "high"), [("intent", 0.70, 0.90), ("sentiment", 0.85, 1.0)])

@@ -116,7 +116,7 @@ def test_a_single_pass_of_a_single_worker_has_nothing_to_compare(tmp_path: Path)
 def test_an_update_with_room_in_one_pass_is_measured_by_a_worker_that_is_alone(tmp_path: Path) -> None:
     network, rows = make_network(make_still_encoder(tmp_path)), make_alike(8)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    passes = [pick(rows, one.tolist()) for one in deal(rows.lengths, 1, 0, None, at_random=True, halved=True)]
+    passes = [pick(rows, one.tolist()) for one in deal(rows.lengths, 1, 0, None, at_random=True)]
     done = step.run_update(Replicated(network), optimizer, LOSS, passes, pad_id=0, measures=True)
     assert [len(one) for one in passes] == [4, 4]
     assert done.noise is not None

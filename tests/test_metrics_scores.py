@@ -326,18 +326,6 @@ def test_labels_that_the_artefact_lacks_are_wrong_and_told(tmp_path: Path, capsy
     assert "labels that the artefact lacks, in 30 rows, such as 'zzz'; it has " in capsys.readouterr().out
 
 
-def test_entities_of_a_type_that_the_artefact_lacks_are_missed(tmp_path: Path) -> None:
-    head = Head(("O", "B-PER", "I-PER"))
-    folder = make_task_artifact(tmp_path / "artifact", "token_tags", head, data={"text": "words", "label": "tags"})
-    path = tmp_path / "rows.jsonl"
-    rows = [{"words": ["where", "is", "my", "parcel"], "tags": ["B-LOC", "I-LOC", "O", "O"]}] * 3
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report = score.measured(folder, score.settings(artifact.read(folder), {"data.path": str(path)})).report
-    assert report["unknown_labels"] == {"rows": 3, "examples": ["'B-LOC'", "'I-LOC'"]}
-    assert {one["class"]: one["support"] for one in report["tables"]["per_class"]}["LOC"] == 3
-    assert report["scores"]["recall"] == 0
-
-
 def test_a_file_is_read_in_the_format_of_the_training_rows_unless_its_name_says_another(tmp_path: Path) -> None:
     made = replace(artifact.read(make_artifact(tmp_path / "artifact")), data={"format": "squad"})
     for path, format in (("dev.json", "squad"), ("dev.json.gz", "squad"), ("dev", "squad"), ("rows.jsonl", None)):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 
 from rtrain.metrics import spans
 
@@ -47,11 +46,6 @@ def test_normalise(text: str, form: str) -> None:
 def test_one_question_by_hand(predicted: str, gold: list[str], exact: float, f1: float) -> None:
     assert spans.exact_match(predicted, gold) == exact
     assert spans.f1(predicted, gold) == pytest.approx(f1)
-
-
-words = st.sampled_from(["the", "cat", "dog", "owl", "red", "a", "!"])
-texts = st.lists(words, max_size=4).map(" ".join)
-questions = st.lists(st.tuples(texts, st.lists(texts.filter(spans.normalise), max_size=3)), min_size=1, max_size=12)
 
 
 def load(name: str) -> Any:

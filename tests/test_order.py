@@ -246,31 +246,21 @@ def test_a_worker_of_half_the_speed_gets_half_of_the_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "most_rows", "most_tokens", "halved", "expected"),
+    ("rows", "most_rows", "most_tokens", "expected"),
     [
-        (6, None, 100, True, [[0, 1, 2], [5, 4, 3]]),
-        (6, None, 100, False, [[0, 1, 2, 3, 4, 5]]),  # as earlier versions dealt them
-        (5, None, 100, True, [[0, 1], [4, 3, 2]]),
-        (6, 2, 100, True, [[0, 1], [5, 4], [3, 2]]),  # passes that were two before stay as they were
-        (6, 2, 100, False, [[0, 1], [5, 4], [3, 2]]),
-        (6, None, 3, True, [[0, 1], [5], [4], [3], [2]]),
-        (1, None, 100, True, [[0]]),
+        (6, None, 100, [[0, 1, 2], [5, 4, 3]]),
+        (5, None, 100, [[0, 1], [4, 3, 2]]),
+        (6, 2, 100, [[0, 1], [5, 4], [3, 2]]),  # passes that were two before stay as they were
+        (6, None, 3, [[0, 1], [5], [4], [3], [2]]),
+        (1, None, 100, [[0]]),
     ],
 )
 def test_a_worker_that_is_alone_measures_by_a_first_pass_of_half_of_the_rows(
-    rows: int, most_rows: int | None, most_tokens: int, halved: bool, expected: list[list[int]]
+    rows: int, most_rows: int | None, most_tokens: int, expected: list[list[int]]
 ) -> None:
     """A pass over all rows would tell nothing of the noise."""
-    lengths = np.arange(1, rows + 1, dtype=np.int32)
-    dealt = deal(lengths, 1, 0, most_rows, most_tokens, at_random=True, halved=halved)
+    dealt = deal(np.arange(1, rows + 1, dtype=np.int32), 1, 0, most_rows, most_tokens, at_random=True)
     assert [one.tolist() for one in dealt] == expected
-
-
-def test_several_workers_measure_by_each_other_whatever_their_first_pass() -> None:
-    lengths = np.arange(1, 9, dtype=np.int32)
-    for rank in (0, 1):
-        halved, as_ever = (deal(lengths, 2, rank, None, at_random=True, halved=one) for one in (True, False))
-        assert [one.tolist() for one in halved] == [one.tolist() for one in as_ever]
 
 
 # ------------------------------------------------------------------------------------------------------------- ledger

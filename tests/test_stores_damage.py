@@ -193,19 +193,15 @@ def test_what_the_manifest_says_of_a_file_is_what_lies_there(recipe: Recipe, tmp
 
 
 @pytest.mark.parametrize("name", ["index-train.arrow", "shards/000000-000000.arrow"])
-def test_a_stream_of_updates_ends_with_the_refusal_of_a_data_task(
-    recipe: Recipe, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_of_updates_ends_with_the_refusal_of_a_data_task(recipe: Recipe, tmp_path: Path, name: str) -> None:
     made = make_store(recipe, Path(recipe.model.name), tmp_path)
     share = Share(made.folder, Order(made.manifest.digest, made.rows("train"), 20, 1, 0), 1, 0, 8)
-    monkeypatch.setattr(ingest, "_dataset", lambda *_: through_arrow(share, 0, 2, blocks=2))
-    assert len(list(ingest.stream(share, 0, 2))) == 2
+    assert len(list(ingest.verified(ingest.decoded(through_arrow(share, 0, 2, blocks=2)), share, 0))) == 2
     flip(made.folder / name)
     store.open_store.cache_clear()
-    tasks = through_arrow(share, 0, 2, blocks=2)  # none raises: what a task raises, Ray hides in an error of its own
-    monkeypatch.setattr(ingest, "_dataset", lambda *_: tasks)
+    tables = through_arrow(share, 0, 2, blocks=2)  # none raises: what a task raises, Ray hides in an error of its own
     with pytest.raises(UserError, check=caused_by("damaged_store")):
-        next(ingest.stream(share, 0, 2))
+        next(ingest.decoded(tables))
 
 
 def test_a_teacher_is_not_asked_about_a_changed_store(recipe: Recipe, tmp_path: Path) -> None:

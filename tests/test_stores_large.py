@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy.typing as npt
 import pytest
 
 from benchmarks.large_store import make, named
+from rtrain.batch import Tokens
 from rtrain.data import ingest
 from rtrain.data.ingest import Share, Update, plan_update
 from rtrain.data.order import BLOCK_ROWS, Order, rows_digest
@@ -42,6 +44,7 @@ PRIVATE_BOUND = ingest.STREAM_BYTES
 """Batches are read in place, in shared memory; 10 to 34 MiB more of the worker's own were measured."""
 
 Words = npt.NDArray[np.uint64]
+COLUMNS = tuple(field.name for field in fields(Tokens))
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +192,7 @@ def test_a_stream_of_ten_times_its_limit_stays_within_bounds(
         for number, update in enumerate(ingest.stream(share, 0, order.updates)):
             assert is_update(update, order, number)
             rows.append(row_ids(update))
-            delivered += sum(getattr(part, name).nbytes for part in update.passes for name in ingest._COLUMNS)
+            delivered += sum(getattr(part, name).nbytes for part in update.passes for name in COLUMNS)
             if number == 20:  # a slow worker, early: all the rest is still to come
                 paused = time.perf_counter()
                 full = memory.wait_until_full()

@@ -5,9 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sklearn.metrics
 import torch
-from hypothesis import given, settings, strategies as st
 
 from rtrain.batch import Head, Ragged, Tokens, single
 from rtrain.errors import UserError
@@ -15,6 +13,7 @@ from rtrain.metrics import by_output
 from rtrain.tasks import base
 from rtrain.tasks.classification import Classification
 from rtrain.tasks.pooled import pooled
+from tests.causes import caused_by
 
 TASK = base.get("classification")
 
@@ -42,14 +41,10 @@ def logits_of(predicted: list[int], classes: int) -> Any:
 # ------------------------------------------------------------------------------------------------------ classification
 
 
-@pytest.mark.parametrize(("counts", "found"), [({}, "none"), ({"x": 9}, "'x'")])
-def test_fewer_than_two_labels_are_refused(counts: dict[str, int], found: str) -> None:
-    with pytest.raises(UserError) as caught:
+@pytest.mark.parametrize("counts", [{}, {"x": 9}])
+def test_fewer_than_two_labels_are_refused(counts: dict[str, int]) -> None:
+    with pytest.raises(UserError, check=caused_by("one_label")):
         head(counts)
-    assert str(caught.value) == (
-        f"data.label: the training rows have one class only ({found}); a classifier needs at least two. "
-        "Add rows of another label, or name another column with --set data.label=COLUMN."
-    )
 
 
 def test_targets_are_places_among_the_labels() -> None:
@@ -104,18 +99,6 @@ def test_a_row_without_a_class_is_wrong_whatever_is_predicted() -> None:
     found = scores([0, 1, 2, 2], [-1, -1, -1, 2], 3)
     # One of four rows is right. Class 2: 2 x 1 / (1 + 2); classes 0 and 1 are predicted, and never there: 0.
     assert [found["accuracy"], found["macro_f1"], found["rows"]] == pytest.approx([1 / 4, (2 / 3 + 0 + 0) / 3, 4])
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=60))
-@settings(deadline=None)
-def test_scores_are_those_of_scikit_learn(pairs: list[tuple[int, int]]) -> None:
-    targets, predicted = ([int(value) for value in column] for column in zip(*pairs, strict=True))
-    found = scores(predicted, targets, 5)
-    assert found["rows"] == len(pairs)
-    assert found["accuracy"] == pytest.approx(sklearn.metrics.accuracy_score(targets, predicted))
-    seen = sorted(set(targets) | set(predicted))
-    expected = sklearn.metrics.f1_score(targets, predicted, labels=seen, average="macro", zero_division=0)
-    assert found["macro_f1"] == pytest.approx(expected)
 
 
 def test_rows_are_described_for_people() -> None:

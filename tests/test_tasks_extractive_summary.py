@@ -52,17 +52,11 @@ def sentences(document: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("document", "reference", "reason"),
-    [
-        (DOCUMENT, SUMMARY, None),
-        ("*** -- ...", SUMMARY, "the document has no sentence, not one letter or digit"),
-        (DOCUMENT, "\u2026", "the reference summary has no word that ROUGE counts"),
-    ],
+    ("document", "reference", "usable"),
+    [(DOCUMENT, SUMMARY, True), ("*** -- ...", SUMMARY, False), (DOCUMENT, "\u2026", False)],
 )
-def test_rows_that_cannot_be_used_are_named(document: str, reference: str, reason: str | None) -> None:
-    found = TASK.flaw(document, None, reference)
-    assert (found is None) == (reason is None)
-    assert reason is None or str(found).startswith(reason)
+def test_rows_that_cannot_be_used_have_a_reason(document: str, reference: str, usable: bool) -> None:
+    assert (TASK.flaw(document, None, reference) is None) == usable
 
 
 def test_the_budget_is_the_mean_length_of_the_references() -> None:

@@ -2,16 +2,14 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
 import torch
-import transformers
 
-from rtrain import artifact, config, score
+from rtrain import config
 from rtrain.batch import IGNORED, Head, Ragged, Tokens, single
 from rtrain.config import Distill
 from rtrain.data import packing, tokens
@@ -165,20 +163,6 @@ def test_the_head_on_guessed_tokens_gives_the_loss_and_gradient_of_all(tmp_path:
     assert apart < 1e-12 < max(float(value.abs().max()) for value in gradients.values())
     chosen = step.forward(network.eval(), tokens, 0, "fp64", TASK.wanted(tokens, HEAD))
     assert (chosen - every[guessed]).abs().max() < 1e-12
-    assert not network.base_model._forward_hooks
-
-
-def test_a_head_that_reads_more_than_the_last_answers_is_refused(encoder: Path) -> None:
-    class Other(transformers.BertForMaskedLM):
-        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
-            layers = self.bert(input_ids, attention_mask, output_hidden_states=True).hidden_states
-            return SimpleNamespace(logits=self.cls(layers[0] + layers[-1]))
-
-    network: Any = Other.from_pretrained(encoder)
-    tokens = ragged()
-    with pytest.raises(UserError):
-        step.forward(network, tokens, 0, "fp32", TASK.wanted(tokens, HEAD))
-    assert not network.base_model._forward_hooks
 
 
 # -------------------------------------------------------------------------------------------------------------- blocks
@@ -257,26 +241,6 @@ def test_from_documents_to_answers(encoder: Path, tmp_path: Path) -> None:
     assert ([len(one), len(none), len(two)], len(one[0])) == ([1, 0, 2], 3)
     chances = [entry["score"] for entry in one[0]]
     assert chances == sorted(chances, reverse=True)
-
-
-def test_scores_of_a_file_keep_no_logit_of_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """30,522 of them for each mask: ten thousand rows of a real vocabulary would take more than ten gigabytes."""
-    (tmp_path / "rows.csv").write_text("text\n" + "\n".join(line.replace(",", "") for line in CORPUS) + "\n")
-    tokenizer = load_tokenizer(make_encoder(tmp_path / "encoder"), 32)
-    folder = make_task_artifact(
-        tmp_path / "artifact", "masked_lm", TASK.head({}, tokenizer), data={"text": "text", "label": None}
-    )
-    kept: list[score.Answered] = []
-
-    def answer(*given: Any, **named: Any) -> score.Answered:
-        kept.append(score_answer(*given, **named))
-        return kept[-1]
-
-    score_answer = score.answer
-    monkeypatch.setattr(score, "answer", answer)
-    found = score.measured(folder, score.settings(artifact.read(folder), {"data.path": str(tmp_path / "rows.csv")}))
-    assert found.report["scores"]["rows"] == len(CORPUS)
-    assert (found.answers, [one.outputs for one in kept]) == ([], [[]])
 
 
 def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sklearn.metrics
 import torch
 
 from rtrain import config
@@ -93,21 +92,6 @@ def test_a_student_with_its_teacher_s_chances_has_nothing_to_learn() -> None:
     same = torch.tensor(teacher, dtype=torch.float64)
     assert LABELS.imitation(same, rows, TOPICS, 2.0)["loss"].item() == pytest.approx(0, abs=1e-12)
     assert LABELS.imitation(same + 1, rows, TOPICS, 2.0)["loss"].item() > 0.1
-
-
-def test_scores_of_labels_are_those_of_scikit_learn() -> None:
-    random = np.random.default_rng(0)
-    true, logits = random.integers(0, 2, (50, 3)), random.normal(size=(50, 3))
-    for threshold in (None, 0.7):
-        facts = {} if threshold is None else {"thresholds": dict.fromkeys(TOPICS.labels, threshold)}
-        given = 1 / (1 + np.exp(-logits)) >= (threshold or 0.5)
-        found = by_output.METRICS["labels"].scores(Ragged.even(logits), Ragged.even(true), Head(TOPICS.labels, facts))
-        for average in ("micro", "macro"):
-            expected = sklearn.metrics.f1_score(true, given, average=average)
-            assert found[f"{average}_f1"] == pytest.approx(expected)
-        assert found["micro_precision"] == pytest.approx(sklearn.metrics.precision_score(true, given, average="micro"))
-        assert found["micro_recall"] == pytest.approx(sklearn.metrics.recall_score(true, given, average="micro"))
-        assert found["subset_accuracy"] == pytest.approx(sklearn.metrics.accuracy_score(true, given))
 
 
 def test_the_threshold_is_the_best_of_the_validation_rows() -> None:

@@ -2,14 +2,11 @@
 against programs that stand in for Slurm's, each a few lines of shell."""
 
 import contextlib
-import http.server
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import tomllib
 from dataclasses import dataclass
@@ -81,40 +78,6 @@ def test_the_context_is_what_is_copied_and_small() -> None:
     files = [path for name in sent for path in [ROOT / name, *(ROOT / name).rglob("*")] if path.is_file()]
     assert len(files) > 100
     assert sum(path.stat().st_size for path in files if "__pycache__" not in path.parts) < 4 << 20
-
-
-@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (None, False)])
-def test_the_health_check_follows_the_endpoint(status: int | None, healthy: bool) -> None:
-    from serve import base
-
-    assert "/v2/health/ready" in Path(base.__file__).read_text(encoding="utf-8")
-
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status or 500)
-            self.end_headers()
-            asked.append(self.path)
-
-        def log_message(self, *_: object) -> None: ...
-
-    asked: list[str] = []
-    [check] = of("HEALTHCHECK")
-    command = json.loads(check.partition("CMD ")[2])
-    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        if status:
-            thread.start()
-        else:
-            server.server_close()
-        program = command[-1].replace(":8000/", f":{server.server_port}/")
-        assert program != command[-1]
-        # A proxy that the container was given is not asked about its own loopback.
-        given = {**os.environ, "http_proxy": "http://127.0.0.1:1", "no_proxy": ""}
-        done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, check=False)
-        if status:
-            server.shutdown()
-    assert (done.returncode == 0) == healthy
-    assert asked == (["/v2/health/ready"] if status else [])
 
 
 # --------------------------------------------------------------------------------------------------- the batch script

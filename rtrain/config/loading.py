@@ -9,7 +9,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,8 +48,6 @@ ELSEWHERE = {
 """What other programs call a setting, by the last part of the name."""
 UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
 """What PyYAML raises: the second for a date that the calendar has not, the third for thousands of brackets."""
-FAR = 0.2
-"""By how much less than the nearest name another one may be like what was written, and is still offered."""
 RECIPE_FIELDS = frozenset(Recipe.model_fields)
 DEPLOY_FIELDS = frozenset(Deploy.model_fields)
 
@@ -288,17 +286,14 @@ def dotted_names() -> Iterator[str]:
 
 def _unknown(field: str, value: Any, known: Any) -> Problem:
     last = field.rsplit(".", 1)[-1]
-    near = [ELSEWHERE[last]] if ELSEWHERE.get(last) in known else _nearest(str(value or field), known)
+    near = (
+        [ELSEWHERE[last]]
+        if ELSEWHERE.get(last) in known
+        else difflib.get_close_matches(str(value or field), list(known), n=1, cutoff=0.5)
+    )
     near += [name for name in sorted(known) if name.endswith(f".{last}") and name not in near]  # in another section
     fix = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
     return Problem(field, value, "unknown", fix, code="unknown_setting" if value is None else "unknown_name")
-
-
-def _nearest(written: str, known: Iterable[str]) -> list[str]:
-    """The names most like what was written, at most three; without those far less like it than the first."""
-    found = difflib.get_close_matches(written, list(known), n=3, cutoff=0.5)
-    alike = [difflib.SequenceMatcher(None, name, written).ratio() for name in found]
-    return [name for name, each in zip(found, alike, strict=True) if each >= alike[0] - FAR]
 
 
 def _problem(details: Any) -> Problem:

@@ -92,8 +92,8 @@ def plan_update(store: Store, share: Share, number: int) -> Update:
     row_ids = store.column("train", "row_id")[positions]
     lengths = store.column("train", "length")[positions]
     limits = (share.micro_batch, share.tokens_per_pass)
-    how = {"at_random": noise.due(number, share.measures), "halved": share.measures >= noise.HALVED}
-    passes = deal(lengths, share.workers, share.rank, *limits, **how, speeds=share.speeds)
+    at_random = noise.due(number, share.measures)
+    passes = deal(lengths, share.workers, share.rank, *limits, at_random=at_random, speeds=share.speeds)
     return Update(
         number=number,
         first_row=int(row_ids[0]),
@@ -112,11 +112,17 @@ def stream(share: Share, start: int, stop: int) -> Iterator[Update]:
 
     Raises `IngestMismatch` if an update has other rows than the order says, and `UserError` if the store is damaged.
     """
-    row_ids = open_store(share.store).column("train", "row_id")
     segments = (
         _dataset(share, begin, min(begin + SEGMENT_UPDATES, stop)) for begin in range(start, stop, SEGMENT_UPDATES)
     )
-    for number, update in enumerate(itertools.chain.from_iterable(map(_decoded, segments)), start=start):
+    tables = (dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4) for dataset in segments)
+    yield from verified(decoded(itertools.chain.from_iterable(tables)), share, start)
+
+
+def verified(updates: Iterable[Update], share: Share, start: int) -> Iterator[Update]:
+    """The updates from `start` on, each compared with the order. Raises `IngestMismatch`."""
+    row_ids = open_store(share.store).column("train", "row_id")
+    for number, update in enumerate(updates, start=start):
         expected = row_ids[share.order.positions(number)]
         if (update.number, update.digest) != (number, rows_digest(number, expected)):
             raise IngestMismatch(
@@ -161,7 +167,7 @@ def _dataset(share: Share, start: int, stop: int) -> "ray.data.Dataset":
     ray_internals.stream_within(share.task_cpus)  # the run asks for nodes, for all its streams (`cluster.demand`)
     blocks = max(1, math.ceil((stop - start) / _updates_per_task(share)))
     dataset = ray_internals.numbers(stop - start, blocks, share.task_cpus).map_batches(
-        partial(_materialise, share=share, start=start),
+        partial(materialise, share=share, start=start),
         batch_size=None,
         zero_copy_batch=True,
         num_cpus=share.task_cpus,
@@ -185,7 +191,7 @@ def _updates_per_task(share: Share) -> int:
     return max(1, min(UPDATES_PER_TASK, int(BLOCK_BYTES / update_bytes)))
 
 
-def _materialise(batch: dict[str, Any], share: Share, start: int) -> pa.Table:
+def materialise(batch: dict[str, Any], share: Share, start: int) -> pa.Table:
     """The lines of some updates as a table; a single line with the error if the store is refused."""
     try:
         store = open_store(share.store)
@@ -231,9 +237,9 @@ _SCHEMA = pa.schema(
 )
 
 
-def _decoded(dataset: "ray.data.Dataset") -> Iterator[Update]:
+def decoded(tables: Iterable[Any]) -> Iterator[Update]:
+    """The updates of the tables that `materialise` makes. Raises `UserError` where a data task has met one."""
     passes: list[Tokens] = []
-    tables: Iterable[Any] = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
     for table in tables:
         for line in range(table.num_rows):
             if error := table["error"][line].as_py():

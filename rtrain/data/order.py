@@ -168,7 +168,6 @@ def deal(
     most_tokens: int | None = None,
     *,
     at_random: bool = False,
-    halved: bool = False,
     speeds: Sequence[float] = (),
 ) -> list[Ints]:
     """The passes of worker `rank` in an update whose rows have these `lengths` (in tokens), as arrays of row indices.
@@ -182,14 +181,14 @@ def deal(
     (Graham 1969, "Bounds on multiprocessing timing anomalies"), so that all are done at about the same time.
 
     With `at_random` a worker's rows are any of the update's, whose order is random, and so are the first pass's of a
-    worker that is alone, which has half of the rows at most where they are `halved`. Rows of like lengths resemble each
-    other: the noise of gradients is measured without that, and between a pass and more than it.
+    worker that is alone, which has half of the rows at most. Rows of like lengths resemble each other: the noise of
+    gradients is measured without that, and between a pass and more than it.
     """
     limits = (most_rows or len(lengths), most_tokens or int(lengths.sum(dtype=np.int64)))
     if at_random:
         own, first = np.arange(rank, len(lengths), workers), list[Ints]()
         if workers == 1:
-            most = min(limits[0], max(1, len(own) // 2)) if halved else limits[0]
+            most = min(limits[0], max(1, len(own) // 2))
             first = list(itertools.islice(batches(lengths, own, most, limits[1]), 1))
             own = own[sum(map(len, first)) :]
         return [*first, *batches(lengths, own[_longest_first(lengths[own])], *limits)]

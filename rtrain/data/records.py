@@ -22,7 +22,7 @@ import pyarrow
 
 from rtrain.config import Data
 from rtrain.data.formats import addresses, digests, files, parts, readers, squad
-from rtrain.data.formats.addresses import opened, path_of
+from rtrain.data.formats.addresses import opened, path_of, refused
 from rtrain.data.formats.files import ROLES, Piece
 from rtrain.data.formats.values import halved, is_list, name_of, not_words, printable, string, text_of
 from rtrain.errors import ConfigError, Problem, UserError, quoted, visible
@@ -119,7 +119,7 @@ def inspect(data: Data, root: Path | None = None) -> Source:
     A data set of the hub is read from its copy under `root` if there is one.
     """
     if data.path is None:
-        raise ConfigError([Problem("data.path", None, "not given", "write --data FILE", code="missing")])
+        raise refused("data.path", None, "not given", "write --data FILE", "missing")
     problems: list[Problem] = []
     pieces: list[Piece] = []
     columns: tuple[str, ...] = ()
@@ -170,20 +170,14 @@ def _columns(field: str, piece: Piece, named: Sequence[str] = ()) -> tuple[str, 
             found = list(readers.COLUMNS.get(piece.format) or _header(field, piece, named))
     except DAMAGED as error:
         fix = "write the file again, or set data.format to what it is"
-        raise ConfigError(
-            [
-                Problem(
-                    field, piece.uri, f"not readable as {piece.format} ({_first_line(error)})", fix, code="unreadable"
-                )
-            ]
+        raise refused(
+            field, piece.uri, f"not readable as {piece.format} ({_first_line(error)})", fix, "unreadable"
         ) from None
     if not any(name.strip() for name in found):
-        raise ConfigError(
-            [Problem(field, piece.uri, "no header line", "name the columns in the first line", code="no_header")]
-        )
+        raise refused(field, piece.uri, "no header line", "name the columns in the first line", "no_header")
     if twice := sorted({visible(name) or UNNAMED for name in found if found.count(name) > 1}):
         reason, fix = f"two columns are called {', '.join(twice)}", "give each column a name of its own, or remove it"
-        raise ConfigError([Problem(field, piece.uri, reason, fix, code="duplicate_columns")])
+        raise refused(field, piece.uri, reason, fix, "duplicate_columns")
     return tuple(found)
 
 
@@ -197,22 +191,20 @@ def _header(field: str, piece: Piece, named: Sequence[str] = ()) -> list[str]:
         if piece.format in ("csv", "tsv", "jsonl"):
             if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 fix = "convert it, e.g. iconv -f utf-16 -t utf-8"
-                raise ConfigError([Problem(field, piece.uri, "the file is UTF-16, not UTF-8", fix, code="not_utf8")])
+                raise refused(field, piece.uri, "the file is UTF-16, not UTF-8", fix, "not_utf8")
             file.seek(0)
         if piece.format in ("csv", "tsv"):
             line, header = next(readers.csv_rows(file, piece.format, 0, piece.delimiter), (1, []))
             if isinstance(header, str):
                 reason, _, fix = header.partition("; ")
-                raise ConfigError([Problem(field, piece.uri, f"line {line}: {reason}", fix, code="unreadable")])
+                raise refused(field, piece.uri, f"line {line}: {reason}", fix, "unreadable")
             return [name.strip() for name in header]
         if piece.format == "jsonl":
             following = readers.json_rows(file)
             line, document = next(following, (1, None))
             if not isinstance(document, dict):
                 fix = 'write one JSON object a line, e.g. {"text": "...", "label": "..."}'
-                raise ConfigError(
-                    [Problem(field, piece.uri, f"line {line} is not a JSON object", fix, code="unreadable")]
-                )
+                raise refused(field, piece.uri, f"line {line} is not a JSON object", fix, "unreadable")
             rows = [document, *(row for _, row in islice(following, HEAD_ROWS - 1) if isinstance(row, dict))]
             names = dict.fromkeys(name for row in rows for name in row)
             while any(name not in names for name in named) and (later := next(following, None)):

@@ -19,8 +19,6 @@ of MiniLM, and in the updates that measure, the workers' shares are less even.""
 RULE = 3
 """By which rows are dealt in updates that measure. With 2 the first pass of a worker that is alone had as many rows as
 there is room for, and often all, which tells nothing; 1 differs in the layouts that measure (`runs.decisions`)."""
-HALVED = 3
-"""The first rule by which that pass has half of the rows at most."""
 PILOT = 4
 """The rule of a run that is made to measure: every second update does, and those between tell how long one takes."""
 KIND = "noise"

@@ -16,7 +16,7 @@ from rtrain.batch import IGNORED, Encoded, Floats, Head, Ints, Outputs, Ragged, 
 from rtrain.errors import UserError
 from rtrain.metrics.calibration import softmax
 from rtrain.tasks.base import Column, Described, Input, Targets
-from rtrain.tasks.defaults import Defaults
+from rtrain.tasks.defaults import Defaults, widened
 
 if TYPE_CHECKING:
     import tokenizers
@@ -85,8 +85,7 @@ class MaskedLM(Defaults):
         import torch
 
         words = torch.from_numpy(tokens.targets[self.wanted(tokens, head)].astype(np.int64)).to(logits.device)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return {"loss": torch.nn.functional.cross_entropy(wide, words, reduction="sum")}
+        return {"loss": torch.nn.functional.cross_entropy(widened(logits), words, reduction="sum")}
 
     def imitation(
         self, logits: "torch.Tensor", tokens: Tokens, head: Head, temperature: float

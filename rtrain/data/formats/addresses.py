@@ -16,6 +16,11 @@ CLIENTS = ("aiohttp", "azure", "botocore", "gcsfs", "google")
 COMPRESSIONS = (".gz", ".bz2", ".xz")
 
 
+def refused(field: str, value: str | None, reason: str, fix: str, code: str) -> ConfigError:
+    """The error of a single problem."""
+    return ConfigError([Problem(field, value, reason, fix, code=code)])
+
+
 def path_of(uri: str) -> str:
     """The address without its query, which is a signature in presigned addresses and no part of the name."""
     return urllib.parse.urlsplit(uri).path if _is_web(uri) else uri
@@ -50,14 +55,10 @@ def filesystem(field: str, uri: str) -> tuple[Any, str]:
         found: tuple[Any, str] = fsspec.core.url_to_fs(uri)
     except ImportError as error:
         reason = f"a package that reads it is not installed ({error})"
-        raise ConfigError(
-            [Problem(field, uri, reason, "install it, e.g. the extra s3 of rtrain", code="not_installed")]
-        ) from None
+        raise refused(field, uri, reason, "install it, e.g. the extra s3 of rtrain", "not_installed") from None
     except ValueError as error:
         fix = "write a path, or an address such as https:// or s3://"
-        raise ConfigError(
-            [Problem(field, uri, f"no such kind of address ({error})", fix, code="unknown_protocol")]
-        ) from None
+        raise refused(field, uri, f"no such kind of address ({error})", fix, "unknown_protocol") from None
     return found
 
 
@@ -70,9 +71,7 @@ def asked(field: str, uri: str) -> Iterator[None]:
         if not is_of_storage(error):
             raise
         fix = "check the address, the network and the credentials; one that is signed may have expired"
-        raise ConfigError(
-            [Problem(field, path_of(uri), f"it cannot be read ({said(error)})", fix, code="unreachable")]
-        ) from None
+        raise refused(field, path_of(uri), f"it cannot be read ({said(error)})", fix, "unreachable") from None
 
 
 def is_of_storage(error: Exception) -> bool:

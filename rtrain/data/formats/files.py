@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rtrain import hub
 from rtrain.data.formats import addresses
-from rtrain.data.formats.addresses import is_glob, suffix
+from rtrain.data.formats.addresses import is_glob, refused, suffix
 from rtrain.data.formats.values import printable
 from rtrain.errors import ConfigError, Problem, find_nearest_file
 
@@ -81,39 +81,27 @@ def _found(
         return _hub_pieces(field, uri, role, root, _nearby(filesystem, path))
     elif filesystem.exists(path):
         fix = "its rows are read more than once: write them to a file"
-        raise ConfigError([Problem(field, uri, "no file or folder, but a pipe or the like", fix, code="not_a_file")])
+        raise refused(field, uri, "no file or folder, but a pipe or the like", fix, "not_a_file")
     else:
-        raise ConfigError([Problem(field, uri, NO_FILE, _nearby(filesystem, path), code="not_found")])
+        raise refused(field, uri, NO_FILE, _nearby(filesystem, path), "not_found")
     if not files:
-        raise ConfigError(
-            [Problem(field, uri, "no data file in it", f"expected {', '.join(sorted(SUFFIXES))}", code="no_data_files")]
-        )
+        raise refused(field, uri, "no data file in it", f"expected {', '.join(sorted(SUFFIXES))}", "no_data_files")
     pieces = []
     for name in sorted(files):
         if printable(name) != name:
             fix = "rename it: what is kept of a row names its file"
-            raise ConfigError([Problem(field, name, "its name is not UTF-8", fix, code="not_utf8")])
+            raise refused(field, name, "its name is not UTF-8", fix, "not_utf8")
         known = format or SUFFIXES.get(suffix(name))
         if known is None:
             fix = "set data.format to csv, tsv, jsonl, parquet, conll or squad"
-            raise ConfigError([Problem(field, name, "its name does not tell its format", fix, code="unknown_format")])
+            raise refused(field, name, "its name does not tell its format", fix, "unknown_format")
         try:
             size = filesystem.size(name)
         except FileNotFoundError:
             fix = "mend the link, or remove it"
-            raise ConfigError([Problem(field, name, "a link that leads to no file", fix, code="not_found")]) from None
+            raise refused(field, name, "a link that leads to no file", fix, "not_found") from None
         if size == 0:
-            raise ConfigError(
-                [
-                    Problem(
-                        field,
-                        name,
-                        "the file is empty",
-                        "write a header line and rows, or remove it",
-                        code="empty_file",
-                    )
-                ]
-            )
+            raise refused(field, name, "the file is empty", "write a header line and rows, or remove it", "empty_file")
         pieces.append(Piece(filesystem.unstrip_protocol(name), known, role))
     return pieces
 
@@ -162,9 +150,7 @@ def _datasets_pieces(field: str, filesystem: Any, path: str, role: str) -> list[
         entries = _listed(filesystem, folder, *_STATE)
         if entries is None:
             fix = "name a folder that save_to_disk wrote, or leave out data.format"
-            raise ConfigError(
-                [Problem(field, folder, "no folder of `datasets` (state.json)", fix, code="not_a_dataset")]
-            )
+            raise refused(field, folder, "no folder of `datasets` (state.json)", fix, "not_a_dataset")
         files = [f"{folder}/{entry['filename']}" for entry in entries]
         pieces += [Piece(filesystem.unstrip_protocol(file), "datasets", found) for file in files]
     return pieces
@@ -179,7 +165,7 @@ def _roles(field: str, source: str, names: Iterable[str], role: str) -> dict[str
     found = {name: ROLES[name.lower()] for name in names if name.lower() in ROLES}
     if role not in found.values():
         fix = f"it has {', '.join(names)}; name the folder of one"
-        raise ConfigError([Problem(field, source, f"no split {role!r}", fix, code="unknown_split")])
+        raise refused(field, source, f"no split {role!r}", fix, "unknown_split")
     return {name: known for name, known in found.items() if role in ("train", known)}
 
 
