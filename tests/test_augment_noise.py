@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rtrain.data.augment.noise import Noise, noisy, noisy_tokens
-from rtrain.errors import ConfigError
 
 SOME = Noise(typo=0.1, swap=0.1, drop=0.1, mask=0.1)
 TEXT = "please send the refund for order 1234 back\n\nto my old account today"
@@ -33,28 +32,12 @@ def test_another_process_gives_the_same() -> None:
     assert done.stdout.strip() == repr(noisy(TEXT, Noise(0.2, 0.2, 0.2, 0.2), 3, 4, 5))
 
 
-def test_seed_copy_and_row_each_change_it() -> None:
-    strong = Noise(typo=0.5, mask=0.3)
-    found = {noisy(TEXT, strong, *key) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 11, 0))}
-    assert len(found) == 5
-
-
 def test_each_kind_by_hand() -> None:
     assert noisy("a bb ccc", Noise(mask=1.0, mask_token="<mask>"), 0, 0, 0) == "<mask> <mask> <mask>"
     assert noisy("a bb ccc", Noise(swap=1.0), 0, 0, 0) == "bb ccc a"  # a goes on with each change
     assert noisy("a bb", Noise(drop=1.0), 0, 0, 0) == "a bb"  # never empty
     assert noisy(" \n", Noise(drop=1.0), 0, 0, 0) == " \n"
     assert noisy("", SOME, 0, 0, 0) == ""
-
-
-def test_white_space_stays() -> None:
-    assert noisy(" a  b\n\nc ", Noise(mask=1.0, mask_token="x"), 0, 0, 0) == " x  x\n\nx "
-    assert noisy("1\n\n2\t3", Noise(typo=1.0), 0, 0, 0) == "1\n\n2\t3"
-
-
-def test_no_white_space_is_left_where_the_last_word_was() -> None:
-    found = {noisy("one two\n", Noise(drop=0.5), 0, copy, 0) for copy in range(60)}
-    assert found == {"one two\n", "one", "two\n"}
 
 
 @pytest.mark.parametrize("word", ["1234", "A4", "$5.00", "a", "?!"])
@@ -103,11 +86,3 @@ def test_swaps_only_reorder_and_drops_only_remove(words: list[str], copy: int) -
     assert Counter(noisy(text, Noise(swap=0.5), 0, copy, 0).split()) == Counter(words)
     rest = iter(words)
     assert all(word in rest for word in noisy(text, Noise(drop=0.5), 0, copy, 0).split())  # in their order
-
-
-def test_shares_that_cannot_be_are_all_named() -> None:
-    with pytest.raises(ConfigError) as caught:
-        Noise(typo=-0.1, mask=float("nan"), drop=2)
-    assert [problem.field for problem in caught.value.problems] == ["augment.typo", "augment.drop", "augment.mask"]
-    with pytest.raises(ConfigError, match="more than all words"):
-        Noise(typo=0.6, drop=0.6)

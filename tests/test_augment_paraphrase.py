@@ -14,6 +14,7 @@ from rtrain import config
 from rtrain.data import records, splits, tokens
 from rtrain.data.augment import paraphrase, rewriting
 from rtrain.errors import UserError
+from tests.causes import caused_by
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_tokenizer
 
@@ -122,51 +123,16 @@ def test_a_text_that_is_too_long_is_not_rewritten(there: str) -> None:
     assert paraphrase.paraphrases(paraphrase.load(there, max_tokens=5), [ENGLISH[0]]) == [[GERMAN[0]]]
 
 
-def test_an_output_that_is_cut_off_is_no_variant(there: str) -> None:
-    endless = paraphrase.load(there, options={"suppress_tokens": [1]})
-    assert paraphrase.paraphrases(endless, [ENGLISH[0]]) == [[]]
-
-
-@pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A BART of 16 positions that never ends by itself, and that is given an end token where it must stop."""
-    folder, tokenizer = tmp_path_factory.mktemp("bart"), tiny_tokenizer()
-    sizes: dict[str, Any] = {
-        f"{side}_{name}": 1 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")
-    }
-    sizes |= {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 16}
-    ids: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "decoder_start_token_id": 1}
-    config = transformers.BartConfig(vocab_size=len(tokenizer), forced_eos_token_id=1, **ids, **sizes)
-    model = transformers.BartForConditionalGeneration(config)
-    model.final_logits_bias[0, 1] = -1e9
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-def test_an_end_that_a_model_is_given_where_it_must_stop_is_none(short: str) -> None:
-    model = paraphrase.load(short)
-    inputs = model.tokenizer([ENGLISH[0]], return_tensors="pt")
-    assert model.model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, -1] == 1
-    assert paraphrase.paraphrases(model, ENGLISH) == [[] for _ in ENGLISH]
-
-
-def test_a_text_longer_than_the_model_s_positions_is_not_rewritten(short: str) -> None:
-    """Each of 16 tokens is read, each of 17 is not, where 512 may be; and no more than 15 are written."""
-    texts = [" ".join(["late"] * words) for words in (15, 16, 40)]  # and the end token
-    assert paraphrase.paraphrases(paraphrase.load(short), texts) == [[], [], []]
-
-
 def test_what_could_not_be_loaded_is_refused_before_a_task_starts(there: str, tmp_path: Path) -> None:
     """In an actor of Ray Data, where it is loaded, the same error would come with a traceback of Ray's."""
     paraphrase.check(there)
     folder = shutil.copytree(there, tmp_path / "t5")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"the folder has no \*\.safetensors\. Name an encoder-decoder model"):
+    with pytest.raises(UserError, check=caused_by("unsupported_model")):
         paraphrase.check(str(folder))
     marian = transformers.MarianConfig(vocab_size=9, d_model=8, encoder_layers=1, decoder_layers=1, pad_token_id=0)
     marian.save_pretrained(tmp_path / "marian")
-    with pytest.raises(UserError, match=r"cannot be loaded .* pip install sentencepiece"):
+    with pytest.raises(UserError, check=caused_by("unsupported_model")):
         paraphrase.check(str(tmp_path / "marian"))
 
 
@@ -176,14 +142,14 @@ def test_the_prefix_stands_before_each_text(there: str) -> None:
 
 
 def test_a_model_of_another_kind_or_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"missing cannot be loaded .* Name an encoder-decoder model"):
+    with pytest.raises(UserError, check=caused_by("unsupported_model")):
         paraphrase.load(str(tmp_path / "missing"))
     config = transformers.BertConfig(
         vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
     )
     transformers.BertModel(config).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="cannot be loaded as a model that rewrites texts"):
+    with pytest.raises(UserError, check=caused_by("unsupported_model")):
         paraphrase.load(str(tmp_path))
 
 
@@ -214,7 +180,7 @@ def test_paraphrases_of_training_rows_become_rows(trained: Maker, ray_session: P
 
 def test_a_model_that_cannot_write_is_refused_before_a_job(tmp_path: Path) -> None:
     transformers.BertConfig().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="a bert model has no decoder"):
+    with pytest.raises(UserError, check=caused_by("unsupported_model")):
         paraphrase.check(str(tmp_path))
-    with pytest.raises(UserError, match="missing cannot be loaded as a model that rewrites texts"):
+    with pytest.raises(UserError, check=caused_by("unsupported_model")):
         paraphrase.check(str(tmp_path / "missing"))

@@ -26,7 +26,6 @@ from rtrain.runs import opening
 from rtrain.tasks import base
 from tests import test_runs_tasks
 from tests.conftest import labelled_rows, write_rows
-from tests.test_data_overlap import without_what_is_new
 from tests.tiny import make_artifact, make_encoder, make_store
 from tune import students
 
@@ -123,15 +122,6 @@ def test_a_joined_store_has_the_rows_and_answers_of_both(tmp_path: Path, encoder
     ]
 
 
-def test_a_store_that_does_not_know_its_texts_is_no_base_for_rows_without_labels(tmp_path: Path, encoder: Path) -> None:
-    """No text would be repeated, and rows of the test would be trained on."""
-    recipe = settings(tmp_path, encoder).recipe
-    own, rows = stores(recipe, encoder, tmp_path)
-    own = without_what_is_new(own)
-    with pytest.raises(UserError, match=rf"an earlier version of rtrain made the token store {own.folder}"):
-        join(own, rows, recipe, tmp_path)
-
-
 def test_labels_are_counted_without_what_stands_in_for_them(tmp_path: Path, encoder: Path) -> None:
     recipe = settings(tmp_path, encoder).recipe
     own, rows = stores(recipe, encoder, tmp_path)
@@ -217,13 +207,7 @@ def test_an_update_says_which_of_its_rows_have_labels(tmp_path: Path, encoder: P
     for rank in range(workers):
         share = ingest.Share(made.folder, order, workers, rank, 8, None, "v1")
         for number in range(order.updates):
-            table = ingest._materialise({"id": np.array([number])}, share, 0)
-
-            class Stream:
-                def iter_batches(self, **named: Any) -> list[Any]:
-                    return [table]  # noqa: B023 - read at once
-
-            [update] = ingest._decoded(Stream())  # type: ignore[arg-type]
+            [update] = ingest.decoded([ingest.materialise({"id": np.array([number])}, share, 0)])
             for passed in update.passes:
                 assert passed.unlabelled is not None
                 found |= dict(zip(passed.row_ids.tolist(), passed.unlabelled.tolist(), strict=True))

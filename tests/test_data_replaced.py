@@ -15,6 +15,7 @@ from rtrain.data.augment import replaced
 from rtrain.data.splits import Splits
 from rtrain.errors import ConfigError
 from tests import system_calls
+from tests.causes import caused_by
 from tests.conftest import labelled_rows, write_rows
 
 ROWS, COPIES = 200, 3
@@ -97,16 +98,9 @@ def test_both_texts_of_a_row_are_copied_and_words_with_their_tags_stay_apart(tmp
 def test_rows_without_words_have_no_copies(tmp_path: Path) -> None:
     path = tmp_path / "numbers.csv"
     path.write_text("text,label\n" + "".join(f"{one},{one % 2}\n" for one in range(50)))
-    with pytest.raises(ConfigError, match=r"distill\.copies=3: no training row has a word"):
+    with pytest.raises(ConfigError, check=caused_by("no_words")):
         replaced.ensure(recipe_of(tmp_path, **{"data.path": str(path)}), tmp_path)
     assert list((tmp_path / replaced.FOLDER).iterdir()) == []
-
-
-def test_of_many_words_a_sample_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaced, "MOST_WORDS", 100)
-    found = replaced.sample(str(number) for number in range(10_000))
-    assert len(found) == len(set(found)) == 100
-    assert 3000 < sum(map(int, found)) / 100 < 7000
 
 
 @system_calls.needed

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import os
-import random
-import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -17,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from rtrain.data import synthetic
-from rtrain.data.synthetic import INTENTS, LANGUAGES, SENTIMENTS, Message
+from rtrain.data.synthetic import Message
 from tests.conftest import STARTUP
+from tests.root import ROOT
 
 # The bytes for seed 0. They change only when the grammar does: then measure the difficulty again before pinning anew.
 SHA256 = {
     "train.csv": "1a85a8c089069702bc9fccc48ce1e93a59d9f2dac5134050d5af4cb9afd12d23",
     "test.csv": "21ccc85cb35dcab9e00b1d8e888ea6c3cb9f1f4a804552acf732e1d514db58a9",
 }
-CELLS = [(language, intent) for language in LANGUAGES for intent in INTENTS]
 
 
 @lru_cache(maxsize=1)
@@ -50,143 +46,9 @@ def test_bytes_are_pinned(tmp_path: Path) -> None:
 @pytest.mark.parametrize("hash_seed", ["1", "4242"])
 def test_bytes_do_not_depend_on_the_hash_seed(tmp_path: Path, hash_seed: str) -> None:
     code = "import sys, pathlib; from rtrain.data import synthetic; synthetic.write(pathlib.Path(sys.argv[1]))"
-    root = Path(synthetic.__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{root}:{STARTUP}"}
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{ROOT}:{STARTUP}"}
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment, timeout=60)
     assert {name: digest(tmp_path / name) for name in SHA256} == SHA256
-
-
-def test_another_seed_gives_other_messages() -> None:
-    other_train, other_test = synthetic.generate(1)
-    train, test = splits()
-    assert (len(other_train), len(other_test)) == (len(train), len(test))
-    assert other_train != train
-    assert other_test != test
-
-
-def test_files_hold_what_generate_returns(tmp_path: Path) -> None:
-    for path, messages in zip(synthetic.write(tmp_path), splits(), strict=True):
-        raw = path.read_bytes()
-        assert raw.startswith(b"text,intent,sentiment,language\n")
-        assert raw.endswith(b"\n")
-        assert b"\r" not in raw
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-        assert [Message(**row) for row in rows] == messages
-
-
-def test_row_counts_and_language_shares() -> None:
-    train, test = splits()
-    assert Counter(column(train, "language")) == {"en": 2160, "es": 1080, "de": 1080, "fr": 1080}
-    assert Counter(column(test, "language")) == {"en": 400, "es": 200, "de": 200, "fr": 200}
-
-
-def test_intents_are_sorted_and_present_in_every_language() -> None:
-    assert len(INTENTS) == 18
-    assert list(INTENTS) == sorted(INTENTS)
-    for messages in splits():
-        cells = Counter((message.language, message.intent) for message in messages)
-        assert set(cells) == set(CELLS)
-        sizes = Counter(column(messages, "intent"))
-        even = len(messages) / len(INTENTS)
-        assert all(0.7 * even < size < 1.3 * even for size in sizes.values())
-        assert len(set(sizes.values())) > 1  # near balance, not on it
-
-
-def test_sentiments_are_known_and_none_is_rare() -> None:
-    for messages in splits():
-        found = Counter(column(messages, "sentiment"))
-        assert set(found) == set(SENTIMENTS)
-        assert min(found.values()) > 0.18 * len(messages)
-
-
-def test_no_text_occurs_twice() -> None:
-    train, test = splits()
-    texts = [text.casefold() for text in column([*train, *test], "text")]
-    assert len(set(texts)) == len(texts) == 6400
-
-
-def test_texts_are_short_single_lines() -> None:
-    train, test = splits()
-    for text in column([*train, *test], "text"):
-        assert text == " ".join(text.split())
-        assert 0 < len(text) <= 140
-        assert not set(text) & set("<>()|"), f"grammar notation left in {text!r}"
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_phrase_tables_are_complete(language: str) -> None:
-    tables = synthetic.grammar(language)
-    assert tuple(tables.intents) == INTENTS
-    assert set(tables.topics) <= set(INTENTS)
-    for intent in INTENTS:
-        for split in ("train", "test"):
-            templates = tables.intents[intent][split]
-            assert len(templates) >= 6
-            assert len(set(templates)) == len(templates)
-            assert all(set(re.findall(r"<([^>]*)>", template)) <= set(tables.slots) for template in templates)
-
-
-def readings(language: str, intent: str, split: synthetic.Split) -> set[str]:
-    templates = synthetic.core_templates(language, intent, split)
-    return {reading.casefold() for template in templates for reading in synthetic.expansions(template)}
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_splits_share_no_template(language: str) -> None:
-    train = {reading for intent in INTENTS for reading in readings(language, intent, "train")}
-    test = {reading for intent in INTENTS for reading in readings(language, intent, "test")}
-    assert not train & test
-    assert not set(synthetic.grammar(language).asides["train"]) & set(synthetic.grammar(language).asides["test"])
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_no_training_phrase_occurs_in_a_test_message(language: str) -> None:
-    slots = {name: [str(v).casefold() for v in values] for name, values in synthetic.grammar(language).slots.items()}
-    texts = "\n".join(m.text.casefold() for m in splits()[1] if m.language == language)
-    for intent in INTENTS:
-        for reading in readings(language, intent, "train"):
-            pieces = re.split(r"<([a-z]+)>", reading.rstrip("?"))
-            if max(pieces[::2], key=len) not in texts:
-                continue  # the longest fixed piece is absent, so the phrase is too
-            literal = [re.escape(piece) for piece in pieces]
-            literal[1::2] = ["(?:" + "|".join(map(re.escape, slots[name])) + ")" for name in pieces[1::2]]
-            found = re.search(r"\b" + "".join(literal) + r"\b" if reading[0].isalpha() else "".join(literal), texts)
-            assert found is None, f"{reading!r} of {intent} occurs in a test message: {found}"
-
-
-def test_some_messages_have_typos_and_most_have_none() -> None:
-    train, _ = splits()
-    known = set(re.findall(r"[^\W\d_]+", " ".join(known_phrases("en")).casefold()))
-    english = [message.text for message in train if message.language == "en"]
-    typed = [text for text in english if set(re.findall(r"[^\W\d_]{3,}", text.casefold())) - known]
-    assert 0.05 * len(english) < len(typed) < 0.20 * len(english)
-
-
-def known_phrases(language: str) -> list[str]:
-    """Every string of a language's phrase tables, whatever table it lies in."""
-
-    def leaves(node: object) -> list[str]:
-        if isinstance(node, dict):
-            return [leaf for child in node.values() for leaf in leaves(child)]
-        if isinstance(node, list):
-            return [leaf for child in node for leaf in leaves(child)]
-        return [str(node)]
-
-    return leaves(vars(synthetic.grammar(language)))
-
-
-class Everything(set[str]):
-    """As though every text were taken already."""
-
-    def __contains__(self, text: object) -> bool:
-        return True
-
-
-def test_a_table_that_is_too_small_is_an_error() -> None:
-    cell = synthetic._cell(random.Random(0), "test", "en", "delete_account", 9, Everything())
-    with pytest.raises(ValueError, match="too small for 9 en delete_account"):
-        next(cell)
 
 
 @pytest.mark.parametrize(("target", "low", "high"), [("intent", 0.70, 0.90), ("sentiment", 0.85, 1.0)])

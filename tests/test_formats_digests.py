@@ -93,13 +93,6 @@ def test_a_file_that_changes_while_it_is_hashed_is_not_remembered(
     assert set(digests.known(tmp_path)) == {f"file://{path}" for path in files} - {f"file://{files[3]}"}
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"a": 3}', '{"a": ["x"]}', "\x00"])
-def test_a_memory_that_cannot_be_read_is_none(tmp_path: Path, files: list[Path], content: str) -> None:
-    (tmp_path / digests.NAME).write_text(content)
-    assert digests.known(tmp_path) == {}
-    assert start(tmp_path, files) == [digests.file_digest(str(path)) for path in files]
-
-
 def test_starts_on_other_files_keep_what_was_remembered(
     tmp_path: Path, files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,12 +104,3 @@ def test_starts_on_other_files_keep_what_was_remembered(
     digests.forget(tmp_path)
     digests.forget(tmp_path)
     assert digests.known(tmp_path) == {}
-
-
-def test_files_whose_storage_tells_no_change_are_never_remembered(tmp_path: Path) -> None:
-    import fsspec
-
-    with fsspec.open("memory://rows.csv", "wb") as file:
-        file.write(b"text,label\n")
-    [found] = digests.of(["memory://rows.csv"], {})
-    assert found == digests.Digest("memory://rows.csv", digests.file_digest("memory://rows.csv"), None)

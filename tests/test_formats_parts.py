@@ -16,7 +16,7 @@ from hypothesis import example, given, settings, strategies as st
 
 from rtrain.config import Data
 from rtrain.data import records, tokens
-from rtrain.data.formats import files, parts, readers
+from rtrain.data.formats import files, parts
 from rtrain.data.formats.files import Piece
 from rtrain.data.records import Record
 from rtrain.data.stores import store
@@ -110,18 +110,6 @@ def test_a_well_formed_file_is_cut_as_finely_as_asked(tmp_path: Path, delimiter:
     assert path.stat().st_size / 600 < count < path.stat().st_size / 300
 
 
-def test_behind_a_field_that_the_reader_gives_up_nothing_is_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parts, "FIELD_BYTES", 1000)
-    path = tmp_path / "rows.csv"
-    lines = ["text,label", *(f"text {number},a" for number in range(100)), '"' + "long\n" * 300 + '",b']
-    path.write_text("\n".join([*lines, *(f"text {number},a" for number in range(1000))]) + "\n")
-    found, count = read(path, "csv", part_bytes=200, buffer=50)
-    assert found == list(records.read(Piece(f"file://{path}", "csv", "train"), Data()))
-    assert 3 < count < 10
-
-
 @given(st.integers(1, 60), st.integers(1, 30), st.integers(1, 3000))
 @settings(deadline=None, max_examples=60)
 def test_a_parquet_file_in_parts_has_the_rows_of_the_whole_file(rows: int, group: int, part_bytes: int) -> None:
@@ -134,13 +122,6 @@ def test_a_parquet_file_in_parts_has_the_rows_of_the_whole_file(rows: int, group
     assert found == whole
     assert [record.line for record in found] == list(range(1, rows + 1))
     assert part_bytes > 1 or count == -(-rows // group)
-
-
-def test_a_file_that_is_another_by_now_is_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_BYTES", 10)
-    path = tmp_path / "rows.csv"
-    path.write_text("text,label\n" + "a,b\n" * 100)
-    assert parts.survey(f"file://{path}", "csv", "another") == [(parts.WHOLE, "another")]
 
 
 @pytest.mark.parametrize(
@@ -190,14 +171,6 @@ def test_a_store_is_the_same_whatever_the_parts(
 
 def contents(tokens: Any) -> list[list[Any]]:
     return [getattr(tokens, name).tolist() for name in ("ids", "lengths", "second", "targets", "counts", "row_ids")]
-
-
-def test_the_limit_of_a_field_is_the_readers(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text("text,label\n")
-    with path.open("rb") as file:
-        list(readers.csv_rows(file, "csv"))
-    assert csv.field_size_limit() == parts.FIELD_BYTES
 
 
 @pytest.mark.slow

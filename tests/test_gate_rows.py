@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from rtrain import artifact, config, predict, score
@@ -208,21 +207,6 @@ def test_a_candidate_that_was_trained_on_all_rows_is_told_to_name_others(tmp_pat
     said = rf"was trained on each of the {theirs.rows('test')} test rows .*write --data"
     with pytest.raises(UserError, match=said):
         gate.run(both, Gate())
-
-
-def test_stores_that_do_not_tell_what_was_trained_on_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    both, (theirs, own) = folded(tmp_path, (0, 4), (1, 4))
-    of_this_version = Store.keys
-
-    def keys(self: Store, split: str) -> npt.NDArray[np.uint64]:
-        """As of a store that an earlier version made."""
-        kept = of_this_version(self, split)
-        return kept[:0] if self.manifest.digest == own.manifest.digest else kept
-
-    monkeypatch.setattr(Store, "keys", keys)
-    found = gate.run(both, Gate())
-    assert (found["rows"], found["trained_on"]) == (theirs.rows("test"), None)
-    assert "whether the candidate was trained on these rows is not known" in told.text(found)
 
 
 def test_a_file_with_labels_of_another_model_is_refused_and_a_few_of_them_are_counted(tmp_path: Path) -> None:

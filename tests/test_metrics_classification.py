@@ -8,6 +8,7 @@ from sklearn import metrics as sk
 from rtrain.errors import UserError
 from rtrain.metrics import classification
 from rtrain.metrics.additive import Bools, Floats
+from tests.causes import caused_by
 
 # Class 0 twice right, once taken for 1; class 1 once right, once taken for 2; the last label is no class.
 TRUE = np.array([0, 0, 0, 1, 1, -1])
@@ -17,32 +18,6 @@ PREDICTED = np.array([0, 0, 1, 1, 2, 2])
 def test_confusion_counts_every_row_once_and_an_unknown_label_in_the_last_row() -> None:
     counts = classification.confusion(TRUE, PREDICTED, 3)
     assert counts.tolist() == [[2, 1, 0], [0, 1, 1], [0, 0, 0], [0, 0, 1]]
-
-
-def test_per_class_by_hand() -> None:
-    zero, one, two = classification.per_class(classification.confusion(TRUE, PREDICTED, 3))
-    assert zero == pytest.approx((2 / 2, 2 / 3, 4 / 5, 3, 2))
-    assert one == pytest.approx((0.5, 0.5, 0.5, 2, 2))
-    assert two == pytest.approx((0, 0, 0, 0, 2))  # never true: recall has nothing to divide by
-
-
-def test_scores_by_hand() -> None:
-    found = classification.additive(TRUE, PREDICTED, 3).scores()
-    assert found["accuracy"] == pytest.approx(3 / 6)
-    assert found["macro_f1"] == pytest.approx((4 / 5 + 1 / 2 + 0) / 3)
-    # Over classes: 3 right, 6 predicted, 5 true (the sixth label is no class).
-    assert found["micro_precision"] == pytest.approx(3 / 6)
-    assert found["micro_recall"] == pytest.approx(3 / 5)
-    assert found["micro_f1"] == pytest.approx(6 / 11)
-
-
-def test_a_class_that_neither_occurs_nor_is_predicted_is_left_out_of_the_mean() -> None:
-    assert classification.additive(np.array([0, 1]), np.array([0, 1]), 5).scores()["macro_f1"] == 1.0
-
-
-def test_no_rows_score_nothing() -> None:
-    empty = np.zeros(0, dtype=np.int64)
-    assert set(classification.additive(empty, empty, 2).scores().values()) == {0.0}
 
 
 labels = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=60)
@@ -58,14 +33,6 @@ def test_scores_are_scikit_learns(rows: list[tuple[int, int]]) -> None:
         expected = sk.precision_recall_fscore_support(true, predicted, average=average, zero_division=0)
         for kind, value in zip(("precision", "recall", "f1"), expected[:3], strict=True):
             assert found[f"{average}_{kind}"] == pytest.approx(value, abs=1e-12)
-
-
-def test_auc_by_hand() -> None:
-    scores = np.array([[0.9, 0.1], [0.4, 0.6], [0.5, 0.5], [0.2, 0.8]])
-    # Class 1: true rows 1 and 2 score .6 and .5, others .1 and .8: of four pairs two are in order.
-    area, each = classification.auc(np.array([0, 1, 1, 0]), scores)
-    assert each == [0.5, 0.5]
-    assert area == 0.5
 
 
 def test_auc_of_a_class_without_rows_is_left_out() -> None:
@@ -85,18 +52,6 @@ def test_auc_is_scikit_learns_one_vs_rest(seed: int) -> None:
     scores /= scores.sum(axis=1, keepdims=True)
     area, _ = classification.auc(true, scores)
     assert area == pytest.approx(sk.roc_auc_score(true, scores, multi_class="ovr", average="macro"), abs=1e-12)
-
-
-def test_multilabel_by_hand() -> None:
-    true = np.array([[1, 0, 1], [0, 1, 0], [1, 1, 0]], dtype=bool)
-    scores = np.array([[0.9, 0.2, 0.6], [0.5, 0.7, 0.1], [0.8, 0.3, 0.0]])
-    found = classification.additive_multilabel(true, scores >= 0.5).scores()
-    # Label 0: both right, one too many; 1: one of two found; 2: right. Only row 0 is right as a whole.
-    assert found["subset_accuracy"] == pytest.approx(1 / 3)
-    assert found["macro_f1"] == pytest.approx((4 / 5 + 2 / 3 + 1) / 3)
-    assert found["micro_f1"] == pytest.approx(2 * 4 / (5 + 5))
-    # Each label's true rows come first by its scores, so all three average precisions are 1.
-    assert classification.mean_average_precision(true, scores) == 1.0
 
 
 @settings(deadline=None)
@@ -151,7 +106,7 @@ def test_threshold_may_refuse_every_row() -> None:
 def test_no_threshold_has_a_higher_f1_than_the_chosen_one(rows: list[tuple[float, bool]]) -> None:
     confidence, outside = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
     if outside.all() or not outside.any():
-        with pytest.raises(UserError, match="rows of both kinds"):
+        with pytest.raises(UserError, check=caused_by("too_few_rows")):
             classification.choose_threshold(confidence, outside)
         return
     chosen = f1(confidence, outside, classification.choose_threshold(confidence, outside))

@@ -58,19 +58,3 @@ def test_oracle_chooses_what_the_reference_says() -> None:
     assert oracle(SENTENCES, "Pay us. You may use it.", Budget(sentences=3)) == [0, 2]
     assert oracle(SENTENCES, "pay us", Budget(sentences=3)) == [2]  # a second sentence would only cost precision
     assert oracle(SENTENCES, "nothing shared", Budget(sentences=3)) == []
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=5).map(" ".join), min_size=1, max_size=5),
-    st.lists(st.sampled_from("abcdef"), min_size=1, max_size=6).map(" ".join),
-    st.integers(1, 3),
-)
-def test_oracle_is_no_worse_than_the_best_single_sentence(sentences: list[str], reference: str, most: int) -> None:
-    def value(positions: list[int]) -> float:
-        found = text.additive_rouge([" ".join(sentences[position] for position in positions)], [reference]).scores()
-        return found["rouge1"] + found["rouge2"]
-
-    chosen = oracle(sentences, reference, Budget(sentences=most))
-    assert len(chosen) <= most
-    assert value(chosen) >= max(value([position]) for position in range(len(sentences))) - 1e-12

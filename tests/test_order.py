@@ -14,10 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain.batch import batches
 from rtrain.data import order
-from rtrain.data.order import Order, chain, deal, permute, rows_digest
-
-WINDOW = 256
-SIZES = (1, 2, 3, 7, 97, 251, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW - 1, 2 * WINDOW, 2 * WINDOW + 1, 1009)
+from rtrain.data.order import Order, chain, deal, rows_digest
 
 
 def epoch_of(made: Order, epoch: int) -> list[npt.NDArray[np.int64]]:
@@ -31,16 +28,6 @@ def assert_every_row_once(made: Order, epoch: int) -> None:
     full, last = divmod(made.rows, made.rows_per_update)
     assert [len(rows) for rows in updates] == [made.rows_per_update] * full + [last] * bool(last)
     assert np.array_equal(np.sort(np.concatenate(updates)), np.arange(made.rows))
-
-
-@pytest.mark.parametrize("rows", SIZES)
-@pytest.mark.parametrize("rows_per_update", [1, 7, 64, 2000])
-def test_every_row_comes_once_an_epoch(rows: int, rows_per_update: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "SHUFFLE_WINDOW_ROWS", WINDOW)
-    monkeypatch.setattr(order, "BLOCK_ROWS", 16)
-    made = Order("digest", rows, rows_per_update, epochs=3, seed=5)
-    for epoch in range(3):
-        assert_every_row_once(made, epoch)
 
 
 @pytest.mark.parametrize("difference", [-1, 0, 1])
@@ -64,18 +51,6 @@ def test_every_row_comes_once_whatever_the_windows_and_blocks(
         assert_every_row_once(Order("digest", rows, rows_per_update, epoch + 1, seed), epoch)
 
 
-def test_the_short_update_at_the_end_of_an_epoch_is_kept() -> None:
-    made = Order("digest", rows=10, rows_per_update=4, epochs=3, seed=0)
-    assert (made.updates_per_epoch, made.updates) == (3, 9)
-    assert [len(made.positions(update)) for update in range(9)] == [4, 4, 2] * 3
-
-
-def test_an_update_larger_than_the_data_is_all_rows() -> None:
-    made = Order("digest", rows=10, rows_per_update=4000, epochs=2, seed=0)
-    assert made.updates == 2
-    assert sorted(made.positions(1)) == list(range(10))
-
-
 def test_the_order_is_pinned() -> None:
     """A run resumes under a later version only if its order stays what it was."""
     made = Order("digest", rows=10, rows_per_update=4, epochs=2, seed=7)
@@ -96,14 +71,6 @@ def test_the_order_of_a_larger_store_is_pinned() -> None:
     assert order.version(made.rows) == 2
     assert made.positions(0).tolist() == [158758, 25110, 130862, 115625, 69890, 61213, 69801, 178573]
     assert made.positions(40_000).tolist() == [151522, 243876, 187889, 194318, 189463, 223911, 2312, 112216]
-
-
-def test_equal_calls_give_equal_rows_whatever_was_asked_before() -> None:
-    made = Order("digest", rows=1000, rows_per_update=64, epochs=4, seed=3)
-    forwards = {update: made.positions(update) for update in range(made.updates)}
-    again = Order("digest", rows=1000, rows_per_update=64, epochs=4, seed=3)
-    for update in reversed(range(made.updates)):
-        assert np.array_equal(again.positions(update), forwards[update])
 
 
 def test_epochs_seeds_and_data_each_change_the_order() -> None:
@@ -139,13 +106,6 @@ def test_each_row_is_equally_often_at_each_place(rows: int, window: int, monkeyp
     # Chi squared of n x n degrees of freedom, here 29 x 29 and 121 x 121, has mean n^2 and deviation n x sqrt(2).
     expected, free = seeds / rows, rows - 1
     assert abs(((found - expected) ** 2 / expected).sum() - free**2) < 4 * 1.42 * free
-
-
-def test_neighbours_in_the_store_are_scattered_over_the_epoch() -> None:
-    found = Order("digest", 4096, 4096, 1, seed=0).positions(0)
-    # Places of rows drawn at random correlate with their numbers by 0 +- 1/sqrt(4096) = 0.016.
-    assert abs(np.corrcoef(found, np.arange(4096))[0, 1]) < 4 * 0.016
-    assert (np.abs(np.diff(found)) == 1).sum() < 12  # 2 in the mean
 
 
 def test_an_update_reads_the_blocks_of_few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,20 +145,6 @@ def test_an_update_of_a_large_file_has_the_mix_of_its_labels(kind: str) -> None:
     assert distance(label_of, found) <= 1.2 * distance(label_of, independent)
 
 
-@given(size=st.integers(1, 3000), words=st.lists(st.integers(0, 2**64 - 1), min_size=6, max_size=6))
-@settings(deadline=None)
-def test_permute_is_a_permutation_of_any_size(size: int, words: list[int]) -> None:
-    found = permute(np.arange(size, dtype=np.uint64), size, np.array(words, dtype=np.uint64))
-    assert np.array_equal(np.sort(found), np.arange(size))
-
-
-def test_permute_maps_a_part_as_it_maps_the_whole() -> None:
-    key = np.arange(6, dtype=np.uint64)
-    whole = permute(np.arange(1000, dtype=np.uint64), 1000, key)
-    some = np.array([999, 0, 500], dtype=np.uint64)
-    assert np.array_equal(permute(some, 1000, key), whole[[999, 0, 500]])
-
-
 # ------------------------------------------------------------------------------------------------------------ sharing
 
 
@@ -215,16 +161,6 @@ def test_rows_are_dealt_forth_and_back_by_length() -> None:
     lengths = np.array([5, 9, 1, 7, 3], dtype=np.int32)
     shares = shares_of(lengths, workers=2, most_rows=2)
     assert [[rows.tolist() for rows in passes] for passes in shares] == [[[1, 4], [2]], [[3, 0]]]
-
-
-def test_rows_of_equal_length_keep_their_order() -> None:
-    passes = deal(np.full(6, 4, dtype=np.int32), workers=1, rank=0, most_rows=4)
-    assert [rows.tolist() for rows in passes] == [[0, 1, 2, 3], [4, 5]]
-
-
-def test_workers_beyond_the_rows_get_no_pass() -> None:
-    shares = shares_of(np.array([3, 8], dtype=np.int32), workers=5, most_rows=4)
-    assert [[rows.tolist() for rows in passes] for passes in shares] == [[[1]], [[0]], [], [], []]
 
 
 @given(

@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 
 from rtrain import config
-from rtrain.batch import OUTSIDE, Head, Ragged, single
+from rtrain.batch import OUTSIDE, Head, Ragged
 from rtrain.config import Serve
 from rtrain.data import tokens
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
-from rtrain.gate import rows
 from rtrain.metrics import by_output, scores, tables
 from rtrain.predict import Predictor
-from rtrain.score import Answered
 from rtrain.tasks import base
 from serve.app import build_app
+from tests.causes import caused_by
 from tests.conftest import labelled_rows, write_rows
 from tests.serving import INFER, call, predict, tensor
 from tests.tiny import CORPUS, make_store, make_task_artifact, make_tokenizer
@@ -53,7 +52,7 @@ def test_rows_outside_are_left_out_of_training_alone(tmp_path: Path) -> None:
 
 
 def test_a_threshold_needs_validation_rows_of_both_kinds(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.outside: of \d+ validation rows 0 have the label 'nowhere'"):
+    with pytest.raises(UserError, check=caused_by("too_few_rows")):
         store_of(tmp_path, {}, **{"data.outside": "nowhere"})
 
 
@@ -81,7 +80,7 @@ def test_the_threshold_is_the_one_of_the_best_f1() -> None:
 
 
 def test_scores_are_of_the_rows_inside_and_of_telling_the_others() -> None:
-    before = by_output.classes(OUTCOMES, TARGETS, HEAD)
+    before = by_output.METRICS["classes"].scores(OUTCOMES, TARGETS, HEAD)
     # Inside: a found, b taken for a, a found.
     assert before["accuracy"] == pytest.approx(2 / 3)
     assert "outside_f1" not in before
@@ -106,26 +105,6 @@ def test_a_slice_of_outside_rows_alone_has_scores_too() -> None:
     assert alone["scores"]["outside_recall"] == alone["scores"]["accuracy_with_refusals"] == pytest.approx(2 / 3)
     assert alone["scores"]["ece"] == 0
     assert sum(one["rows"] for one in alone["tables"]["calibration"]["bins"]) == 0
-
-
-def test_the_gate_looks_at_the_rows_that_are_refused_too(tmp_path: Path) -> None:
-    """The candidate loses 30 of 300 rows inside, and refuses 30 more of 100 outside: as many are right."""
-    sure, other, unsure = (4.0, 0.0), (0.0, 4.0), (0.1, 0.0)
-    answers = ([sure] * 400, [other] * 30 + [sure] * 270 + [unsure] * 30 + [sure] * 70)
-    targets = Ragged.even(np.array([0] * 300 + [OUTSIDE] * 100))
-    predictor = Predictor.load(make_task_artifact(tmp_path, "classification", CHOSEN), threads=1)
-    one = np.ones(400, dtype=np.int32)
-    ids = single(one, one, one, targets.values, np.arange(400, dtype=np.uint64))
-    base_side, candidate = (
-        rows.Side(predictor, ids, Answered([], Ragged.even(np.array(side))), targets, CHOSEN, np.zeros(400, bool))
-        for side in answers
-    )
-    found = rows.judge(rows.Both(base_side, candidate, {}, "rows"))
-    assert found.headline is not None
-    assert found.flipped is not None
-    assert (found.flipped.lost, found.flipped.won) == (30, 30)
-    assert (found.headline.name, found.headline.rows) == ("accuracy_with_refusals", 400)
-    assert found.headline.first == found.headline.other == pytest.approx(300 / 400)
 
 
 def test_tables_have_it_as_a_class() -> None:
@@ -188,11 +167,3 @@ def test_the_endpoint_answers_outside_where_the_threshold_says_so(tmp_path: Path
     assert labels["data"] == [one["label"] for one in first]
     assert labels["data"].count("none") == 2
     assert scores["data"] == pytest.approx([one["score"] for one in first], abs=1e-6)
-
-
-def test_a_slice_without_rows_inside_is_not_the_worst_one() -> None:
-    """Its accuracy is of no row, and was 0 beside the others'."""
-    rows = np.arange(60) % 6
-    every = {"source": ["web" if row < 3 else "fuzz" for row in rows.tolist()]}
-    found = scores.measure(TASK, CHOSEN, "test", OUTCOMES.take(rows), TARGETS.take(rows), np.arange(60), every)
-    assert [(one["value"], one["rows"]) for one in found["slices"]["source"]] == [("web", 30)]

@@ -21,6 +21,7 @@ from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
 from rtrain.training import evaluate, losses, step
 from serve.app import build_app
+from tests.causes import caused_by
 from tests.conftest import labelled_rows
 from tests.serving import call
 from tests.test_training_step import make_still_encoder
@@ -82,7 +83,7 @@ def test_what_is_beyond_the_last_window_is_counted(folder: Path, tmp_path: Path)
 
 
 def test_windows_that_overlap_by_half_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.stride=8: windows would share half of their tokens or more"):
+    with pytest.raises(ConfigError, check=caused_by("out_of_range")):
         config.load("contract-clauses", settings(folder, stride=8))
 
 
@@ -91,7 +92,6 @@ def test_a_stride_that_two_long_texts_cannot_have_is_refused(folder: Path) -> No
     given = settings(folder, text_pair="other", window=32, stride=14)
     [problem] = problems(config.load("contract-clauses", given).recipe)
     assert (problem.field, problem.fix) == ("data.stride", "write 13 or less")
-    assert problems(config.load("contract-clauses", given).recipe, begun=True) == []
     assert problems(config.load("contract-clauses", {**given, "data.text_pair": None}).recipe) == []
     assert problems(config.load("squad", {"data.window": 32, "data.stride": 15}).recipe) == []
     as_told = config.load("contract-clauses", {**given, "data.stride": 13}).recipe

@@ -8,18 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings, strategies as st
 
 from rtrain import config
 from rtrain.config import Recipe
 from rtrain.data import records, tokens
-from rtrain.data.records import Record
 from rtrain.data.splits import Splits
 from rtrain.data.stores import columns, shards
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, UserError
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
+from tests.causes import caused_by
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.tiny import make_encoder, make_store
 
@@ -103,10 +102,10 @@ def test_a_folder_without_tokenizer_is_refused_before_a_job(tmp_path: Path, enco
     recipe = recipe_of(write_rows(tmp_path / "a.csv", labelled_rows(60)))
     broken = make_encoder(tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read as a tokenizer"):
+    with pytest.raises(UserError, check=caused_by("unreadable")):
         tokens.ensure(recipe, records.inspect(recipe.data), broken, tmp_path)
     (broken / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"no tokenizer\.json in the folder"):
+    with pytest.raises(ConfigError, check=caused_by("no_tokenizer")):
         load_tokenizer(broken, 16)
     assert not (tmp_path / ".tokens").exists()
 
@@ -141,17 +140,6 @@ def test_equal_rows_get_distinct_ids() -> None:
     assert ids.tolist() == [7, 5, 7 + step, (7 + 2 * step) % 2**64, 5 + step, 9]
 
 
-@given(st.lists(st.integers(0, 5), max_size=60))
-@settings(deadline=None)
-def test_ids_are_unique_and_equal_contents_have_equal_sets_of_ids(values: list[int]) -> None:
-    content = np.array(values, dtype=np.uint64) * np.uint64(0x123456789ABCDEF1)
-    ids = columns.identify(content) if values else content
-    assert len(set(ids.tolist())) == len(values)
-    if values:
-        turned = columns.identify(content[::-1].copy())
-        assert sorted(turned.tolist()) == sorted(ids.tolist())
-
-
 def test_ids_do_not_depend_on_how_rows_lie_in_files_and_shards(
     tmp_path: Path, encoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,68 +161,11 @@ def test_ids_do_not_depend_on_how_rows_lie_in_files_and_shards(
         assert len(set(first.row_ids.tolist())) == len(positions)
 
 
-# -------------------------------------------------------------------------------------------------------- the encoder
-
-
-def encode(rows: list[Record], encoder: Path, max_tokens: int = 16, text_pair: str | None = None) -> Any:
-    recipe = recipe_of(Path("rows.csv"), max_tokens=max_tokens, text_pair=text_pair)
-    job = shards.Job(recipe, encoder, Path("nowhere"), ALONE)
-    return shards._encode(rows, "train", job, base.get("classification"), load_tokenizer(encoder, max_tokens), {})
-
-
-def test_rows_become_tokens_and_bad_rows_none(encoder: Path) -> None:
-    rows = [
-        Record(2, "where is my parcel", None, "x", None),
-        Record(3, "", None, "\udce9", "bad"),
-        Record(4, "money", None, "y", None),
-    ]
-    table = encode(rows, encoder)
-    tokenizer = tokenizers.Tokenizer.from_file(str(encoder / "tokenizer.json"))
-    expected = [tokenizer.encode(text).ids for text in ("where is my parcel", "money")]
-    assert table["ids"].to_pylist() == [expected[0], [], expected[1]]
-    assert table["length"].to_pylist() == [len(expected[0]), 0, len(expected[1])]
-    assert [row[1:] for row in table["windows"].to_pylist()] == [
-        [len(expected[0])],
-        [],
-        [len(expected[1])],
-    ]  # no second text: the length
-    assert table["label"].to_pylist() == ["x", "?", "y"]
-    assert table["line"].to_pylist() == [2, 3, 4]
-    assert table["reason"].to_pylist() == [None, "bad", None]
-    assert table["split"].to_pylist()[1] == shards.BAD
-    assert set(table["split"].to_pylist()[::2]) <= {0, 1, 2}
-
-
-def test_a_long_text_is_cut_and_marked(encoder: Path) -> None:
-    long = "where is my parcel " * 20
-    table = encode([Record(2, long, None, "x", None), Record(3, "money", None, "x", None)], encoder, max_tokens=16)
-    assert table["truncated"].to_pylist() == [True, False]
-    assert table["length"].to_pylist()[0] == 16
-    tokenizer = tokenizers.Tokenizer.from_file(str(encoder / "tokenizer.json"))
-    assert table["ids"].to_pylist()[0] == [*tokenizer.encode(long).ids[:15], tokenizer.token_to_id("[SEP]")]
-
-
-def test_the_second_text_starts_where_the_token_types_change(encoder: Path) -> None:
-    table = encode([Record(2, "where is my parcel", "money", "x", None)], encoder, text_pair="other")
-    tokenizer = tokenizers.Tokenizer.from_file(str(encoder / "tokenizer.json"))
-    both = tokenizer.encode("where is my parcel", "money")
-    assert table["ids"].to_pylist() == [both.ids]
-    assert (
-        table["windows"].to_pylist()[0][1:]
-        == [both.type_ids.index(1)]
-        == [len(tokenizer.encode("where is my parcel").ids)]
-    )
-
-
 def test_names_of_special_tokens_in_a_text_are_text(encoder: Path) -> None:
-    rows = [Record(2, "where [SEP] is [PAD]", "[MASK] [CLS]", "x", None), Record(3, "[UNK]", "", "x", None)]
-    table = encode(rows, encoder, text_pair="other")
-    named = tokenizers.Tokenizer.from_file(str(encoder / "tokenizer.json")).token_to_id
-    special = {named(name) for name in ("[PAD]", "[CLS]", "[SEP]", "[MASK]")}
-    first, second = table["ids"].to_pylist()
-    assert [place for place, number in enumerate(first) if number in special] == [
-        0,
-        table["windows"].to_pylist()[0][1] - 1,
-        len(first) - 1,
-    ]
-    assert len(second) > 4  # the brackets are pieces of their own
+    tokenizer = load_tokenizer(encoder, 16)
+    task = base.get("classification")
+    first, second = task.encode(tokenizer, ["where [SEP] is [PAD]", "[UNK]"], ["[MASK] [CLS]", ""])
+    special = {tokenizer.token_to_id(name) for name in ("[PAD]", "[CLS]", "[SEP]", "[MASK]")}
+    places = [place for place, number in enumerate(first.ids) if number in special]
+    assert places == [0, first.windows[0].second - 1, len(first.ids) - 1]
+    assert len(second.ids) > 4  # the brackets are pieces of their own

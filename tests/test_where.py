@@ -2,14 +2,11 @@
 against programs that stand in for Slurm's, each a few lines of shell."""
 
 import contextlib
-import http.server
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import tomllib
 from dataclasses import dataclass
@@ -21,9 +18,9 @@ from ray.scripts.scripts import start as ray_start
 
 from rtrain.cluster import session
 from rtrain.errors import TryAgain
+from tests.root import ROOT
 from tests.test_wheel import SOURCES
 
-ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
@@ -49,37 +46,12 @@ def arguments() -> dict[str, str]:
     return {name: value.strip('"') for name, _, value in (rest.partition("=") for rest in of("ARG"))}
 
 
-def test_the_file_has_its_stages_and_ends_in_the_plain_one() -> None:
-    assert of("FROM") == ["${BASE} AS build", "${BASE} AS run", "run AS endpoint", "run"]
-    assert {word for word, _ in instructions()} == {
-        *("ARG", "FROM", "WORKDIR", "RUN", "ENV", "COPY", "USER", "ENTRYPOINT", "CMD", "EXPOSE", "HEALTHCHECK")
-    }
-
-
 def test_its_python_is_one_that_the_project_supports_and_its_tests_check_types_for() -> None:
     found = re.fullmatch(r"python:(3\.\d+)-slim-\w+", arguments()["BASE"])
     assert found
     low, high = re.findall(r"3\.(\d+)", PROJECT["requires-python"])
     assert int(low) <= int(found[1].removeprefix("3.")) < int(high)
     assert f"python{found[1]}" in MAKEFILE
-
-
-def test_torch_s_index_is_the_makefile_s_and_without_one_torch_comes_with_cuda() -> None:
-    assert f"TORCH_INDEX={arguments()['TORCH_INDEX']}" in MAKEFILE
-    [install] = [rest for rest in of("RUN") if "$TORCH_INDEX" in rest]
-    assert (
-        '[ -z "$TORCH_INDEX" ] || pip install -c constraints.txt --no-deps --index-url "$TORCH_INDEX" torch' in install
-    )
-    assert '--no-deps --index-url "$TORCH_INDEX" torch' in MAKEFILE.replace("$$", "$")
-    assert {"torch", "triton", "cuda-toolkit", "nvidia-nccl-cu13"} <= PINS.keys()
-
-
-def test_all_is_installed_at_the_pins_and_no_cache_stays_in_a_layer() -> None:
-    installs = [command for rest in of("RUN") for command in re.findall(r"pip install [^&;}]*", rest)]
-    assert len(installs) == 3
-    assert [command for command in installs if "-c constraints.txt" not in command and "--no-deps" not in command] == []
-    kept = [rest for rest in of("RUN") if "pip install" in rest and "/root/.cache/pip" not in rest]
-    assert [rest for rest in kept if "--no-cache-dir" not in rest] == []
 
 
 def test_what_it_installs_are_the_project_s_dependencies(tmp_path: Path) -> None:
@@ -106,49 +78,6 @@ def test_the_context_is_what_is_copied_and_small() -> None:
     files = [path for name in sent for path in [ROOT / name, *(ROOT / name).rglob("*")] if path.is_file()]
     assert len(files) > 100
     assert sum(path.stat().st_size for path in files if "__pycache__" not in path.parts) < 4 << 20
-
-
-def test_nothing_runs_as_root_and_the_entry_point_is_the_command() -> None:
-    stage = instructions()[[rest for _, rest in instructions()].index("${BASE} AS run") :]
-    [user] = [rest for word, rest in stage if word == "USER"]
-    assert user == "rtrain"
-    assert "useradd --uid 1000" in of("RUN")[-1]
-    assert [json.loads(rest) for rest in of("ENTRYPOINT")] == [["rtrain"]]
-    assert PROJECT["scripts"].keys() == {"rtrain"}
-
-
-@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (None, False)])
-def test_the_health_check_follows_the_endpoint(status: int | None, healthy: bool) -> None:
-    from serve import base
-
-    assert "/v2/health/ready" in Path(base.__file__).read_text(encoding="utf-8")
-
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status or 500)
-            self.end_headers()
-            asked.append(self.path)
-
-        def log_message(self, *_: object) -> None: ...
-
-    asked: list[str] = []
-    [check] = of("HEALTHCHECK")
-    command = json.loads(check.partition("CMD ")[2])
-    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        if status:
-            thread.start()
-        else:
-            server.server_close()
-        program = command[-1].replace(":8000/", f":{server.server_port}/")
-        assert program != command[-1]
-        # A proxy that the container was given is not asked about its own loopback.
-        given = {**os.environ, "http_proxy": "http://127.0.0.1:1", "no_proxy": ""}
-        done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, check=False)
-        if status:
-            server.shutdown()
-    assert (done.returncode == 0) == healthy
-    assert asked == (["/v2/health/ready"] if status else [])
 
 
 # --------------------------------------------------------------------------------------------------- the batch script

@@ -258,7 +258,7 @@ def _reached(order: Order, task: Task, prepared: preparing.Prepared, update: int
     steering, additive = answers(run), metric_for(output).additive
     assert steering is not None  # they are written before the rung's checkpoint
     luck = None
-    if order.of is not None and additive and (other := answers(Run(task.search).trial(order.of))) is not None:
+    if order.of is not None and (other := answers(Run(task.search).trial(order.of))) is not None:
         both = (additive(one, targets, store.manifest.head) for one in (other, steering))
         luck = chance.luck(*(chance.Held(headline, store.column("valid", "row_id")[positions], one) for one in both))
     return {

@@ -82,7 +82,7 @@ def run(
 def checked(config: Config, teacher: Teacher, root: Path) -> records.Source:
     """The rows of a student whose configuration is `started`: the teacher's, as it read them. Raises one `ConfigError`
     with everything that can be refused before Ray starts."""
-    source, weights = preparing.check(config, root, labels=False)
+    source, weights = preparing.check(config, root)
     if problems := refused(config, teacher, weights):
         raise ConfigError(problems)
     return source

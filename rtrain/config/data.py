@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -17,6 +18,9 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from rtrain.errors import Problem
 
+conflict = partial(Problem, code="conflicting_settings")
+missing = partial(Problem, code="missing")
+out_of_range = partial(Problem, code="out_of_range")
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -90,8 +94,7 @@ class Data(Section):
     label: str | tuple[str, ...] | None = "label"
     """Column with the label; for a task of several heads a list, one column each; null where nothing is labelled."""
     separator: Annotated[str, Field(min_length=1)] | None = None
-    """Sign between several labels in one text, e.g. "|". By default multi_label looks for it in the labels, and refuses
-    what is not clear; a column of lists needs none."""
+    """Sign between several labels in one text, e.g. "|"; a column of lists needs none."""
     outside: Annotated[str, Field(min_length=1)] | None = None
     """Label of the rows that belong to no class. They are not trained on; a threshold, chosen on the validation rows,
     tells them from the others."""
@@ -169,36 +172,46 @@ def _split_contradictions(data: Data) -> list[Problem]:
     problems = []
     if data.split is not None and (data.valid or data.test):
         fix = "give a column or files of their own, and set the others to null"
-        problems.append(Problem("data.split", data.split, "data.valid or data.test names splits too", fix))
+        problems.append(conflict("data.split", data.split, "data.valid or data.test names splits too", fix))
     if data.folds is not None and (data.valid or data.test or data.split):
         fix = "leave out data.valid, data.test and data.split, or set data.folds=null"
-        problems.append(Problem("data.folds", data.folds, "the splits are given already", fix))
+        problems.append(conflict("data.folds", data.folds, "the splits are given already", fix))
     if data.valid and data.valid_share:
         fix = "leave out one of the two"
-        problems.append(Problem("data.valid_share", data.valid_share, "data.valid has the validation rows", fix))
+        problems.append(conflict("data.valid_share", data.valid_share, "data.valid has the validation rows", fix))
     if data.valid_part and (data.valid or data.valid_share == 0 or (data.split and not data.valid_share)):
         reason = "no part of the training rows validates"
         fix = "leave it out, or give data.valid_share in place of validation rows of their own"
-        problems.append(Problem("data.valid_part", data.valid_part, reason, fix))
+        problems.append(conflict("data.valid_part", data.valid_part, reason, fix))
     if data.fold and data.fold >= (data.folds or 1):
-        problems.append(Problem("data.fold", data.fold, f"there are {data.folds} folds", "folds count from 0"))
+        problems.append(out_of_range("data.fold", data.fold, f"there are {data.folds} folds", "folds count from 0"))
     if data.valid_share == 0 and not (data.valid or data.split) and data.outside is not None:
         reason = "the threshold of data.outside is chosen on validation rows, and there are none"
-        problems.append(Problem("data.valid_share", 0, reason, "give a share, or set data.outside=null"))
+        problems.append(conflict("data.valid_share", 0, reason, "give a share, or set data.outside=null"))
     return problems
 
 
 def data_contradictions(data: Data) -> list[Problem]:
     problems = _split_contradictions(data)
     if data.text_pair == data.text:
-        problems.append(Problem("data.text_pair", data.text_pair, "the same column as data.text", "remove it"))
+        problems.append(
+            Problem("data.text_pair", data.text_pair, "the same column as data.text", "remove it", code="same_column")
+        )
     if {data.text, data.text_pair} & set(data.labels):
         problems.append(
-            Problem("data.label", data.label, "the same column as the text", "name the column of the labels")
+            Problem(
+                "data.label",
+                data.label,
+                "the same column as the text",
+                "name the column of the labels",
+                code="same_column",
+            )
         )
     if 2 * data.stride >= data.window_tokens:
         fix = "write less than half of data.window (or of data.max_tokens where it is not set)"
-        problems.append(Problem("data.stride", data.stride, "windows would share half of their tokens or more", fix))
+        problems.append(
+            out_of_range("data.stride", data.stride, "windows would share half of their tokens or more", fix)
+        )
     return problems
 
 
@@ -206,13 +219,13 @@ def augment_contradictions(augment: Augment) -> list[Problem]:
     problems, total = [], sum(augment.noise.values())
     if total > 1:
         reason = "the shares of typo, swap, drop and mask are more than all words"
-        problems.append(Problem("augment", round(total, 6), reason, "lower one: their sum is at most 1"))
+        problems.append(out_of_range("augment", round(total, 6), reason, "lower one: their sum is at most 1"))
     if augment.copies and not total:
         fix = "give a share of words, e.g. augment.typo=0.1, or copies=0"
-        problems.append(Problem("augment.copies", augment.copies, "copies without noise repeat their rows", fix))
+        problems.append(conflict("augment.copies", augment.copies, "copies without noise repeat their rows", fix))
     if total and not augment.copies:
-        problems.append(Problem("augment.copies", 0, "noise is for copies, and there are none", "write 1 or more"))
+        problems.append(conflict("augment.copies", 0, "noise is for copies, and there are none", "write 1 or more"))
     if augment.pivot and not augment.paraphrase:
         fix = "name the model that translates back as augment.paraphrase"
-        problems.append(Problem("augment.pivot", augment.pivot, "the way back is missing", fix))
+        problems.append(missing("augment.pivot", augment.pivot, "the way back is missing", fix))
     return problems

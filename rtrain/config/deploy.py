@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from rtrain.config.data import Positive, Section
+from rtrain.config.data import Positive, Section, conflict, missing, out_of_range
 from rtrain.errors import Problem
 
 Labels = dict[str, Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]]
@@ -251,30 +251,30 @@ def deploy_contradictions(deploy: Deploy) -> list[Problem]:
     """Settings that are valid alone and impossible together."""
     tune, problems = deploy.tune, []
     if tune.objective == "time" and tune.target is None:
-        problems.append(Problem("tune.target", None, "tune.objective=time needs a score to reach", "write e.g. 0.9"))
+        problems.append(missing("tune.target", None, "tune.objective=time needs a score to reach", "write e.g. 0.9"))
     if tune.cost != "training" and tune.objective != "front":
         reason = f"tune.objective={tune.objective} does not look at it"
-        problems.append(Problem("tune.cost", tune.cost, reason, "write tune.objective=front too"))
+        problems.append(conflict("tune.cost", tune.cost, reason, "write tune.objective=front too"))
     if tune.money is not None and tune.price is None and deploy.cluster.prices is None:
-        problems.append(Problem("tune.price", None, "tune.money needs the price of a worker's hour", "write e.g. 0.04"))
+        problems.append(missing("tune.price", None, "tune.money needs the price of a worker's hour", "write e.g. 0.04"))
     serve = deploy.serve
     if serve.max_replicas is not None and serve.max_replicas < serve.copies:
         reason = f"it is below serve.replicas={serve.copies}"
-        problems.append(Problem("serve.max_replicas", serve.max_replicas, reason, "write as many or more"))
+        problems.append(conflict("serve.max_replicas", serve.max_replicas, reason, "write as many or more"))
     if (serve.tls_cert is None) != (serve.tls_key is None):
         given, lacking = ("tls_cert", "tls_key") if serve.tls_key is None else ("tls_key", "tls_cert")
         fix = f"write serve.{lacking} too"
-        problems.append(Problem(f"serve.{given}", getattr(serve, given), "TLS needs a certificate and its key", fix))
+        problems.append(missing(f"serve.{given}", getattr(serve, given), "TLS needs a certificate and its key", fix))
     # With no other answer at all, the chance of so many is 1 % at this share; fewer texts can never do.
     least = math.ceil(math.log(0.01) / math.log(serve.shadow_agreement)) if 0 < serve.shadow_agreement < 1 else 1
     if serve.shadow_agreement == 1 or serve.shadow_rows < least:
         reason = f"so few texts cannot show that {serve.shadow_agreement:g} of the answers are the same"
         if serve.shadow_agreement == 1:
-            problem = Problem("serve.shadow_agreement", 1.0, "no number of texts can show it", "write e.g. 0.95")
+            problem = out_of_range("serve.shadow_agreement", 1.0, "no number of texts can show it", "write e.g. 0.95")
         else:
-            problem = Problem("serve.shadow_rows", serve.shadow_rows, reason, f"write {least} or more")
+            problem = out_of_range("serve.shadow_rows", serve.shadow_rows, reason, f"write {least} or more")
         problems.append(problem)
     if serve.grpc_port == serve.port:
         reason = "serve.port is that of HTTP"
-        problems.append(Problem("serve.grpc_port", serve.grpc_port, reason, "write another port"))
+        problems.append(conflict("serve.grpc_port", serve.grpc_port, reason, "write another port"))
     return problems

@@ -9,7 +9,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,20 +33,6 @@ class Config:
     takes all others from the run."""
 
 
-RETIRED = ("packed", "fast_dropout", "touched_rows")
-"""Settings of `train` that earlier versions wrote into every run's config.yaml. They never changed its weights."""
-SHARDED = "sharded_optimizer"
-"""A setting of `train` in earlier versions, true or false; it was what `train.shard` is up to 1."""
-RETIRED_TUNE = frozenset(("trials", "points", "lr", "aggregation_frequency", "budget", "first_rung", "concurrent"))
-"""The whole section `tune` of earlier versions, which stands in every config.yaml that they wrote. No run was trained
-by it."""
-REPLACED = {
-    "tune.lr": "tune.space, e.g. {optim.lr: [1.0e-4, 3.0e-4]}",
-    "tune.aggregation_frequency": "tune.space, e.g. {train.aggregation_frequency: [2, 4, 8]}",
-    "train.sharded_optimizer": "train.shard=1, or 0 for false",
-    "tune.budget": "tune.full_runs; every trial is trained to rungs",
-}
-"""Settings of earlier versions, and what takes their place."""
 ELSEWHERE = {
     **dict.fromkeys(("learning_rate", "base_lr", "max_lr"), "optim.lr"),
     **dict.fromkeys(("warmup_ratio", "warmup_steps"), "optim.warmup"),
@@ -62,8 +48,6 @@ ELSEWHERE = {
 """What other programs call a setting, by the last part of the name."""
 UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
 """What PyYAML raises: the second for a date that the calendar has not, the third for thousands of brackets."""
-FAR = 0.2
-"""By how much less than the nearest name another one may be like what was written, and is still offered."""
 RECIPE_FIELDS = frozenset(Recipe.model_fields)
 DEPLOY_FIELDS = frozenset(Deploy.model_fields)
 
@@ -83,7 +67,15 @@ def recipe_text(name: str) -> str:
         of_task = [each for each in recipe_names() if f"\ntask: {name}\n" in recipe_text(each)]
         fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(of_task or recipe_names())}"
         raise ConfigError(
-            [Problem("recipe", name, "a task, of which there are recipes" if of_task else "unknown", fix)]
+            [
+                Problem(
+                    "recipe",
+                    name,
+                    "a task, of which there are recipes" if of_task else "unknown",
+                    fix,
+                    code="unknown_name",
+                )
+            ]
         )
     return (resources.files("rtrain.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
 
@@ -92,7 +84,9 @@ def _shipped(name: str) -> str:
     """`recipe_text`; a folder, most likely of a run, is refused with what to write."""
     inner = Path(name) / "config.yaml"
     if name not in recipe_names() and inner.is_file():
-        raise ConfigError([Problem("recipe", name, "a run's folder", f"write {inner}, or --resume --out {name}")])
+        raise ConfigError(
+            [Problem("recipe", name, "a run's folder", f"write {inner}, or --resume --out {name}", code="not_a_recipe")]
+        )
     return recipe_text(name)
 
 
@@ -102,20 +96,18 @@ def load(name_or_file: str, overrides: Mapping[str, Any] | None = None) -> Confi
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if not path.is_file():
             fix = meant(path) or "write a recipe's name or an existing file"
-            raise ConfigError([Problem("recipe", name_or_file, "no such file", fix)])
+            raise ConfigError([Problem("recipe", name_or_file, "no such file", fix, code="not_found")])
         text, own = _read(path), True
     else:
         text, own = _shipped(name_or_file), False
     try:
         document = yaml.load(text, _Loader)
     except UNREADABLE as error:
-        raise UserError(f"{name_or_file} is not YAML: {error}") from None
+        raise UserError(f"{name_or_file} is not YAML: {error}", code="unreadable") from None
     if not isinstance(document, dict):
-        raise UserError(f"{name_or_file} must hold a mapping of sections (name, task, data, model, ...)")
-    if isinstance(document.get("train"), dict):
-        document["train"] = _current(document["train"])
-    if isinstance(document.get("tune"), dict) and document["tune"].keys() == RETIRED_TUNE:
-        del document["tune"]
+        raise UserError(
+            f"{name_or_file} must hold a mapping of sections (name, task, data, model, ...)", code="wrong_type"
+        )
     try:
         config = parse(document, overrides or {})
     except ConfigError as error:
@@ -130,7 +122,7 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         fix = "convert it, e.g. iconv -f latin1 -t utf-8, or from utf-16"
-        raise ConfigError([Problem("recipe", str(path), "the file is not UTF-8", fix)]) from None
+        raise ConfigError([Problem("recipe", str(path), "the file is not UTF-8", fix, code="not_utf8")]) from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -143,18 +135,16 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 if key.value in lines:
                     reason = f"written twice, in the lines {lines[key.value]} and {line}"
-                    raise ConfigError([Problem(key.value, None, reason, "write it once, with all that belongs to it")])
+                    raise ConfigError(
+                        [
+                            Problem(
+                                key.value, None, reason, "write it once, with all that belongs to it", code="duplicate"
+                            )
+                        ]
+                    )
                 lines[key.value] = line
         found: dict[Any, Any] = super().construct_mapping(node, deep)
         return found
-
-
-def _current(train: dict[str, Any]) -> dict[str, Any]:
-    """The section as this version calls its settings."""
-    found = {name: value for name, value in train.items() if name not in (*RETIRED, SHARDED)}
-    if SHARDED in train:
-        found.setdefault("shard", int(bool(train[SHARDED])))
-    return found
 
 
 def parse(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
@@ -215,7 +205,9 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     """
     name, separator, value = (part.strip() for part in text.partition("="))
     if not separator or not name:
-        raise ConfigError([Problem("--set", text, "not an assignment", "write --set section.name=value")])
+        raise ConfigError(
+            [Problem("--set", text, "not an assignment", "write --set section.name=value", code="not_an_assignment")]
+        )
     annotation = _annotation(name)
     kinds = _kinds(annotation)
     try:
@@ -223,7 +215,9 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     except UNREADABLE:
         if str in kinds:
             return name, value
-        raise ConfigError([Problem("--set", text, "the value is not YAML", "put it into quotes")]) from None
+        raise ConfigError(
+            [Problem("--set", text, "the value is not YAML", "put it into quotes", code="unreadable")]
+        ) from None
     if isinstance(found, list) and _lists_texts(annotation):
         return name, yaml.load(value, yaml.BaseLoader)
     if str not in kinds or found is None:
@@ -291,20 +285,15 @@ def dotted_names() -> Iterator[str]:
 
 
 def _unknown(field: str, value: Any, known: Any) -> Problem:
-    if field in REPLACED:
-        return Problem(field, value, "of an earlier version", f"write {REPLACED[field]}")
     last = field.rsplit(".", 1)[-1]
-    near = [ELSEWHERE[last]] if ELSEWHERE.get(last) in known else _nearest(str(value or field), known)
+    near = (
+        [ELSEWHERE[last]]
+        if ELSEWHERE.get(last) in known
+        else difflib.get_close_matches(str(value or field), list(known), n=1, cutoff=0.5)
+    )
     near += [name for name in sorted(known) if name.endswith(f".{last}") and name not in near]  # in another section
     fix = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
-    return Problem(field, value, "unknown", fix)
-
-
-def _nearest(written: str, known: Iterable[str]) -> list[str]:
-    """The names most like what was written, at most three; without those far less like it than the first."""
-    found = difflib.get_close_matches(written, list(known), n=3, cutoff=0.5)
-    alike = [difflib.SequenceMatcher(None, name, written).ratio() for name in found]
-    return [name for name, each in zip(found, alike, strict=True) if each >= alike[0] - FAR]
+    return Problem(field, value, "unknown", fix, code="unknown_setting" if value is None else "unknown_name")
 
 
 def _problem(details: Any) -> Problem:
@@ -315,7 +304,10 @@ def _problem(details: Any) -> Problem:
     if details["type"] == "unknown_name":
         return _unknown(field, details["input"], details["ctx"]["known"])
     if details["type"] == "missing":
-        return Problem(field, None, "missing", "add it")
+        return Problem(field, None, "missing", "add it", code="missing")
     if details["type"] == "tuple_type" and isinstance(details["input"], str):
-        return Problem(field, details["input"], "no list", f"write {field}=[{details['input']}]")
-    return Problem(field, details["input"], reason, "correct the value")
+        return Problem(field, details["input"], "no list", f"write {field}=[{details['input']}]", code="wrong_type")
+    kinds = {"literal_error": "unknown_name", "string_pattern_mismatch": "wrong_form"}
+    is_bound = details["type"].startswith(("greater_than", "less_than"))
+    code = "out_of_range" if is_bound else kinds.get(details["type"], "wrong_type")
+    return Problem(field, details["input"], reason, "correct the value", code=code)

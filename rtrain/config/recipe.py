@@ -202,29 +202,32 @@ LOCATION = ("name", "data.path", "data.valid", "data.test", "data.max_bad_rows")
 """Settings that say what the recipe is called, where its rows lie and how many of them may be bad. The rows themselves
 are compared by the digest of their content."""
 
-
-ADDED = {"lr_scaling": "none", "lr_rows": None, "beta2_scaling": "none", "layer_decay": 1.0}
-"""Settings of `optim` that came later, and their neutral values. `identity` omits a neutral one, so that older runs
-can be resumed."""
-ADDED_TO_DATA: dict[str, Any] = {"id": None, "outside": None, "valid_part": 0, "delimiter": None, "escape": None}
-"""The same for `data`."""
-ADDED_TO_MODEL: dict[str, Any] = {
-    **{"attention_dropout": None, "dropout": None, "pooling": "own", "freeze": "none"},
-    **{"positions": None, "local_attention": None},
+NEUTRAL_DATA: dict[str, Any] = {"id": None, "outside": None, "valid_part": 0, "delimiter": None, "escape": None}
+"""Settings of `data` that are left out of a run's identity and of a token store's address at these values. An order of
+rows begins with that address: another table is another order of the same rows."""
+NEUTRAL: dict[str, dict[str, Any]] = {
+    "data": NEUTRAL_DATA,
+    "model": {
+        **{"attention_dropout": None, "dropout": None, "pooling": "own", "freeze": "none"},
+        **{"positions": None, "local_attention": None},
+    },
+    "optim": {"lr_scaling": "none", "lr_rows": None, "beta2_scaling": "none", "layer_decay": 1.0},
+    "train": {"gradient_compression": "none"},
+    "distill": {
+        **{"student": None, "width": None, "unlabelled": None, "confidence": 0.0},
+        **{"relations": 0.0, "relation_heads": 12, "relation_layer": None, "hidden": 0.0},
+        **{"quantization_aware": False, "co_teachers": [], "copies": 0, "teacher_layers": "all"},
+    },
+    "compress": {"vocabulary_most": None},
 }
-"""The same for `model`; `auto` has been replaced by what it stands for before a run is frozen."""
+"""Values at which settings change no weight, by section; there they are no part of a run's identity. `model.pooling` is
+decided before a run is frozen."""
 
 
-ADDED_TO_DISTILL: dict[str, Any] = {
-    **{"student": None, "width": None, "unlabelled": None, "confidence": 0.0},
-    **{"relations": 0.0, "relation_heads": 12, "relation_layer": None, "hidden": 0.0},
-    **{"quantization_aware": False, "co_teachers": [], "copies": 0, "teacher_layers": "all"},
-}
-"""The same for `distill`."""
+def without_neutral(settings: dict[str, Any], neutral: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in neutral or value != neutral[name]}
 
 
-ADDED_TO_COMPRESS: dict[str, Any] = {"vocabulary_most": None}
-"""The same for `compress`."""
 OF_STUDENTS = (*("model.name", "train.epochs", "optim.lr", "distill.teacher", "distill.co_teachers", "distill.copied"),)
 """Settings of a student that follow from its teacher and from its other settings."""
 FRESH: dict[str, Any] = {"distill.copied": None, "distill.teacher_layers": "auto"}
@@ -416,33 +419,18 @@ class Recipe(Section):
             document["model"]["name"] = f"{STUDENTS}/{start.name}"
         for name in SPEED:
             del document["train"][name]
-        for name, neutral in ADDED_TO_DATA.items():
-            if document["data"][name] == neutral:
-                del document["data"][name]
-        document["data"].pop("id", None)  # it names rows, and changes none
+        document["data"]["id"] = None  # it names rows, and changes none
         for name in ("teachers", "copied"):  # where they lie; what they are is in co_teachers, and follows from copies
             document.get("distill", {}).pop(name, None)
-        for name, neutral in ADDED_TO_DISTILL.items():
-            if "distill" in document and document["distill"][name] == neutral:
-                del document["distill"][name]
-        if self.compress.vocabulary == "keep":  # then nothing of the section counts; older runs have none
+        if self.compress.vocabulary == "keep":  # then nothing of the section counts
             del document["compress"]
-        for name, neutral in ADDED_TO_COMPRESS.items():
-            if "compress" in document and document["compress"][name] == neutral:
-                del document["compress"][name]
         if not self.augment.active:  # then it changes no row
             del document["augment"]
-        # A neutral setting is left out: runs from before it existed have this identity.
-        for name, neutral in ADDED_TO_MODEL.items():
-            if document["model"][name] == neutral:
-                del document["model"][name]
         if self.optim.lr_scaling == self.optim.beta2_scaling == "none":
             document["optim"]["lr_rows"] = None
-        for name, value in ADDED.items():
-            if document["optim"][name] == value:
-                del document["optim"][name]
-        if self.train.gradient_compression == "none":
-            del document["train"]["gradient_compression"]
+        for section, neutral in NEUTRAL.items():
+            if section in document:
+                document[section] = without_neutral(document[section], neutral)
         document["train"]["rows_per_update"] = self.rows_per_update
         return document
 

@@ -111,11 +111,17 @@ def stream(share: Share, start: int, stop: int) -> Iterator[Update]:
 
     Raises `IngestMismatch` if an update has other rows than the order says, and `UserError` if the store is damaged.
     """
-    row_ids = open_store(share.store).column("train", "row_id")
     segments = (
         _dataset(share, begin, min(begin + SEGMENT_UPDATES, stop)) for begin in range(start, stop, SEGMENT_UPDATES)
     )
-    for number, update in enumerate(itertools.chain.from_iterable(map(_decoded, segments)), start=start):
+    tables = (dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4) for dataset in segments)
+    yield from verified(decoded(itertools.chain.from_iterable(tables)), share, start)
+
+
+def verified(updates: Iterable[Update], share: Share, start: int) -> Iterator[Update]:
+    """The updates from `start` on, each compared with the order. Raises `IngestMismatch`."""
+    row_ids = open_store(share.store).column("train", "row_id")
+    for number, update in enumerate(updates, start=start):
         expected = row_ids[share.order.positions(number)]
         if (update.number, update.digest) != (number, rows_digest(number, expected)):
             raise IngestMismatch(
@@ -160,7 +166,7 @@ def _dataset(share: Share, start: int, stop: int) -> "ray.data.Dataset":
     ray_internals.stream_within(share.task_cpus)  # the run asks for nodes, for all its streams (`cluster.demand`)
     blocks = max(1, math.ceil((stop - start) / _updates_per_task(share)))
     dataset = ray_internals.numbers(stop - start, blocks, share.task_cpus).map_batches(
-        partial(_materialise, share=share, start=start),
+        partial(materialise, share=share, start=start),
         batch_size=None,
         zero_copy_batch=True,
         num_cpus=share.task_cpus,
@@ -184,7 +190,7 @@ def _updates_per_task(share: Share) -> int:
     return max(1, min(UPDATES_PER_TASK, int(BLOCK_BYTES / update_bytes)))
 
 
-def _materialise(batch: dict[str, Any], share: Share, start: int) -> pa.Table:
+def materialise(batch: dict[str, Any], share: Share, start: int) -> pa.Table:
     """The lines of some updates as a table; a single line with the error if the store is refused."""
     try:
         store = open_store(share.store)
@@ -192,7 +198,7 @@ def _materialise(batch: dict[str, Any], share: Share, start: int) -> pa.Table:
     except UserError as error:
         # The error goes as data: raised here, it would reach the worker as an error of Ray's, with ours in its
         # traceback.
-        lines = [{"error": str(error)}]
+        lines = [{"error": str(error), "code": error.code}]
     return pa.Table.from_pylist(lines, schema=_SCHEMA)
 
 
@@ -211,6 +217,7 @@ def _lines(update: Update) -> list[dict[str, Any]]:
 _SCHEMA = pa.schema(
     {
         "error": pa.string(),
+        "code": pa.string(),
         "update": pa.int64(),
         "first_row": pa.uint64(),
         "digest": pa.binary(32),
@@ -229,13 +236,13 @@ _SCHEMA = pa.schema(
 )
 
 
-def _decoded(dataset: "ray.data.Dataset") -> Iterator[Update]:
+def decoded(tables: Iterable[Any]) -> Iterator[Update]:
+    """The updates of the tables that `materialise` makes. Raises `UserError` where a data task has met one."""
     passes: list[Tokens] = []
-    tables: Iterable[Any] = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
     for table in tables:
         for line in range(table.num_rows):
             if error := table["error"][line].as_py():
-                raise UserError(error)
+                raise UserError(error, code=table["code"][line].as_py())
             columns: list[Any] = [table[name][line].values for name in _COLUMNS]
             found: list[Any] = [None if one is None else one.to_numpy(zero_copy_only=False) for one in columns]
             tokens = Tokens(*found)

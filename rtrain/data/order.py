@@ -15,13 +15,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from rtrain.batch import Ints, batches
-from rtrain.errors import UserError
 
 SHUFFLE_WINDOW_ROWS = 1 << 18
 """Rows of a shuffle window at most; a store with no more rows is shuffled as a whole."""
@@ -44,25 +42,9 @@ _ROUNDS = 6
 
 
 def version(rows: int) -> int:
-    """The number of the rule that orders a store of so many rows; a run that began by another rule cannot go on.
-
-    Rule 1 has no blocks. Rule 2 permutes blocks, and holds for stores of more than one shuffle window: smaller ones
-    keep the order that they always had.
-    """
+    """The number of the rule that orders a store of so many rows: 2 permutes blocks, and holds for more than one
+    shuffle window; 1 has none."""
     return 1 if rows <= SHUFFLE_WINDOW_ROWS else 2
-
-
-def refuse_other(option: str, run: Path, began: int, rows: int) -> None:
-    """Raise `UserError` if `run` was started by another rule than `version(rows)`; `began` is the rule it started by.
-
-    Such a run would train on some rows twice in an epoch and leave others out. `option` names what asked to go on.
-    """
-    if began != version(rows):
-        raise UserError(
-            f"{option}: {run} was started with {'an earlier' if began < version(rows) else 'a later'} order of rows: "
-            f"of its {rows:,} rows, more than {SHUFFLE_WINDOW_ROWS:,}, others would follow. Use the version of rtrain "
-            "that it was started with; a new run (--new) has today's order."
-        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +70,6 @@ class Order:
     def identity(self) -> str:
         """Digest of the rows of all of a run's updates."""
         rule = version(self.rows)
-        # Orders of the first version have the identity that they had when there was no other.
         parts = astuple(self) if rule == 1 else (*astuple(self), rule)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -200,8 +181,8 @@ def deal(
     (Graham 1969, "Bounds on multiprocessing timing anomalies"), so that all are done at about the same time.
 
     With `at_random` a worker's rows are any of the update's, whose order is random, and so are the first pass's of a
-    worker that is alone, which has half of the rows at most. Rows of like lengths resemble each
-    other: the noise of gradients is measured without that, and between a pass and more than it.
+    worker that is alone, which has half of the rows at most. Rows of like lengths resemble each other: the noise of
+    gradients is measured without that, and between a pass and more than it.
     """
     limits = (most_rows or len(lengths), most_tokens or int(lengths.sum(dtype=np.int64)))
     if at_random:

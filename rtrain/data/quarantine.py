@@ -1,6 +1,5 @@
 """Rows that cannot be used: where each comes from, why it is bad, and whether they are too many."""
 
-import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +13,9 @@ from rtrain.config import Recipe
 from rtrain.data import records
 from rtrain.errors import UserError, quoted
 
-NAME, FIRST = "quarantine.parquet", "quarantine.csv"
-MOST_FIRST = 100
+NAME = "quarantine.parquet"
 MOST_REASONS = 3
-UNSEEN = "occurs in no training row; add rows of it"
-"""End of the reason of a row with a label that training lacks."""
+UNSEEN = "its label occurs in no training row; add rows of it"
 MOST_LABELS = 5
 """Most such labels that are named together."""
 Where = Callable[[int], str]
@@ -38,13 +35,11 @@ class Bad(NamedTuple):
         return Bad(rows[order], pa.concat_arrays([self.reasons, other.reasons]).take(pa.array(order)))
 
 
-def refuse_if_too_bad(recipe: Recipe, bad: Bad, total: int, where: Where, columns: Sequence[str] = ()) -> None:
-    """Raise `UserError` if more than the share `data.max_bad_rows` of `total` rows is bad, naming the first five; and
-    the `columns` of the rows where one reason holds for all."""
+def refuse_if_too_bad(recipe: Recipe, bad: Bad, total: int, where: Where) -> None:
+    """Raise `UserError` if more than the share `data.max_bad_rows` of `total` rows is bad, naming the first five."""
     first = zip(bad.rows[:5], bad.reasons[:5].to_pylist(), strict=True)
     examples = [f"{where(row)}: {reason}" for row, reason in first]
-    meant = columns if len(bad.reasons.unique()) == 1 else ()
-    records.refuse_if_too_bad(len(bad.rows), total, examples, recipe.data, meant)
+    records.refuse_if_too_bad(len(bad.rows), total, examples, recipe.data)
 
 
 def unseen(
@@ -64,10 +59,10 @@ def unseen(
         listed = "\n  ".join(f"{where(row)}: label {quoted(labels[int(row)].as_py())}" for row in wrong[:5])
         raise UserError(
             f"data.label: {len(wrong)} rows have a label that no training row has:\n  {listed}\n"
-            f"Training rows have {list_labels(training_labels)}. Add training rows of it, or correct these labels."
+            f"Training rows have {list_labels(training_labels)}. Add training rows of it, or correct these labels.",
+            code="unknown_labels",
         )
-    why = (f"label {quoted(labels[int(row)].as_py())} {UNSEEN}" for row in rows)
-    return Bad(rows, pa.array(why, pa.string(), size=len(rows)))
+    return Bad(rows, pa.array([UNSEEN] * len(rows), pa.string()))
 
 
 def list_labels(labels: Sequence[str]) -> str:
@@ -82,8 +77,7 @@ def locator(source: records.Source, shards: list[str], shard: npt.NDArray[np.uin
 
 
 def write(folder: Path, bad: Bad, where: Where) -> None:
-    """Write `quarantine.parquet` of a store's folder: source, line and reason of each bad row. The first of them stand
-    in `quarantine.csv` too, which any editor opens."""
+    """Write `quarantine.parquet` of a store's folder: source, line and reason of each bad row."""
     places = [where(row).rsplit(":", 1) for row in bad.rows]
     table = pa.table(
         {
@@ -93,30 +87,16 @@ def write(folder: Path, bad: Bad, where: Where) -> None:
         }
     )
     pyarrow.parquet.write_table(table, folder / NAME)
-    if table.num_rows:
-        with (folder / FIRST).open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(table.column_names)
-            writer.writerows(row.values() for row in table.slice(0, MOST_FIRST).to_pylist())
 
 
 def commonest(folder: Path) -> list[dict[str, Any]]:
-    """The most frequent reasons of a store's bad rows: `reason`, `rows`, and the `place` of the first, as file:line.
-
-    Labels that occur in no training row are one reason, which names the first of them.
-    """
+    """The most frequent reasons of a store's bad rows: `reason`, `rows`, and the `place` of the first, as file:line."""
     if not (folder / NAME).is_file():
         return []
     table = pyarrow.parquet.read_table(folder / NAME)
-    counted = {one["values"]: one["counts"] for one in table["reason"].value_counts().to_pylist()}
-    groups = {reason: [reason] for reason in counted if not reason.endswith(UNSEEN)}
-    if unseen := [reason for reason in counted if reason.endswith(UNSEEN)]:
-        names = ", ".join(reason.removeprefix("label ").removesuffix(f" {UNSEEN}") for reason in unseen[:MOST_LABELS])
-        summary = f"{len(unseen):,} labels ({names}{', ...' if unseen[MOST_LABELS:] else ''}) occur in no training row"
-        groups[unseen[0] if len(unseen) == 1 else f"{summary}; add rows of them"] = unseen
+    counts = sorted(table["reason"].value_counts().to_pylist(), key=lambda one: -one["counts"])
     found = []
-    for reason, reasons in groups.items():
-        first = table.slice(table["reason"].index(reasons[0]).as_py(), 1).to_pylist()[0]
-        rows = sum(counted[one] for one in reasons)
+    for reason, rows in (one.values() for one in counts[:MOST_REASONS]):
+        first = table.slice(table["reason"].index(reason).as_py(), 1).to_pylist()[0]
         found.append({"reason": reason, "rows": rows, "place": f"{first['source']}:{first['line']}"})
-    return sorted(found, key=lambda one: -one["rows"])[:MOST_REASONS]
+    return found

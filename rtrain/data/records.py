@@ -9,8 +9,6 @@ import hashlib
 import json
 import lzma
 import math
-import shlex
-import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,9 +20,9 @@ from typing import IO, Any, NamedTuple
 
 import pyarrow
 
-from rtrain.config import Data, assignment
-from rtrain.data.formats import addresses, digests, files, parts, readers
-from rtrain.data.formats.addresses import opened, path_of
+from rtrain.config import Data
+from rtrain.data.formats import addresses, digests, files, parts, readers, squad
+from rtrain.data.formats.addresses import opened, path_of, refused
 from rtrain.data.formats.files import ROLES, Piece
 from rtrain.data.formats.values import halved, is_list, name_of, not_words, printable, string, text_of
 from rtrain.errors import ConfigError, Problem, UserError, quoted, visible
@@ -62,7 +60,7 @@ SEPARATED = {
     "tsv": "replace the tabs of a text by blanks, or write csv",
 }
 """What to do about a text that holds the sign between two columns."""
-DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, pyarrow.ArrowException)
+DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, pyarrow.ArrowException, squad.Unreadable)
 """What readers raise on damaged or cut-off files: snappy an OSError, gzip an EOFError, and so on."""
 
 
@@ -115,14 +113,13 @@ class Source:
 # ------------------------------------------------------------------------------------------- before a process starts
 
 
-def inspect(data: Data, root: Path | None = None, begun: bool = False) -> Source:
+def inspect(data: Data, root: Path | None = None) -> Source:
     """Find the files and check their columns. Raises `ConfigError` with every problem found.
 
-    A data set of the hub is read from its copy under `root` if there is one. The rows of a run that has `begun` are
-    not refused what was allowed when it began.
+    A data set of the hub is read from its copy under `root` if there is one.
     """
     if data.path is None:
-        raise ConfigError([Problem("data.path", None, "not given", "write --data FILE")])
+        raise refused("data.path", None, "not given", "write --data FILE", "missing")
     problems: list[Problem] = []
     pieces: list[Piece] = []
     columns: tuple[str, ...] = ()
@@ -130,21 +127,18 @@ def inspect(data: Data, root: Path | None = None, begun: bool = False) -> Source
         field, uri = f"data.{field}", getattr(data, field)
         if uri is None:
             continue
-        # Hundreds of files of one making lack the same columns, which is told once.
-        alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        lacking: set[tuple[str, tuple[str, ...]]] = set()  # files of one making lack the same columns
         try:
-            for found in files.find(field, uri, data.format, role, root, begun):
+            for found in files.find(field, uri, data.format, role, root):
                 piece, seen = _with_columns(field, found, data)
                 pieces.append(piece)
                 columns = columns or seen
-                name = uri if files.is_hub_name(uri, data.format) else Path(path_of(piece.uri)).name
-                alike.setdefault((piece.role, seen), []).append(name)
+                if (piece.role, seen) not in lacking:
+                    lacking.add((piece.role, seen))
+                    name = uri if files.is_hub_name(uri, data.format) else Path(path_of(piece.uri)).name
+                    problems += _missing(data, seen, name, piece.role)
         except ConfigError as error:
             problems += error.problems
-        for (part, seen), names in alike.items():
-            more = len(set(names)) - 1
-            name = f"{names[0]} (and {more} more like it)" if more else names[0]
-            problems += _missing(data, seen, name, part)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))  # the splits of a hub data set lack the same columns
     return Source(tuple(pieces), columns)
@@ -173,22 +167,17 @@ def _columns(field: str, piece: Piece, named: Sequence[str] = ()) -> tuple[str, 
     settings name (`named`) are looked for in all rows of JSON lines."""
     try:
         with addresses.asked(field, piece.uri):
-            files.refuse_several(field, piece.uri)
             found = list(readers.COLUMNS.get(piece.format) or _header(field, piece, named))
     except DAMAGED as error:
         fix = "write the file again, or set data.format to what it is"
-        raise ConfigError(
-            [Problem(field, piece.uri, f"not readable as {piece.format} ({_first_line(error)})", fix)]
+        raise refused(
+            field, piece.uri, f"not readable as {piece.format} ({_first_line(error)})", fix, "unreadable"
         ) from None
     if not any(name.strip() for name in found):
-        raise ConfigError([Problem(field, piece.uri, "no header line", "name the columns in the first line")])
-    if twice := sorted({name for name in found if found.count(name) > 1}):
-        named = [visible(name) for name in twice if name.strip()]
-        reasons = [f"two columns are called {', '.join(named)}"] if named else []
-        if len(named) < len(twice):  # as tables have them that end in empty columns
-            reasons.append(f"{sum(not name.strip() for name in found)} columns have no name")
-        fix = "give each column a name of its own, or remove it"
-        raise ConfigError([Problem(field, piece.uri, " and ".join(reasons), fix)])
+        raise refused(field, piece.uri, "no header line", "name the columns in the first line", "no_header")
+    if twice := sorted({visible(name) or UNNAMED for name in found if found.count(name) > 1}):
+        reason, fix = f"two columns are called {', '.join(twice)}", "give each column a name of its own, or remove it"
+        raise refused(field, piece.uri, reason, fix, "duplicate_columns")
     return tuple(found)
 
 
@@ -202,20 +191,20 @@ def _header(field: str, piece: Piece, named: Sequence[str] = ()) -> list[str]:
         if piece.format in ("csv", "tsv", "jsonl"):
             if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 fix = "convert it, e.g. iconv -f utf-16 -t utf-8"
-                raise ConfigError([Problem(field, piece.uri, "the file is UTF-16, not UTF-8", fix)])
+                raise refused(field, piece.uri, "the file is UTF-16, not UTF-8", fix, "not_utf8")
             file.seek(0)
         if piece.format in ("csv", "tsv"):
-            line, header = next(_csv_rows(file, piece), (1, []))
+            line, header = next(readers.csv_rows(file, piece.format, 0, piece.delimiter), (1, []))
             if isinstance(header, str):
                 reason, _, fix = header.partition("; ")
-                raise ConfigError([Problem(field, piece.uri, f"line {line}: {reason}", fix)])
+                raise refused(field, piece.uri, f"line {line}: {reason}", fix, "unreadable")
             return [name.strip() for name in header]
         if piece.format == "jsonl":
             following = readers.json_rows(file)
             line, document = next(following, (1, None))
             if not isinstance(document, dict):
                 fix = 'write one JSON object a line, e.g. {"text": "...", "label": "..."}'
-                raise ConfigError([Problem(field, piece.uri, f"line {line} is not a JSON object", fix)])
+                raise refused(field, piece.uri, f"line {line} is not a JSON object", fix, "unreadable")
             rows = [document, *(row for _, row in islice(following, HEAD_ROWS - 1) if isinstance(row, dict))]
             names = dict.fromkeys(name for row in rows for name in row)
             while any(name not in names for name in named) and (later := next(following, None)):
@@ -229,20 +218,14 @@ def _missing(data: Data, columns: tuple[str, ...], name: str, role: str) -> list
     for field, column in _columns_named(data, role):
         if column not in columns:
             meant = _meant(column, columns)
-            setting = shlex.quote(_setting(data, field, column, meant) if meant else f"data.{field}=COLUMN")
-            fix = f"did you mean --set {visible(setting)}?" if meant else f"write --set {setting}"
+            fix = f"did you mean {visible(meant)}?" if meant else f"write --set data.{field}=COLUMN"
             if len(columns) == 1 and (sign := next((one for one in DELIMITERS if one in columns[0]), None)):
                 fix = f"its columns look parted by {sign!r}: write --set data.format=csv"
             there = ", ".join(visible(one) if one.strip() else UNNAMED for one in columns)
-            problems.append(Problem(f"data.{field}", column, "no such column", f"{name} has {there}; {fix}"))
+            problems.append(
+                Problem(f"data.{field}", column, "no such column", f"{name} has {there}; {fix}", code="unknown_column")
+            )
     return problems
-
-
-def _setting(data: Data, field: str, column: str, meant: str) -> str:
-    """The setting with another column in the place of one."""
-    given = getattr(data, field)
-    columns = [meant if one == column else one for one in given] if isinstance(given, tuple) else meant
-    return assignment(f"data.{field}", columns)
 
 
 def _meant(name: str, columns: tuple[str, ...]) -> str | None:
@@ -288,7 +271,8 @@ def whole(piece: Piece) -> Iterator[None]:
             raise
         # Damage is not one bad row: nobody knows how many rows are lost behind it.
         raise UserError(
-            f"{piece.uri} cannot be read to its end ({addresses.said(error)}); copy or write it again"
+            f"{piece.uri} cannot be read to its end ({addresses.said(error)}); copy or write it again",
+            code="damaged_file",
         ) from None
 
 
@@ -300,7 +284,7 @@ def raw(
     A blank line is no row. With `every_line` it is one where the file has a single column, and the row has no text.
     """
     if piece.format in ("csv", "tsv"):
-        rows = _csv_rows(file, piece, part.before)
+        rows = readers.csv_rows(file, piece.format, part.before, piece.delimiter, piece.escape)
         first = next(rows, (1, []))[1] if part.start == 0 else _header("data.path", piece)
         header = [name.strip() for name in first]
         for line, values in rows:
@@ -324,10 +308,6 @@ def raw(
     else:
         named = list(dict.fromkeys(column for _, column in _columns_named(data, piece.role)))
         yield from enumerate(readers.arrow_rows(file, piece.format, named, part), start=part.before + 1)
-
-
-def _csv_rows(file: IO[bytes], piece: Piece, before: int = 0) -> Iterator[tuple[int, list[str] | str]]:
-    return readers.csv_rows(file, piece.format, before, piece.delimiter, piece.escape)
 
 
 def checked(line: int, row: Mapping[str, Any] | str, data: Data) -> Record:
@@ -373,10 +353,8 @@ def _absent(data: Data, row: Mapping[str, Any]) -> str | None:
         return None
     if not row:
         return f"no column {data.text!r}, nor any other; write a text or remove the row"
-    names = list(islice(row, NAMED))
-    fix = shlex.quote(assignment("data.text", names[0])) if len(row) == 1 else "data.text=NAME"
-    has = f"it has {', '.join(map(quoted, names))}{', ...' if len(row) > NAMED else ''}"
-    return f"no column {data.text!r}; {has}; name one of these by --set {fix}, or remove the row"
+    has = f"it has {', '.join(map(quoted, islice(row, NAMED)))}{', ...' if len(row) > NAMED else ''}"
+    return f"no column {data.text!r}; {has}; name one of these by --set data.text=NAME, or remove the row"
 
 
 def _reason(data: Data, text: str, pair: str | None, label: str) -> str | None:
@@ -396,11 +374,10 @@ def _reason(data: Data, text: str, pair: str | None, label: str) -> str | None:
     return None
 
 
-def refuse_if_too_bad(bad: int, total: int, examples: list[str], data: Data, columns: Sequence[str] = ()) -> None:
+def refuse_if_too_bad(bad: int, total: int, examples: list[str], data: Data) -> None:
     """Raise `UserError` if more than the share `data.max_bad_rows` of `total` rows is bad.
 
-    The message lists the first five of `examples`, the bad lines with their reasons. `columns` are those of the rows,
-    where another one may be meant.
+    The message lists the first five of `examples`, the bad lines with their reasons.
     """
     if total and bad > data.max_bad_rows * total:
         listed = "\n  ".join(examples[:5])
@@ -410,14 +387,7 @@ def refuse_if_too_bad(bad: int, total: int, examples: list[str], data: Data, col
             + (
                 f"Mend these lines, or set them aside by --set data.max_bad_rows={enough:g}"
                 if bad < total
-                else f"Without these lines no row is left: mend them{_other_columns(data, columns)}"
-            )
+                else "Without these lines no row is left: mend them, or name other columns by data.text or data.label"
+            ),
+            code="too_many_bad_rows",
         )
-
-
-def _other_columns(data: Data, columns: Sequence[str]) -> str:
-    """How to name another column of the text or of the label, of those that the rows have."""
-    if not columns:
-        return ""
-    settings = " or ".join(["data.text", *(["data.label"] if data.labels else [])])
-    return f", or name another column by {settings}; the rows have {', '.join(map(quoted, columns))}"

@@ -33,7 +33,9 @@ class Splits:
         splits = cls(source.has_test or named, share, data.folds, data.fold, data.valid_part)
         if data.valid_part and data.valid_part >= splits.valid_parts:
             reason = f"the rows that are trained on have {splits.valid_parts} parts of the size of data.valid_share"
-            raise ConfigError([Problem("data.valid_part", data.valid_part, reason, "parts count from 0")])
+            raise ConfigError(
+                [Problem("data.valid_part", data.valid_part, reason, "parts count from 0", code="out_of_range")]
+            )
         return splits
 
     @property

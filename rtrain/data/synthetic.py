@@ -122,16 +122,6 @@ def core_templates(language: str, intent: str, split: Split) -> tuple[str, ...]:
     return tuple(grammar(language).intents[intent][split])
 
 
-def expansions(template: str) -> Iterator[str]:
-    """Every text that a template's choices can give, with the slots left in place."""
-    found = _CHOICE.search(template)
-    if found is None:
-        yield " ".join(template.split())
-        return
-    for option in found[1].split("|"):
-        yield from expansions(template[: found.start()] + option + template[found.end() :])
-
-
 def generate(seed: int = 0) -> tuple[list[Message], list[Message]]:
     """The two splits (train, test). No text occurs twice, whatever its case, neither in a split nor between them."""
     taken: set[str] = set()  # used for membership only, so that its order never reaches the output

@@ -10,7 +10,7 @@ from typing import Any
 from rtrain import drafts, hub, ray_internals
 from rtrain.batch import Head
 from rtrain.config import Recipe
-from rtrain.config.recipe import ADDED_TO_DATA
+from rtrain.config.recipe import NEUTRAL_DATA, without_neutral
 from rtrain.data import pieces, records, unlabelled
 from rtrain.data.augment import paraphrase, rewriting, variants
 from rtrain.data.formats import digests
@@ -53,9 +53,7 @@ def _hashed(*parts: object) -> str:
 
 def _digest(recipe: Recipe, source: records.Source, model: Path) -> str:
     data = recipe.data.model_dump(mode="json", exclude={"path", "valid", "test", "max_bad_rows"})
-    # Stores from before a neutral setting existed have this digest.
-    data = {name: value for name, value in data.items() if name not in ADDED_TO_DATA or value != ADDED_TO_DATA[name]}
-    settings = {"schema": store.SCHEMA_VERSION, "task": recipe.task, **data}
+    settings = {"schema": store.SCHEMA_VERSION, "task": recipe.task, **without_neutral(data, NEUTRAL_DATA)}
     if (rule := base.get(recipe.task).rule_of_marks) > 1:
         settings["marks"] = rule
     if recipe.augment.active:
@@ -71,32 +69,33 @@ def _model_digest(name: str) -> str:
     return " ".join(digests.file_digest(str(path)) for path in files) or name
 
 
-def problems(recipe: Recipe, begun: bool = False) -> list[Problem]:
-    """Settings that shape the rows and that the recipe's task cannot follow. A run that has `begun` may have several
-    columns in one label, as it was allowed."""
+def problems(recipe: Recipe) -> list[Problem]:
+    """Settings that shape the rows and that the recipe's task cannot follow."""
     task = base.get(recipe.task)
     found = variants.problems(recipe, task)
     if recipe.data.outside is not None and not task.finds_outside:
         reason = f"{task.name} does not tell rows that belong to none of its labels"
-        found.append(Problem("data.outside", recipe.data.outside, reason, "remove it"))
+        found.append(Problem("data.outside", recipe.data.outside, reason, "remove it", code="unsupported"))
     if (outside := recipe.data.outside) and outside != canonical_name(outside):
         fix = f"write {canonical_name(outside)}"
-        found.append(Problem("data.outside", outside, "rows have this label under another name", fix))
-    if isinstance(recipe.data.label, tuple) and task.output != "heads" and not begun:
+        found.append(
+            Problem("data.outside", outside, "rows have this label under another name", fix, code="wrong_form")
+        )
+    if isinstance(recipe.data.label, tuple) and task.output != "heads":
         reason = f"several columns, and {task.name} reads one: each combination would be a label of its own"
         fix = "name one, or add task=multi_head to have an answer for each"
-        found.append(Problem("data.label", list(recipe.data.label), reason, fix))
+        found.append(Problem("data.label", list(recipe.data.label), reason, fix, code="several_columns"))
     reading = reading_of(task, recipe.data)
     most = max(0, (reading.max_tokens - PAIR_SPECIALS) // 2 - 1)
     # A question has a fourth of a window at most, which leaves more than half of it to the context. A student reads its
     # rows as its teacher did.
     paired = recipe.data.text_pair is not None and not task.needs_pair
-    if paired and reading.stride > most and recipe.distill.teacher is None and not begun:
+    if paired and reading.stride > most and recipe.distill.teacher is None:
         reason = "two long texts have half a window each, and neighbours would share all of it"
-        found.append(Problem("data.stride", reading.stride, reason, f"write {most} or less"))
-    if task.packs and reading.stride and recipe.distill.teacher is None and not begun:
+        found.append(Problem("data.stride", reading.stride, reason, f"write {most} or less", code="out_of_range"))
+    if task.packs and reading.stride and recipe.distill.teacher is None:
         reason = "blocks of text share no tokens: by windows that do, a block would be cut before it is full"
-        found.append(Problem("data.stride", reading.stride, reason, "write 0"))
+        found.append(Problem("data.stride", reading.stride, reason, "write 0", code="out_of_range"))
     return found
 
 
@@ -203,8 +202,8 @@ def _run(job: Job, source: records.Source) -> list[dict[str, Any]]:
         tasks = whole.flat_map(partial(pieces.cut, recipe=job.recipe)).take_all()
     dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks))
     written = dataset.flat_map(partial(_write_piece, job=job)).take_all()
-    if errors := [row["error"] for row in written if row["error"]]:
-        raise UserError(errors[0])
+    if errors := [row for row in written if row["error"]]:
+        raise UserError(errors[0]["error"], code=errors[0]["code"])
     return sorted(written, key=lambda row: str(row["shard"]))
 
 
@@ -212,6 +211,6 @@ def _write_piece(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
     """`shards.write_piece` as a data task. An error that a user can mend is returned as a row: raised, it would carry
     Ray's traceback and advice."""
     try:
-        yield from ({**written, "error": ""} for written in shards.write_piece(row, job))
+        yield from ({**written, "error": "", "code": ""} for written in shards.write_piece(row, job))
     except UserError as error:
-        yield {"number": row["number"], "shard": "", "entry": None, "error": str(error)}
+        yield {"number": row["number"], "shard": "", "entry": None, "error": str(error), "code": error.code}

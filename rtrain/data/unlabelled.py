@@ -18,7 +18,7 @@ from rtrain.data.formats import digests
 from rtrain.data.formats.addresses import suffix
 from rtrain.data.formats.files import Piece, tells_format
 from rtrain.data.stores.store import Store
-from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.errors import ConfigError, Problem
 from rtrain.tasks import base
 
 SETTING = "distill.unlabelled"
@@ -49,30 +49,30 @@ def without_labels(data: Data, path: str | None) -> Data:
     return data.model_copy(update={**neutral, **splits, "path": path, "format": None if told else data.format})
 
 
-def inspect(data: Data, path: str, setting: str, root: Path | None = None, begun: bool = False) -> records.Source:
+def inspect(data: Data, path: str, setting: str, root: Path | None = None) -> records.Source:
     """The files of rows without labels. Raises `ConfigError` with every problem found, which name `setting`."""
     try:
-        found = records.inspect(without_labels(data, path), root, begun)
+        found = records.inspect(without_labels(data, path), root)
     except ConfigError as error:
         problems = [replace(one, field=one.field.replace("data.path", setting)) for one in error.problems]
         raise ConfigError(problems) from None
     return replace(found, pieces=tuple(piece for piece in found.pieces if piece.role == "train"))
 
 
-def source(recipe: Recipe, root: Path | None = None, begun: bool = False) -> records.Source:
+def source(recipe: Recipe, root: Path | None = None) -> records.Source:
     """All files of a run's rows; of a student's, those of `distill.unlabelled` and of its copies too. Raises
-    `ConfigError`. `begun` as `records.inspect` has it."""
+    `ConfigError`."""
     problems: list[Problem] = []
     found, further = records.Source((), ()), list[Piece]()
     try:
-        found = records.inspect(recipe.data, root, begun)
+        found = records.inspect(recipe.data, root)
     except ConfigError as error:
         problems += error.problems
     names = ("unlabelled", "copied") if recipe.distill.copies else ("unlabelled",)
     for name in names if recipe.distill.teacher else ():
         if (path := getattr(recipe.distill, name)) is not None:
             try:
-                further += inspect(recipe.data, path, f"distill.{name}", root, begun).pieces
+                further += inspect(recipe.data, path, f"distill.{name}", root).pieces
             except ConfigError as error:
                 problems += error.problems
     if problems:
@@ -107,18 +107,11 @@ def chosen(rows: Store, labelled: Store, task: base.Task, teacher: str, confiden
     """The rows of a store without labels that are trained on, by its `teacher`'s answers.
 
     Left out are texts that a labelled row has: of training rows the label is known, and a held-out row says less of a
-    student that has learned its answer. Raises `UserError` where the labelled rows' store does not know their texts.
+    student that has learned its answer.
     """
-    known = {split: labelled.keys(split) for split in labelled.manifest.rows}
-    for split, keys in known.items():
-        if len(keys) < labelled.rows(split):
-            raise UserError(
-                f"{SETTING}: an earlier version of rtrain made the token store {labelled.folder}, which does not say "
-                "which texts its rows have: held-out rows among those without labels would be trained on. Remove that "
-                "folder and start again; it is made anew"
-            )
+    known = np.concatenate([labelled.keys(split) for split in labelled.manifest.rows])
     every = np.arange(rows.rows("train"), dtype=np.int64)
-    fresh = ~np.isin(rows.keys("train"), np.concatenate(list(known.values())))
+    fresh = ~np.isin(rows.keys("train"), known)
     sure = np.ones(len(every), dtype=np.bool_)
     if confidence > 0:
         sure = np.concatenate([_sure(rows, task, teacher, part) for part in _blocks(every)]) >= confidence

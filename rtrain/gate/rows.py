@@ -374,9 +374,6 @@ def judge(both: Both) -> Judged:
     """Scores with paired intervals, answers lost and won, slices. For classes p is the larger one of the bootstrap's
     and of McNemar's test, as in `rtrain compare`."""
     metric = metric_for(both.base.predictor.task.output)
-    if metric.additive is None:
-        reason = f"answers of the kind {both.base.predictor.task.output} have no scores that rows add up to"
-        return Judged(None, (), None, 0, (), reason)
     sides = (both.base, both.candidate)
     first, other = (metric.additive(side.answered.outcomes, side.targets, side.head) for side in sides)
     rights = None

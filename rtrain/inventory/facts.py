@@ -26,7 +26,7 @@ LATEST = 1e11
 """Seconds since 1970, in the year 5138: a time past it is damage, and no calendar shows it."""
 OF_ROWS = (
     *("tokens_reused", "strategy", "vocabulary", "bad_rows"),
-    *("unlabelled", "label_column", "head", "labels", "overlap", "texts", "conflicts"),
+    *("unlabelled", "head", "labels", "overlap", "texts", "conflicts"),
 )
 """What the log says of a run's rows whenever it is asked for (`runs.preparing.TOLD`), but for their first reading."""
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rtrain.errors import UserError
 from rtrain.metrics.additive import Additive, Floats, Ints
 
 REPLICATES = 1000
@@ -54,7 +53,7 @@ def compare(
     resample counted on either side (an estimate is never 0), and at most 1.
     """
     if len(a) != len(b):
-        raise UserError(f"two systems on {len(a)} and {len(b)} rows cannot be compared in pairs; score the same rows")
+        raise ValueError(f"two systems on {len(a)} and {len(b)} rows cannot be compared in pairs")
     value_a, value_b = a.scores(), b.scores()
     sample_a, sample_b = (_resampled(side, seed, replicates) for side in (a, b))
     found = {}
@@ -80,8 +79,6 @@ def _resampled(additive: Additive, seed: int, replicates: int) -> dict[str, Floa
 
 def _positions(rows: int, seed: int, replicates: int) -> Iterator[Ints]:
     """Row positions of the resamples, (up to replicates, rows) at a time; the stream does not depend on the blocks."""
-    if rows < 1 or replicates < 1:
-        raise UserError(f"{replicates} resamples of {rows} rows: a confidence interval needs at least one of each")
     generator = np.random.Generator(np.random.PCG64(seed))
     block = max(1, _BLOCK // rows)
     for start in range(0, replicates, block):

@@ -23,21 +23,28 @@ Measured = Callable[[Ragged, Ragged, Head], Scores]
 class Metric(NamedTuple):
     headline: str
     """Name of the score by which models are compared; larger is better."""
-    scores: Measured
-    """The headline and the field's main figures, few enough for a line of the log; `rows` among them."""
-    additive: Callable[[Ragged, Ragged, Head], Additive] | None = None
-    """The same scores as a function of sums over rows, which can be resampled: the headline is one of them."""
+    additive: Callable[[Ragged, Ragged, Head], Additive]
+    """Scores as a function of sums over rows, which can be resampled: the headline is one of them."""
     more: Measured | None = None
     """Figures that are measured of a finished model only."""
     tables: Callable[[Ragged, Ragged, Head], dict[str, Any]] | None = None
     """Results that are no single figure, as JSON of bounded size (`rtrain.metrics.tables`)."""
     right: Callable[[Ragged, Ragged, Head], npt.NDArray[np.bool_]] | None = None
     """Whether each row's answer is right as a whole; None where answers are nearer to the truth or farther from it."""
+    later: tuple[str, ...] = ()
+    """Beginnings of the names of those scores of `additive` that are given of a finished model only."""
+
+    def scores(self, outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+        """The headline and the field's main figures, few enough for a line of the log; `rows` among them."""
+        found = self.additive(outcomes, targets, head).scores()
+        return {**{name: one for name, one in found.items() if not name.startswith(self.later)}, "rows": len(outcomes)}
 
     def all(self, outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
         """Every figure."""
-        found = self.scores(outcomes, targets, head)
-        return found if self.more is None else {**found, **self.more(outcomes, targets, head)}
+        found = self.additive(outcomes, targets, head).scores()
+        first = {name: one for name, one in found.items() if not name.startswith(self.later)}
+        more = {} if self.more is None else self.more(outcomes, targets, head)
+        return {**first, "rows": len(outcomes), **found, **more}
 
 
 def as_read(name: str) -> tuple[str, int]:
@@ -56,16 +63,12 @@ ACCURACY_WITH_REFUSALS = "accuracy_with_refusals"
 """Accuracy over all rows, those outside of the classes too, where a row may be refused."""
 
 
-def classes(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+def additive_classes(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
     """Accuracy and macro precision, recall and F1. A target of -1 (a label without a class) is wrong for every class.
 
     Where rows may be outside of all classes, these are of the rows inside, none of them refused; then, once there is a
     threshold, how well the others are told from them, and the accuracy of all rows with those refused.
     """
-    return {**additive_classes(outcomes, targets, head).scores(), "rows": len(outcomes)}
-
-
-def additive_classes(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
     logits, true = outcomes.matrix(len(head.labels)), _whole(targets.values)
     predicted = classification.best(logits)
     found = _named(classification.additive(true, predicted, len(head.labels)), ("accuracy", *MACRO))
@@ -106,15 +109,11 @@ def more_of_classes(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
 # -------------------------------------------------------------------------------------------------------------- labels
 
 
-def labels(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+def additive_labels(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
     """Micro and macro precision, recall and F1 of labels given or not, and the share of rows with all labels right.
 
     A chance of the label's threshold or more gives it (0.5 where none was chosen).
     """
-    return {**additive_labels(outcomes, targets, head).scores(), "rows": len(outcomes)}
-
-
-def additive_labels(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
     true, given = tables.labels_given(outcomes, targets, head)
     found = classification.additive_multilabel(true, given)
     names = ("micro_f1", "micro_precision", "micro_recall", "macro_f1", "macro_precision", "macro_recall")
@@ -134,13 +133,9 @@ def more_of_labels(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
 # --------------------------------------------------------------------------------------------------------------- heads
 
 
-def heads(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+def additive_heads(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
     """Accuracy and macro F1 of each head, over the rows that have its label, and the mean of the accuracies of those
     heads of which some row has one."""
-    return {**additive_heads(outcomes, targets, head).scores(), "rows": len(outcomes)}
-
-
-def additive_heads(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
     parts, names, presence = [], [], []
     for name, own, logits, true in tables.of_heads(outcomes, targets, head):
         part = classification.additive(np.maximum(true, -1), classification.best(logits), len(own))
@@ -154,26 +149,20 @@ def additive_heads(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
 # -------------------------------------------------------------------------------------------------------------- number
 
 
-def number(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+def additive_number(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
     """Errors in the targets' own unit; Pearson's r; and, where the training scores are steps of a scale, quadratic
     weighted kappa of predictions rounded to that scale.
 
     The headline is the negative RMSE: it is defined for any targets and predictions, also for the constant ones of a
     model that has learned nothing yet, and sees a wrong scale or offset, to which a correlation is blind.
     """
-    if not len(outcomes):
-        return {"neg_rmse": 0.0, "rmse": 0.0, "mae": 0.0, "r2": 0.0, "pearson": 0.0, "rows": 0}
-    return {**additive_number(outcomes, targets, head).scores(), "rows": len(outcomes)}
-
-
-def additive_number(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
     found, true = outcomes.values.astype(np.float64), targets.values.astype(np.float64)
     parts = [regression.additive(true, found)]
     if step := head.facts.get("step"):
         low, high = head.facts["lowest"], head.facts["highest"]
         # A score between or beyond the steps of the training scores counts as the nearest step.
         rated = low + step * regression.ratings(true, low, high, step)
-        parts.append(_named(regression.additive_kappa(rated, found, low, high, step), ("qwk",)))
+        parts.append(regression.additive_kappa(rated, found, low, high, step))
     every = joined(*parts)
 
     def score(sums: Floats) -> dict[str, Floats]:
@@ -191,12 +180,8 @@ def more_of_number(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
 # ---------------------------------------------------------------------------------------------------------------- tags
 
 
-def tags(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
-    """Precision, recall and F1 of whole entities (type, start and end right), and the share of words that are."""
-    return {**additive_tags(outcomes, targets, head).scores(), "rows": len(outcomes)}
-
-
 def additive_tags(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
+    """Precision, recall and F1 of whole entities (type, start and end right), and the share of words that are."""
     true, found = tables.tags_of(outcomes, targets)
     named = [tables.names_of(side, head) for side in (true, found)]
     right = [(one == other).sum() for one, other in zip(true, found, strict=True)]
@@ -208,19 +193,11 @@ def additive_tags(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
 # ------------------------------------------------------------------------------------------------------------- summary
 
 
-def summary(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
-    """ROUGE-1, 2 and L (mean F1, 0 to 1), their mean, and BLEU (of the corpus, 0 to 100) of the summaries under the
-    head's budget; and of the first sentences under the same one, which a model must beat."""
-    found = additive_summary(outcomes, targets, head).scores()
-    return {**{name: value for name, value in found.items() if not name.startswith(_MORE)}, "rows": len(outcomes)}
-
-
-_MORE = ("oracle_", "over_lead_")
-
-
 def additive_summary(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
-    """With them the oracle's ROUGE, and by how much the summaries are better than the first sentences: the difference's
-    own interval tells the two apart where those of the two overlap, for a document is hard or easy for both."""
+    """ROUGE-1, 2 and L (mean F1, 0 to 1), their mean, and BLEU (of the corpus, 0 to 100) of the summaries under the
+    head's budget; of the first sentences under the same one, which a model must beat; and ROUGE of the oracle's
+    sentences, which are learned, however long they are. The difference to the first sentences has an interval of its
+    own, for a document is hard or easy for both."""
     rows = np.array([row[: summary_rows.FIGURES] for row in outcomes]).reshape(-1, summary_rows.FIGURES)
     size, wide = len(text.ROUGES), len(text.ROUGES) + text.BLEU_COUNTS
     (own, own_counts), (lead, lead_counts) = (
@@ -249,41 +226,26 @@ def _bleu_over(sums: Floats) -> dict[str, Floats]:
 
 
 def more_of_summary(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
-    """ROUGE of the oracle's sentences, which are learned, however long they are; what is gained over the first
-    sentences; and the AUC of telling the oracle's from the others by their chance, over all sentences that were
-    read."""
-    every = additive_summary(outcomes, targets, head).scores()
-    found = {name: value for name, value in every.items() if name.startswith(_MORE)}
+    """The AUC of telling the oracle's sentences from the others by their chance, over all that were read."""
     taken, _, chances, _ = tables.sentences_of(outcomes, targets)
     taken, chances = taken[chances >= 0], chances[chances >= 0]
     area, _ = classification.auc(taken.astype(np.int64), chances[:, None] * np.array([-1.0, 1.0]))
-    return {**found, **({} if area is None else {"auc": area})}
+    return {} if area is None else {"auc": area}
 
 
 # --------------------------------------------------------------------------------------------------- spans and tokens
 
 
-def spans(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+def additive_spans(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
     """Exact match and F1 of the answers' tokens, 0 to 1: an answer is given where its margin over none is above the
     head's threshold. (`rtrain evaluate` gives SQuAD's own scores, which are of the texts.)"""
-    if not len(outcomes):
-        return {"f1": 0.0, "exact_match": 0.0, "answered": 0.0, "rows": 0}
-    return {**additive_spans(outcomes, targets, head).scores(), "rows": len(outcomes)}
-
-
-def additive_spans(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
     f1, exact, given, _ = tables.answers_of(outcomes, head)
     return means({"f1": f1, "exact_match": exact, "answered": given})
 
 
-def tokens(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
-    """Perplexity and accuracy of masked tokens, over all of them: rows weigh by their tokens."""
-    if not len(outcomes):
-        return {"neg_loss": 0.0, "perplexity": 0.0, "masked_accuracy": 0.0, "rows": 0}
-    return {**additive_tokens(outcomes, targets, head).scores(), "rows": len(outcomes)}
-
-
 def additive_tokens(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
+    """Perplexity and accuracy of masked tokens, over all of them: rows weigh by their tokens."""
+
     def score(sums: Floats) -> dict[str, Floats]:
         guessed, right, losses = np.moveaxis(sums, -1, 0)
         mean = ratio(losses, guessed)
@@ -326,12 +288,12 @@ def _named(additive: Additive, names: tuple[str, ...], prefix: str = "") -> Addi
 
 
 METRICS: Mapping[str, Metric] = {
-    "classes": Metric("accuracy", classes, additive_classes, more_of_classes, tables.classes, right.classes),
-    "labels": Metric("micro_f1", labels, additive_labels, more_of_labels, tables.labels, right.labels),
-    "heads": Metric("mean_accuracy", heads, additive_heads, None, tables.heads, right.heads),
-    "number": Metric("neg_rmse", number, additive_number, more_of_number, tables.number),
-    "tags": Metric("f1", tags, additive_tags, None, tables.tags, right.tags),
-    "spans": Metric("f1", spans, additive_spans, None, tables.spans, right.spans),
-    "tokens": Metric("neg_loss", tokens, additive_tokens),
-    "summary": Metric("rouge", summary, additive_summary, more_of_summary, tables.summary),
+    "classes": Metric("accuracy", additive_classes, more_of_classes, tables.classes, right.classes),
+    "labels": Metric("micro_f1", additive_labels, more_of_labels, tables.labels, right.labels),
+    "heads": Metric("mean_accuracy", additive_heads, None, tables.heads, right.heads),
+    "number": Metric("neg_rmse", additive_number, more_of_number, tables.number),
+    "tags": Metric("f1", additive_tags, None, tables.tags, right.tags),
+    "spans": Metric("f1", additive_spans, None, tables.spans, right.spans),
+    "tokens": Metric("neg_loss", additive_tokens),
+    "summary": Metric("rouge", additive_summary, more_of_summary, tables.summary, None, ("oracle_", "over_lead_")),
 }

@@ -132,7 +132,8 @@ def choose_threshold(confidence: Floats, outside: Bools) -> float:
     if outside.all() or not outside.any():
         raise UserError(
             "an out-of-scope threshold needs validation rows of both kinds, in scope and out of scope; "
-            "add rows of the other kind, or leave the threshold out"
+            "add rows of the other kind, or leave the threshold out",
+            code="too_few_rows",
         )
     values, inverse = np.unique(confidence, return_inverse=True)
     # refused[i]: rows below values[i]; the last entry refuses all.

@@ -75,7 +75,9 @@ def entities(tags: Sequence[str]) -> list[Entity]:
     for position, tag in enumerate([*tags, "O"]):
         prefix, _, type = tag.partition("-")
         if not (tag == "O" or (prefix in ("B", "I") and type)):
-            raise UserError(f"tag {tag!r} of token {position} is not O, B-TYPE or I-TYPE; convert the tags to BIO")
+            raise UserError(
+                f"tag {tag!r} of token {position} is not O, B-TYPE or I-TYPE; convert the tags to BIO", code="bad_tag"
+            )
         if prefix == "B" or type != current:
             if current:
                 found.append(Entity(current, start, position))
@@ -106,11 +108,17 @@ def per_type(true: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) 
 def _counts(true: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> tuple[Floats, list[str]]:
     """(sentences, 3, types): entities that are right, that are true, that are predicted; and the types, sorted."""
     if len(true) != len(predicted):
-        raise UserError(f"{len(true)} sentences, but tags were predicted for {len(predicted)}; give one list for each")
+        raise UserError(
+            f"{len(true)} sentences, but tags were predicted for {len(predicted)}; give one list for each",
+            code="different_rows",
+        )
     sides: list[list[set[Entity]]] = []
     for row, (want, have) in enumerate(zip(true, predicted, strict=True)):
         if len(want) != len(have):
-            raise UserError(f"sentence {row} has {len(want)} tags, but {len(have)} were predicted; give one per token")
+            raise UserError(
+                f"sentence {row} has {len(want)} tags, but {len(have)} were predicted; give one per token",
+                code="different_rows",
+            )
         wanted, given = set(entities(want)), set(entities(have))
         sides.append([wanted & given, wanted, given])
     types = sorted({entity.type for _, wanted, given in sides for entity in wanted | given})

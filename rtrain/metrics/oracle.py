@@ -1,27 +1,15 @@
 """The sentences of a text that a greedy search by the reference takes: labels to train on, and a ceiling to report.
 
-The scores are ROUGE-1 and ROUGE-2 of `rtrain.metrics.text`, bit for bit, by counts that are kept between the steps. Of
-a sentence only the words and pairs that the reference has are looked at, all sentences at once: a step costs what these
-are in number, not the length of the summary so far times the number of sentences.
+The scores are ROUGE-1 and ROUGE-2 of `rtrain.metrics.text`, bit for bit. Of a sentence only the words and pairs that
+the reference has are looked at, so a step costs what these are in number, not the length of the summary so far.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from bisect import bisect
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import pairwise
 
-import numpy as np
-
-from rtrain.metrics.additive import Floats, Ints
 from rtrain.metrics.text import Budget, lengths, rouge_words
-
-NONE = -1
-"""The number of a word or pair that the reference has not."""
-
-
-class _Grams(NamedTuple):
-    """Which n-grams of the reference occur in which sentence, one entry for each occurrence."""
-
-    sentence: Ints
-    gram: Ints
 
 
 def oracle(sentences: Sequence[str], reference: str, budget: Budget) -> list[int]:
@@ -30,119 +18,75 @@ def oracle(sentences: Sequence[str], reference: str, budget: Budget) -> list[int
     As in Nallapati, Zhai and Zhou 2017: add the sentence that raises the mean of the F1 of ROUGE-1 and ROUGE-2 most
     (of equals the first), while one does and the budget allows it. Greedy, so not always the best choice of all.
     """
-    wanted, sizes = rouge_words(reference), lengths(sentences)
-    numbers = {word: number for number, word in enumerate(dict.fromkeys(wanted))}
-    words = [np.array([numbers.get(word, NONE) for word in rouge_words(one)], dtype=np.int64) for one in sentences]
-    search = _Search(words, np.array([numbers[word] for word in wanted], dtype=np.int64))
+    target, sizes = rouge_words(reference), lengths(sentences)
+    words = [rouge_words(sentence) for sentence in sentences]
+    word_hits, pair_hits = _Hits(target), _Hits(pairwise(target))
+    inside = [word_hits.shared(row) for row in words], [pair_hits.shared(pairwise(row)) for row in words]
     chosen: list[int] = []
-    best = 0.0
+    full: list[int] = []  # the chosen ones with words, ascending: their edges make pairs with what stands beside
+    total, best = 0, 0.0
+
+    def changes(position: int) -> Mapping[Hashable, int]:
+        """Pairs that come with a sentence, less the one that it parts."""
+        if not (row := words[position]):
+            return {}
+        place = bisect(full, position)
+        before = words[full[place - 1]][-1] if place else None
+        after = words[full[place]][0] if place < len(full) else None
+        come, gone = pair_hits.shared([(before, row[0]), (row[-1], after)]), pair_hits.shared([(before, after)])
+        if not come and not gone:
+            return inside[1][position]
+        found = inside[1][position] + come
+        found.subtract(gone)
+        return found
+
+    def value(position: int) -> float:
+        size = total + len(words[position])
+        first = _f1(word_hits.after(inside[0][position]), size, len(target))
+        return first + _f1(pair_hits.after(changes(position)), max(size - 1, 0), len(target) - 1)
+
     while True:
         used = [sizes[position] for position in chosen]
         taken = set(chosen)
-        open_ = [p for p in range(len(sentences)) if p not in taken and budget.allows(used, sizes[p])]
-        if not open_:
-            break
-        values = search.values()[open_]
-        top = int(np.argmax(values))
-        if values[top] <= best:
-            break
-        best = float(values[top])
-        chosen.append(open_[top])
-        search.take(open_[top])
-    return sorted(chosen)
+        values = {p: value(p) for p in range(len(words)) if p not in taken and budget.allows(used, sizes[p])}
+        top = max(values, key=lambda p: values[p], default=None)
+        if top is None or values[top] <= best:
+            return sorted(chosen)
+        best = values[top]
+        word_hits.add(inside[0][top])
+        pair_hits.add(changes(top))
+        chosen.append(top)
+        total += len(words[top])
+        if words[top]:
+            full.insert(bisect(full, top), top)
 
 
-class _Search:
-    """The counts of what is chosen so far, and what each sentence would add to them."""
+class _Hits:
+    """N-grams that are in the reference too, each at most as often as there."""
 
-    def __init__(self, words: Sequence[Ints], reference: Ints):
-        """`words`: for each sentence the numbers of its words, `NONE` for one that the reference has not."""
-        self._lengths = np.array([len(one) for one in words], dtype=np.int64)
-        # The words at the edges, which make pairs with those of the sentences beside.
-        self._first = np.array([one[0] if len(one) else NONE for one in words], dtype=np.int64)
-        self._last = np.array([one[-1] if len(one) else NONE for one in words], dtype=np.int64)
-        self._size = int(reference.max(initial=0)) + 1
-        pairs, self._pair_counts = np.unique(self._pairs(reference[:-1], reference[1:]), return_counts=True)
-        self._known = pairs
-        self._word_counts = np.bincount(reference, minlength=self._size)
-        numbers = np.arange(len(words))
-        inside = [self._pair_numbers(one[:-1], one[1:]) for one in words]
-        self._words = _kept(np.repeat(numbers, self._lengths), _joined(words))
-        self._inside = _kept(np.repeat(numbers, [len(one) for one in inside]), _joined(inside))
-        self._has_words = np.zeros(self._size, dtype=np.int64)
-        self._has_pairs = np.zeros(len(pairs), dtype=np.int64)
-        self._total = 0
-        self._taken = np.zeros(len(words), dtype=np.bool_)
+    def __init__(self, reference: Iterable[Hashable]):
+        self._target = Counter(reference)
+        self._has = Counter[Hashable]()
+        self._count = 0
 
-    def values(self) -> Floats:
-        """[sentences]: the sum of both F1, were that sentence added."""
-        lengths = self._total + self._lengths
-        words = _hits(self._has_words, self._word_counts, [(self._words, 1)], len(lengths))
-        pairs = _hits(self._has_pairs, self._pair_counts, self._new_pairs(), len(lengths))
-        wanted = int(self._word_counts.sum())
-        found: Floats = _f1(words, lengths, wanted) + _f1(pairs, np.maximum(lengths - 1, 0), wanted - 1)
-        return found
+    def shared(self, grams: Iterable[Hashable]) -> Counter[Hashable]:
+        return Counter(gram for gram in grams if gram in self._target)
 
-    def take(self, sentence: int) -> None:
-        """Add a sentence to the chosen ones."""
-        for grams, sign in self._new_pairs():
-            np.add.at(self._has_pairs, grams.gram[grams.sentence == sentence], sign)
-        np.add.at(self._has_words, self._words.gram[self._words.sentence == sentence], 1)
-        self._total += int(self._lengths[sentence])
-        self._taken[sentence] = True
+    def after(self, changes: Mapping[Hashable, int]) -> int:
+        """How many there are with these added."""
+        count = self._count
+        for gram, more in changes.items():
+            has, most = self._has.get(gram, 0), self._target[gram]
+            if has < most or more < 0:
+                count += min(has + more, most) - min(has, most)
+        return count
 
-    def _new_pairs(self) -> list[tuple[_Grams, int]]:
-        """The pairs that come with each sentence, and with -1 those that it parts: of the last word before it with the
-        first one behind it."""
-        numbers, full = np.arange(len(self._lengths)), self._lengths > 0
-        places = np.flatnonzero(self._taken & full)
-        behind = np.searchsorted(places, numbers)  # of the chosen sentences the first one behind each
-        edges = np.concatenate([[NONE], self._last[places]]), np.concatenate([self._first[places], [NONE]])
-        left, right = edges[0][behind], edges[1][behind]
-        beside = (
-            (self._pair_numbers(left, self._first), 1),
-            (self._pair_numbers(self._last, right), 1),
-            (self._pair_numbers(left, right), -1),
-        )
-        return [(self._inside, 1), *((_kept(numbers[full], pairs[full]), sign) for pairs, sign in beside)]
-
-    def _pairs(self, left: Ints, right: Ints) -> Ints:
-        return left * self._size + right
-
-    def _pair_numbers(self, left: Ints, right: Ints) -> Ints:
-        """The number of each pair among the reference's; `NONE` where it is none of them."""
-        if not len(self._known):
-            return np.full(len(left), NONE, dtype=np.int64)
-        pairs = self._pairs(left, right)
-        places = np.minimum(np.searchsorted(self._known, pairs), len(self._known) - 1)
-        known = (left >= 0) & (right >= 0) & (self._known[places] == pairs)
-        return np.where(known, places, NONE)
+    def add(self, changes: Mapping[Hashable, int]) -> None:
+        self._count = self.after(changes)
+        self._has.update(changes)
 
 
-def _kept(sentence: Ints, gram: Ints) -> _Grams:
-    return _Grams(sentence[gram >= 0], gram[gram >= 0])
-
-
-def _joined(parts: Sequence[Ints]) -> Ints:
-    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
-
-
-def _hits(has: Ints, wanted: Ints, changes: Sequence[tuple[_Grams, int]], sentences: int) -> Ints:
-    """[sentences]: n-grams that are in the reference too, each at most as often as there, with each sentence's changes
-    added to what there is."""
-    gram = np.concatenate([one.gram for one, _ in changes])
-    keys = np.concatenate([one.sentence for one, _ in changes]) * (len(wanted) + 1) + gram
-    signs = np.concatenate([np.full(len(one.gram), sign) for one, sign in changes])
-    found, place = np.unique(keys, return_inverse=True)
-    more = np.bincount(place, weights=signs, minlength=len(found)).astype(np.int64)
-    sentence, gram = np.divmod(found, len(wanted) + 1)
-    gains = np.minimum(has[gram] + more, wanted[gram]) - np.minimum(has[gram], wanted[gram])
-    base = int(np.minimum(has, wanted).sum())
-    return base + np.bincount(sentence, weights=gains, minlength=sentences).astype(np.int64)
-
-
-def _f1(hits: Ints, lengths: Ints, wanted: int) -> Floats:
+def _f1(hits: int, length: int, target: int) -> float:
     """As `rouge_score` computes it, in its order."""
-    precision, recall = hits / np.maximum(lengths, 1), hits / max(wanted, 1)
-    total = precision + recall
-    return np.divide(2 * precision * recall, total, out=np.zeros(len(hits)), where=total > 0)
+    precision, recall = hits / max(length, 1), hits / max(target, 1)
+    return 2 * precision * recall / (precision + recall) if precision + recall > 0 else 0.0

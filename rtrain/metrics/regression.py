@@ -5,7 +5,6 @@ A correlation with a constant side is undefined; it is given as 0: a constant pr
 
 import numpy as np
 
-from rtrain.errors import UserError
 from rtrain.metrics.additive import Additive, Floats, Ints, ratio
 
 
@@ -16,11 +15,13 @@ def additive(true: Floats, predicted: Floats) -> Additive:
     values are equal; pearson = cov(t, p) / (sd t * sd p).
     """
     # Sums of squares about a far-off origin cancel: centred on the split's means they keep their digits.
-    t, p = true - true.mean(), predicted - predicted.mean()
+    t, p = (side - (side.mean() if len(side) else 0.0) for side in (true, predicted))
     error = predicted - true
     rows = np.stack([t, p, t * t, p * p, t * p, error * error, np.abs(error), np.ones_like(t)], axis=1)
     # What centring leaves of equal values: 1e-17 of 0.1, not 0.
-    tiny_t, tiny_p = (len(t) * (np.finfo(np.float64).eps * np.abs(side).max()) ** 2 for side in (true, predicted))
+    tiny_t, tiny_p = (
+        len(t) * (np.finfo(np.float64).eps * np.abs(side).max(initial=0.0)) ** 2 for side in (true, predicted)
+    )
 
     def score(sums: Floats) -> dict[str, Floats]:
         t, p, tt, pp, tp, squared, absolute, count = np.moveaxis(sums, -1, 0)
@@ -51,38 +52,24 @@ def ratings(values: Floats, low: float, high: float, step: float = 1.0) -> Ints:
 
     Predictions beyond the range are given its end, as a rater must.
     """
-    steps = round((high - low) / step)
-    if step <= 0 or steps < 1 or abs(low + steps * step - high) > 1e-6 * step:
-        raise UserError(
-            f"ratings from {low:g} to {high:g} in steps of {step:g}: no whole number of steps; correct them"
-        )
-    return np.clip(np.rint((values - low) / step), 0, steps).astype(np.int64)
+    return np.clip(np.rint((values - low) / step), 0, round((high - low) / step)).astype(np.int64)
 
 
 def additive_kappa(true: Floats, predicted: Floats, low: float, high: float, step: float = 1.0) -> Additive:
-    """qwk: quadratic weighted kappa (Cohen 1968) of the ratings, and within_one: the share at most one rating off.
+    """qwk: quadratic weighted kappa (Cohen 1968) of the ratings.
 
     With weights (i - j)^2, kappa = 1 - mean (t - p)^2 / (var t + var p + (mean t - mean p)^2): the denominator is the
     mean of (t - p)^2 over all pairs of a true and a predicted rating. It is 0, undefined, where both sides are one
-    and the same rating. Raises `UserError` where a true value is no rating of the range.
+    and the same rating.
     """
-    t = ratings(true, low, high, step)
-    off = np.flatnonzero(np.abs(low + t * step - true) > 1e-6)
-    if off.size:
-        raise UserError(
-            f"row {off[0]}: the true value {true[off[0]]:g} is no rating from {low:g} to {high:g} "
-            f"in steps of {step:g}; correct the range or the row"
-        )
-    p = ratings(predicted, low, high, step)
-    t, p = t.astype(np.float64), p.astype(np.float64)
-    rows = np.stack([t, p, t * t, p * p, (t - p) ** 2, np.abs(t - p) <= 1, np.ones_like(t)], axis=1)
+    t, p = (ratings(side, low, high, step).astype(np.float64) for side in (true, predicted))
+    rows = np.stack([t, p, t * t, p * p, (t - p) ** 2, np.ones_like(t)], axis=1)
 
     def score(sums: Floats) -> dict[str, Floats]:
-        t, p, tt, pp, squared, near, count = np.moveaxis(sums, -1, 0)
+        t, p, tt, pp, squared, count = np.moveaxis(sums, -1, 0)
         # count^2 x chance: whole numbers, so that equal ratings give exactly 0.
         chance = count * (tt + pp) - 2 * t * p
-        kappa = np.where(chance > 0, 1 - ratio(count * squared, chance), 0.0)
-        return {"qwk": kappa, "within_one": ratio(near, count)}
+        return {"qwk": np.where(chance > 0, 1 - ratio(count * squared, chance), 0.0)}
 
     return Additive(rows, score)
 

@@ -83,9 +83,10 @@ def measure(
     if metric.headline not in found:
         raise UserError(
             f"the {metric.headline} of {rows:,} {split} rows is no finite number, nor are some of the answers: the "
-            "model's training has gone astray; train it with a lower optim.lr"
+            "model's training has gone astray; train it with a lower optim.lr",
+            code="diverged",
         )
-    additive = None if metric.additive is None else metric.additive(outcomes, targets, head)
+    additive = metric.additive(outcomes, targets, head)
     sliced = {
         name: _slices(metric, values, outcomes, targets, head, additive, alive) for name, values in columns.items()
     }
@@ -95,7 +96,7 @@ def measure(
     return {
         **document,
         "scores": found,
-        "intervals": {} if additive is None else _intervals(additive),
+        "intervals": _intervals(additive),
         "slices": sliced,
         "tables": {} if metric.tables is None else metric.tables(outcomes, targets, head),
     }
@@ -111,8 +112,7 @@ def without(task: Task, head: Head, outcomes: Ragged, targets: Ragged, seen: npt
 def sampled(task: Task, head: Head, outcomes: Ragged, targets: Ragged, rows: npt.NDArray[np.int64]) -> dict[str, Any]:
     """The main scores of some of the rows, those that baselines are scored on, and their intervals."""
     metric, some = metric_for(task.output), (outcomes.take(rows), targets.take(rows), head)
-    intervals = {} if metric.additive is None else _intervals(metric.additive(*some))
-    return {"rows": len(rows), "scores": _finite(metric.scores(*some)), "intervals": intervals}
+    return {"rows": len(rows), "scores": _finite(metric.scores(*some)), "intervals": _intervals(metric.additive(*some))}
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
@@ -128,7 +128,9 @@ def read(path: Path) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path} cannot be read ({error}); copy it again, or remove it and go without it") from None
+        raise UserError(
+            f"{path} cannot be read ({error}); copy it again, or remove it and go without it", code="unreadable"
+        ) from None
     return found
 
 
@@ -172,27 +174,27 @@ def _slices(
     outcomes: Ragged,
     targets: Ragged,
     head: Head,
-    additive: Additive | None,
+    additive: Additive,
     alive: Callable[[], None],
     least: int = slices.LEAST,
 ) -> list[dict[str, Any]]:
-    def scores(rows: npt.NDArray[np.int64]) -> dict[str, float]:
-        alive()
-        return _finite(metric.all(outcomes.take(rows), targets.take(rows), head))
-
-    # Its rows come with a group: to look them up by a merged slice's values takes the square of their number.
-    where = {one.value: one.rows for one in slices.groups(values, least, MOST_SLICES)}
     found = []
-    for one in slices.by_column(values, scores, metric.headline, least=least, most=MOST_SLICES):
-        if "outside" in head.facts and (targets.take(where[one.value]).values == OUTSIDE).all():
+    for group in slices.groups(values, least, MOST_SLICES):
+        own = targets.take(group.rows)
+        if "outside" in head.facts and (own.values == OUTSIDE).all():
             continue  # the headline is of the rows inside of the classes, of which there are none
-        document = {"value": one.value, "rows": one.rows, "scores": one.scores}
-        if additive is not None:
-            document["interval"] = _interval(additive, where[one.value], metric.headline)
-        if one.merged:
-            document |= {"merged": len(one.merged), "examples": list(one.merged[:EXAMPLES])}
+        alive()
+        scores = _finite(metric.all(outcomes.take(group.rows), own, head))
+        if metric.headline not in scores:
+            raise UserError(
+                f"the {metric.headline} of the rows with {group.value!r} is no finite number", code="diverged"
+            )
+        document = {"value": group.value, "rows": len(group.rows), "scores": scores}
+        document["interval"] = _interval(additive, group.rows, metric.headline)
+        if group.merged:
+            document |= {"merged": len(group.merged), "examples": list(group.merged[:EXAMPLES])}
         found.append(document)
-    return found
+    return sorted(found, key=lambda one: (one["scores"][metric.headline], -one["rows"], one["value"]))
 
 
 def _interval(additive: Additive, rows: npt.NDArray[np.int64], headline: str) -> list[float]:

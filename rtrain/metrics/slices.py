@@ -1,33 +1,24 @@
-"""Scores per value of a column: where a model is weak, worst first."""
+"""Groups of rows by the values of a column, to score each by itself."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.errors import UserError
 from rtrain.metrics.additive import Ints
 
 LEAST = 20
 
 
-class Slice(NamedTuple):
-    """The rows of one value of a column; `merged` lists the values of a slice of small ones, and is empty otherwise."""
-
-    value: str
-    rows: int
-    scores: Mapping[str, float]
-    merged: tuple[str, ...] = ()
-
-
 class Group(NamedTuple):
-    """Where the rows of a slice are."""
+    """Where the rows of one value of a column are."""
 
     value: str
     rows: Ints
     merged: tuple[str, ...] = ()
+    """The values of a group of small ones."""
 
 
 def groups(values: Sequence[Hashable], least: int = LEAST, most: int | None = None) -> list[Group]:
@@ -53,30 +44,8 @@ def groups(values: Sequence[Hashable], least: int = LEAST, most: int | None = No
     ]
 
 
-def by_column(
-    values: Sequence[Hashable],
-    scores: Callable[[Ints], Mapping[str, float]],
-    headline: str,
-    larger_is_better: bool = True,
-    least: int = LEAST,
-    most: int | None = None,
-) -> list[Slice]:
-    """One slice per group of `groups`, the worst `headline` first; of equals the larger slice, then the name in order.
-
-    `scores` gets the positions of a slice's rows (`Additive.of` does).
-    """
-    found = []
-    for name, rows, merged in groups(values, least, most):
-        slice_scores = scores(rows)
-        if headline not in slice_scores:
-            raise UserError(f"no score {headline!r}; there are {', '.join(slice_scores)}")
-        found.append(Slice(name, len(rows), slice_scores, merged))
-    sign = 1 if larger_is_better else -1
-    return sorted(found, key=lambda item: (sign * item.scores[headline], -item.rows, item.value))
-
-
 def quantiles(values: npt.ArrayLike, parts: int = 4) -> list[str]:
-    """Numbers (lengths, scores) to the names of about equally large ranges, `10 to 24`, for `by_column`.
+    """Numbers (lengths, scores) to the names of about equally large ranges, `10 to 24`,.
 
     Equal values stay together, so that there may be fewer ranges than `parts`; a range names its lowest and highest
     value.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rtrain.errors import UserError
-from rtrain.metrics.additive import Additive, Floats, means
+from rtrain.metrics.additive import Floats
 
 ROUGES = ("rouge1", "rouge2", "rougeL")
 _ORDERS = 4
@@ -33,7 +33,8 @@ class Budget:
         if (self.sentences is None) == (self.words is None) or (self.sentences or self.words or 0) < 1:
             raise UserError(
                 f"a summary's budget of sentences={self.sentences} and words={self.words}: "
-                "give one of the two, at least 1"
+                "give one of the two, at least 1",
+                code="out_of_range",
             )
 
     def allows(self, chosen: Sequence[int], more: int) -> bool:
@@ -41,25 +42,6 @@ class Budget:
         if self.sentences is not None:
             return len(chosen) < self.sentences
         return not chosen or sum(chosen) + more <= (self.words or 0)
-
-
-def additive_rouge(predicted: Sequence[str], references: Sequence[str]) -> Additive:
-    """rouge1, rouge2, rougeL: the mean over rows of ROUGE's F1, 0 to 1. rougeL takes the text as one sequence."""
-    rows = [rouge(rouge_words(text), rouge_words(one)) for text, one in zip(predicted, references, strict=True)]
-    columns = np.array(rows, dtype=np.float64).reshape(-1, len(ROUGES))
-    return means(dict(zip(ROUGES, columns.T, strict=True)))
-
-
-def additive_bleu(predicted: Sequence[str], references: Sequence[str]) -> Additive:
-    """bleu: 0 to 100, exponential smoothing; of the corpus: a function of summed counts, no mean over rows."""
-    pairs = zip(predicted, references, strict=True)
-    rows = [bleu_counts(bleu_words(text), bleu_words(reference)) for text, reference in pairs]
-    return Additive(np.array(rows, dtype=np.float64).reshape(-1, BLEU_COUNTS), lambda sums: {"bleu": bleu(sums)})
-
-
-def scores(predicted: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """rouge1, rouge2, rougeL (0 to 1) and bleu (0 to 100) of all rows."""
-    return additive_rouge(predicted, references).scores() | additive_bleu(predicted, references).scores()
 
 
 def pick(order: Sequence[int], words: Sequence[int], budget: Budget) -> list[int]:

@@ -157,7 +157,6 @@ def run(
 def _long_enough(config: Config, root: Path, updates: int) -> Config:
     """The recipe with as many epochs as so many updates need."""
     source, model, *_ = nodes.share(config, *preparing.check(config, root), root)
-    config, _ = preparing.separated(config, source)
     store, _ = tokens.ensure(config.recipe, source, model, root)
     per_epoch = -(-store.rows("train") // config.recipe.rows_per_update)
     epochs = max(config.recipe.train.epochs, -(-updates // per_epoch))

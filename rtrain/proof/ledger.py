@@ -13,7 +13,7 @@ import numpy as np
 
 from rtrain import config as configuration
 from rtrain.checkpoints import checkpoint
-from rtrain.data.order import Order, chain, refuse_other, rows_digest
+from rtrain.data.order import Order, chain, rows_digest
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError, meant
 from rtrain.run import Run
@@ -107,7 +107,6 @@ def _store(run: Run) -> Store:
             f"{created['data_digest']}",
             code="different_rows",
         )
-    refuse_other("--ledger", run.folder, created.get("order", 1), store.rows("train"))
     return store
 
 

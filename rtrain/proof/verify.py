@@ -197,7 +197,7 @@ def run(
         reason = f"--out: {folder} exists; name a new folder, which is removed when the check has ended"
         raise UserError(reason, code="already_exists")
     source, weights, *_ = nodes.share(config, *found, folder.parent)
-    config, _ = preparing.separated(model.resolved(config, weights), source)
+    config = model.resolved(config, weights)
     store, _ = tokens.ensure(config.recipe, source, weights, folder.parent)
     rows = store.rows("train")
     mean_tokens, fits = store.manifest.tokens["train"] / max(1, rows), partial(refused, config.recipe, weights)

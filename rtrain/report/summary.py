@@ -136,7 +136,7 @@ def interrupted_by(log: list[dict[str, Any]]) -> dict[str, int]:
 
 def overlap(log: list[dict[str, Any]]) -> dict[str, Any]:
     """By split: how many of its rows are training rows too (`seen`), and the scores `without` them once there are any.
-    Splits that have none are left out; `seen` is None where an earlier version did not look."""
+    Splits that have none are left out."""
     told = {event["split"]: event for event in log if event["kind"] == "overlap"}
     scored = {event["split"]: event["scores"] for event in log if event["kind"] == "unseen"}
     return {

@@ -52,7 +52,7 @@ def share(config: Config, source: records.Source, weights: Path, root: Path) -> 
     if "model.name" in on_hub:
         weights = model.resolve(recipe.model.name, root)
     if any(kind == "dataset" for kind, _ in on_hub.values()):
-        source = unlabelled.source(recipe, root, begun=True)  # whatever is refused has been, before this
+        source = unlabelled.source(recipe, root)
 
     folder = {} if root in weights.parents else hub.model_files(weights)
     pieces = [piece for piece in source.pieces if piece.uri.startswith(LOCAL)]

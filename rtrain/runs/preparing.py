@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from rtrain import config as configuration, documents
+from rtrain import documents
 from rtrain.checkpoints import replica
 from rtrain.cluster import feasible, preflight, supply
 from rtrain.config import Config, Recipe
-from rtrain.data import quarantine, records, refusals, separators, tokens, unlabelled
+from rtrain.data import quarantine, records, refusals, tokens, unlabelled
 from rtrain.data.formats import files
-from rtrain.data.order import Order, refuse_other, version
+from rtrain.data.order import Order
 from rtrain.data.stores import commit, shards
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
@@ -39,7 +39,7 @@ PACKAGES = ("rtrain", "ray", "torch", "transformers", "tokenizers", "numpy", "py
 """Those whose versions are logged with a run."""
 TOLD = (
     *("tokenised", "tokens_reused", "strategy", "vocabulary", "bad_rows"),
-    *("unlabelled", "label_column", "head", "labels", "overlap", "texts", "conflicts"),
+    *("unlabelled", "head", "labels", "overlap", "texts", "conflicts"),
 )
 """What is logged of a run's rows before it is followed, the first or the second of these first."""
 
@@ -74,25 +74,21 @@ def check(
     config: Config,
     root: Path | None = None,
     source: records.Source | None = None,
-    labels: bool = True,
     begun: bool = False,
 ) -> tuple[records.Source, Path]:
-    """Everything that can be refused before Ray starts, all at once: files, columns, labels, model, precision.
+    """Everything that can be refused before Ray starts, all at once: files, columns, model, precision.
 
     What was copied from the hub under `root` is not asked for again, and the files of a `source` that was found before
-    are not looked at again. Without `labels` those of the rows are not. A run that has `begun` reads labels as it did,
-    and is not refused what was allowed when it began: its settings cannot be changed any more.
+    are not looked at again. The settings of a run that has `begun` cannot be changed any more.
     """
     problems: list[Any] = [
-        *tokens.problems(config.recipe, begun),
+        *tokens.problems(config.recipe),
         *losses.problems(config.recipe),
         *model.problems(config.recipe),
     ]
     folder = None
     try:
-        source = source or unlabelled.source(config.recipe, root, begun)
-        if labels and not begun:
-            problems += separators.problems(config.recipe, separators.shown(config.recipe, source))
+        source = source or unlabelled.source(config.recipe, root)
     except ConfigError as error:
         problems += [_put_back(one) if begun else one for one in error.problems]
     try:
@@ -141,14 +137,13 @@ def prepare(
             pass
     created = run.first("created")
     begun = begun or created is not None
-    shared = nodes.share(config, *check(config, root, source, labels=False, begun=begun), root)
+    shared = nodes.share(config, *check(config, root, source, begun=begun), root)
     source, weights = shared.source, shared.weights
     source = source.beside(root)
     config = model.resolved(config, weights)
-    config, label_column = (config, None) if created else separated(config, source, begun)
     joined = nodes.Joined(root, shared.needed, shared.asked, supply.needs(config, "cpu"), say)
     with joined.explaining(), supply.data_tasks_on(config.deploy.cluster.data_labels):
-        whole, weights = weights, smaller.trimmed(config.recipe, source, weights, root, begun)
+        whole, weights = weights, smaller.trimmed(config.recipe, source, weights, root)
     origin = commit.origin(config.recipe, source, weights)
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
         raise _other_rows(run, created, origin)
@@ -160,8 +155,6 @@ def prepare(
         raise ConfigError(problems)
     with joined.explaining(), supply.data_tasks_on(config.deploy.cluster.data_labels):
         store, made = tokens.ensure(config.recipe, source, weights, root, taught)
-    if created:
-        refuse_other("--resume", run.folder, created.get("order", 1), store.rows("train"))
     if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, chosen_device.device)]:
         raise ConfigError(problems)
     config, laid_out = strategy.decided(config, chosen_device, store, weights)
@@ -183,7 +176,6 @@ def prepare(
                 # The run's own names: its store may have been made from equal files elsewhere, and may be removed.
                 origin=origin,
                 identity=frozen.recipe.identity(),
-                order=version(store.rows("train")),
                 versions=_versions(),
             )
         run.append(
@@ -199,12 +191,10 @@ def prepare(
         if weights != whole:
             run.append("vocabulary", **smaller.told(run, config.recipe, source, whole, weights, store, root))
         if store.manifest.quarantined:
-            first, reasons = store.folder / quarantine.FIRST, quarantine.commonest(store.folder)
-            run.append("bad_rows", rows=store.manifest.quarantined, reasons=reasons, file=str(first))
+            file, reasons = store.folder / quarantine.NAME, quarantine.commonest(store.folder)
+            run.append("bad_rows", rows=store.manifest.quarantined, reasons=reasons, file=str(file))
         if store.manifest.unlabelled:
             run.append("unlabelled", **store.manifest.unlabelled, confidence=config.recipe.distill.confidence)
-        if label_column:
-            run.append("label_column", **label_column)
         head = heads.told(documents.read(weights / "config.json"), task.auto_model, store.manifest.labels)
         if head and not created:  # the head of a resumed run goes on from its checkpoint
             run.append("head", **head)
@@ -260,29 +250,14 @@ def refuse_lost(config: Config, folder: Path, reuse: opening.Reuse, *words: obje
     )
 
 
-def separated(config: Config, source: records.Source, begun: bool = False) -> tuple[Config, dict[str, Any] | None]:
-    """The configuration with the separator that the labels show, and what the log is to say of them, if anything.
-    `begun` as `prepare` has it."""
-    recipe, shown = config.recipe, separators.shown(config.recipe, source)
-    if (problems := separators.problems(recipe, shown)) and not begun:
-        raise ConfigError(problems)
-    told = separators.told(recipe, shown)
-    if told and told["what"] == "separator":
-        config = configuration.with_overrides(config, {"data.separator": told["sign"]})
-    return config, told
-
-
 def _overlaps(recipe: Recipe, store: Store) -> list[dict[str, Any]]:
-    """The splits with rows that are training rows too; and those with a file of their own of which nobody knows, since
-    an earlier version made the store."""
+    """The splits with rows that are training rows too."""
     found: list[dict[str, Any]] = []
     for split in ("valid", "test"):
         seen, counted = store.seen(split), {"split": split, "rows": store.rows(split)}
         if seen is not None and seen.any():
             places = store.places(split, np.flatnonzero(seen))
             found.append({**counted, "seen": int(seen.sum()), "places": places})
-        elif seen is None and getattr(recipe.data, split) and not base.get(recipe.task).packs:
-            found.append({**counted, "seen": None, "store": str(store.folder)})
     return found
 
 

@@ -30,15 +30,15 @@ BLOCK = 8192
 """Rows of a store that are looked at a time."""
 
 
-def trimmed(recipe: Recipe, source: records.Source, weights: Path, root: Path, begun: bool = False) -> Path:
+def trimmed(recipe: Recipe, source: records.Source, weights: Path, root: Path) -> Path:
     """The folder of the model to train: `weights`, or its trimmed copy under `root` where `compress.vocabulary` says
     so. Needs Ray only where the rows were not read by the whole tokenizer before.
 
-    Where every piece is needed, it is `weights` too. `begun` as `records.inspect` has it.
+    Where every piece is needed, it is `weights` too.
     """
     if recipe.compress.vocabulary == "keep":
         return weights
-    settings, more = recipe.compress, further(recipe, begun)
+    settings, more = recipe.compress, further(recipe)
     most = [] if settings.vocabulary_most is None else [settings.vocabulary_most]
     made_of = tokens.digest(recipe, source, weights), settings.vocabulary_pieces, more and more.digest(), *most
     final = root / FOLDER / trimming.address(weights, *made_of)
@@ -70,11 +70,11 @@ def counted(store: Store, split: str = "train") -> Counter[int]:
     return found
 
 
-def further(recipe: Recipe, begun: bool = False) -> records.Source | None:
+def further(recipe: Recipe) -> records.Source | None:
     """The files of `compress.unlabelled`. Raises `ConfigError` with every problem found."""
     if recipe.compress.unlabelled is None:
         return None
-    return unlabelled.inspect(recipe.data, recipe.compress.unlabelled, SETTING, begun=begun)
+    return unlabelled.inspect(recipe.data, recipe.compress.unlabelled, SETTING)
 
 
 def counted_by(source: records.Source, recipe: Recipe, weights: Path) -> Counter[int]:

@@ -34,7 +34,8 @@ class Classification(PooledTask):
             found = ", ".join(repr(label) for label in counts) or "none"
             raise UserError(
                 f"data.label: the training rows have one class only ({found}); a classifier needs at least two. "
-                "Add rows of another label, or name another column with --set data.label=COLUMN."
+                "Add rows of another label, or name another column with --set data.label=COLUMN.",
+                code="one_label",
             )
         return Head(tuple(ordered(counts)))
 

@@ -4,12 +4,15 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rtrain.batch import Encoded, Head, Ints, Ragged, Tokens
+import numpy as np
+
+from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens
 from rtrain.tasks import base
 from rtrain.tasks.encode import encode
 
 if TYPE_CHECKING:
     import tokenizers
+    import torch
 
 EXAMPLES = (
     "Where is my parcel? It was due on Monday, and nobody came to the door.",
@@ -91,3 +94,27 @@ class Defaults:
 
     def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
         return {}
+
+
+class TokenTask(Defaults):
+    """What tasks share whose model answers each token of long texts."""
+
+    auto_model = "AutoModelForTokenClassification"
+    by_token = True
+    never_cuts = True
+
+    def targets(self, labels: Sequence[str], marks: Ragged, head: Head) -> base.Targets:
+        return base.Targets(
+            Ragged(marks.values.astype(np.float32), marks.counts), np.zeros(len(labels), dtype=np.bool_)
+        )
+
+    def outputs(self, logits: Floats, tokens: Tokens, head: Head) -> Outputs:
+        """[tokens, outputs] of each row."""
+        return np.split(logits, np.cumsum(tokens.lengths_of_rows)[:-1])
+
+
+def widened(logits: "torch.Tensor") -> "torch.Tensor":
+    """In fp32 or better: bf16 loses the small differences that matter late in training. float64 stays: proofs."""
+    import torch
+
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

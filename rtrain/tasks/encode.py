@@ -51,13 +51,14 @@ def load_tokenizer(
                     str(folder),
                     "no tokenizer.json in the folder",
                     "save the fast tokenizer into it: AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER)",
+                    code="no_tokenizer",
                 )
             ]
         )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust side raises plain Exception
-        raise UserError(f"{path} cannot be read as a tokenizer: {error}") from None
+        raise UserError(f"{path} cannot be read as a tokenizer: {error}", code="unreadable") from None
     tokenizer.no_padding()
     tokenizer.enable_truncation(max_tokens, stride=stride)
     tokenizer.encode_special_tokens = not reads_special

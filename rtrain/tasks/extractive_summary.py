@@ -21,9 +21,9 @@ from rtrain.metrics import summary_rows, text as scores
 from rtrain.metrics.additive import Floats as Wide, Ints
 from rtrain.metrics.oracle import oracle
 from rtrain.tasks import base
-from rtrain.tasks.base import Column, Described, Input, Targets
+from rtrain.tasks.base import Column, Described, Input
 from rtrain.tasks.classification import divergence
-from rtrain.tasks.defaults import Defaults
+from rtrain.tasks.defaults import TokenTask, widened
 from rtrain.words import sentence_spans
 
 if TYPE_CHECKING:
@@ -40,14 +40,11 @@ EXAMPLES = (
 )
 
 
-class ExtractiveSummary(Defaults):
+class ExtractiveSummary(TokenTask):
     name = "extractive_summary"
     output = "summary"
     has_standard_head = False  # a softmax over one output is 1 for each token
-    auto_model = "AutoModelForTokenClassification"
-    by_token = True
     reads_pair = False
-    never_cuts = True
     varies: base.Variation = "text"
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
@@ -60,7 +57,9 @@ class ExtractiveSummary(Defaults):
     def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
         """The budget: the mean length of the training rows' references, in words."""
         if not counts:
-            raise UserError("data.path: no row is left to train on; add rows with a document and its summary each")
+            raise UserError(
+                "data.path: no row is left to train on; add rows with a document and its summary each", code="no_rows"
+            )
         words = sum(len(label.split()) * count for label, count in counts.items())
         return Head(("left out", "taken"), {"max_words": max(1, round(words / sum(counts.values())))})
 
@@ -70,9 +69,6 @@ class ExtractiveSummary(Defaults):
         sentences = [text[start:end] for start, end in spans]
         taken = oracle(sentences, label, scores.Budget(sentences=max(1, len(sentences))))
         return summary_rows.write(sentences, places(encoded, spans), taken, label)
-
-    def targets(self, labels: Sequence[str], marks: Ragged, head: Head) -> Targets:
-        return Targets(Ragged(marks.values.astype(np.float32), marks.counts), np.zeros(len(labels), dtype=np.bool_))
 
     def stand_in(self, text: str, head: Head) -> str:
         return "unknown"
@@ -95,10 +91,6 @@ class ExtractiveSummary(Defaults):
         first, end, _ = _sentences(tokens)
         known = _means(tokens.teacher, first, end).astype(np.float32)
         return {"loss": divergence(_pooled(logits, first, end), known, temperature)}
-
-    def outputs(self, logits: Floats, tokens: Tokens, head: Head) -> Outputs:
-        """[tokens, 2] of each row."""
-        return np.split(logits, np.cumsum(tokens.lengths_of_rows)[:-1])
 
     def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:
         """For each row its figures (`summary_rows.FIGURES`) under the head's budget; then for each of its sentences the
@@ -216,7 +208,7 @@ def _pooled(logits: "torch.Tensor", first: Ints, end: Ints) -> "torch.Tensor":
     """[sentences, 2], the mean of each sentence's tokens, in fp32 or better."""
     import torch
 
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = widened(logits)
     counts = end - first
     sentence = torch.from_numpy(np.repeat(np.arange(len(first)), counts)).to(wide.device)
     token = np.arange(int(counts.sum())) + np.repeat(first - (np.cumsum(counts) - counts), counts)

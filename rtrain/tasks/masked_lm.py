@@ -16,7 +16,7 @@ from rtrain.batch import IGNORED, Encoded, Floats, Head, Ints, Outputs, Ragged, 
 from rtrain.errors import UserError
 from rtrain.metrics.calibration import softmax
 from rtrain.tasks.base import Column, Described, Input, Targets
-from rtrain.tasks.defaults import Defaults
+from rtrain.tasks.defaults import Defaults, widened
 
 if TYPE_CHECKING:
     import tokenizers
@@ -43,7 +43,10 @@ class MaskedLM(Defaults):
     def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer") -> Head:
         mask = next((token for token in MASKS if tokenizer.token_to_id(token) is not None), None)
         if mask is None:
-            raise UserError(f"model.name: its tokenizer has no mask token ({' or '.join(MASKS)}); name another model")
+            raise UserError(
+                f"model.name: its tokenizer has no mask token ({' or '.join(MASKS)}); name another model",
+                code="no_mask_token",
+            )
         special = sorted(number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         facts = {"mask": mask, "mask_id": tokenizer.token_to_id(mask), "special": special}
         return Head((), {**facts, "vocabulary": tokenizer.get_vocab_size()})
@@ -82,13 +85,15 @@ class MaskedLM(Defaults):
         import torch
 
         words = torch.from_numpy(tokens.targets[self.wanted(tokens, head)].astype(np.int64)).to(logits.device)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return {"loss": torch.nn.functional.cross_entropy(wide, words, reduction="sum")}
+        return {"loss": torch.nn.functional.cross_entropy(widened(logits), words, reduction="sum")}
 
     def imitation(
         self, logits: "torch.Tensor", tokens: Tokens, head: Head, temperature: float
     ) -> dict[str, "torch.Tensor"]:
-        raise UserError("task=masked_lm: a masked language model is not distilled; distil the model tuned from it")
+        raise UserError(
+            "task=masked_lm: a masked language model is not distilled; distil the model tuned from it",
+            code="unsupported",
+        )
 
     def outputs(self, logits: Floats, tokens: Tokens, head: Head) -> Outputs:
         """[tokens to guess, vocabulary] of each row."""
@@ -120,7 +125,8 @@ class MaskedLM(Defaults):
     def columns(self, head: Head) -> list[Column]:
         raise UserError(
             "task=masked_lm: a masked language model guesses masked words, and a row of a file has no one answer; "
-            "train a task on it, with --model and the folder of this artefact, and answer rows with that"
+            "train a task on it, with --model and the folder of this artefact, and answer rows with that",
+            code="unsupported",
         )
 
     def asks(self, texts: Sequence[str], head: Head) -> list[Input]:

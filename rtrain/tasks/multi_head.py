@@ -46,7 +46,8 @@ class MultiHead(PooledTask):
                 only = ", ".join(repr(label) for label in labels) or "none"
                 raise UserError(
                     f"data.label: the training rows have one class only ({only}) in column {name!r}; a classifier "
-                    "needs at least two. Add rows of another label, or leave the column out."
+                    "needs at least two. Add rows of another label, or leave the column out.",
+                    code="one_label",
                 )
         names = tuple(f"{name}={label}" for name, labels in found.items() for label in ordered(labels))
         return Head(names, {"heads": [[name, len(labels)] for name, labels in found.items()]})

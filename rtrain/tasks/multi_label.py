@@ -36,7 +36,8 @@ class MultiLabel(PooledTask):
         if not found:
             raise UserError(
                 "data.label: no training row has a label; add rows with labels, or name another column with "
-                "--set data.label=COLUMN"
+                "--set data.label=COLUMN",
+                code="no_labels",
             )
         return Head(tuple(ordered(found)))
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from rtrain.batch import Floats, Head, Outputs, Ragged, Tokens
 from rtrain.tasks import base
-from rtrain.tasks.defaults import Defaults
+from rtrain.tasks.defaults import Defaults, widened
 
 if TYPE_CHECKING:
     import torch
@@ -46,11 +46,10 @@ def _pooling(facts: Mapping[str, Any]) -> str:
 
 
 def pooled(logits: "torch.Tensor", tokens: Tokens, head: Head) -> "torch.Tensor":
-    """`PooledTask.outputs`, with a gradient; in fp32 or better: bf16 loses the small differences that matter late in
-    training. float64 stays: proofs."""
+    """`PooledTask.outputs`, with a gradient."""
     import torch
 
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = widened(logits)
     if len(tokens.lengths) == len(tokens):
         return wide
     windows = torch.from_numpy(tokens.windows.astype(np.int64)).to(wide.device)

@@ -57,7 +57,8 @@ class Regression(PooledTask):
             found = ", ".join(str(value) for value in sorted(rows)[:5]) or "none"
             raise UserError(
                 f"data.label: the training rows have one score only ({found}); there is nothing to learn. "
-                "Add rows of another score, or name another column with --set data.label=COLUMN."
+                "Add rows of another score, or name another column with --set data.label=COLUMN.",
+                code="one_label",
             )
         values, weights = np.array(sorted(rows)), np.array([rows[value] for value in sorted(rows)], dtype=np.float64)
         mean = float(np.average(values, weights=weights))
@@ -66,7 +67,8 @@ class Regression(PooledTask):
             raise UserError(
                 f"data.label: the training rows' scores, {values[0]:.15g} to {values[-1]:.15g}, differ by too little "
                 f"beside their size: rounded to float32 they are no longer the same. Subtract {values[0]:.15g} from "
-                "each, in the test rows too."
+                "each, in the test rows too.",
+                code="too_close",
             )
         scale = {"lowest": float(values[0]), "highest": float(values[-1]), "step": _step(values)}
         return Head(("score",), {"mean": mean, "std": std, **scale})

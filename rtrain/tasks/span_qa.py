@@ -18,8 +18,8 @@ from rtrain.errors import UserError, quoted
 from rtrain.metrics import spans
 from rtrain.metrics.calibration import softmax
 from rtrain.tasks import base
-from rtrain.tasks.base import Column, Described, Input, Targets
-from rtrain.tasks.defaults import Defaults
+from rtrain.tasks.base import Column, Described, Input
+from rtrain.tasks.defaults import TokenTask, widened
 from rtrain.tasks.encode import encode
 from rtrain.tasks.labels import parsed
 
@@ -58,14 +58,12 @@ HIDDEN = -1e4
 """In place of the logit of padding: its chance is 0, and 0 x HIDDEN is still 0."""
 
 
-class SpanQA(Defaults):
+class SpanQA(TokenTask):
     name = "span_qa"
     output = "spans"
     auto_model = "AutoModelForQuestionAnswering"
-    by_token = True
     fields = ("question", "context")
     needs_pair = True
-    never_cuts = True
     rule_of_marks = 2
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
@@ -102,7 +100,10 @@ class SpanQA(Defaults):
             questions.append(text if len(row.ids) <= most else text[: row.offsets[most - 1][1]])
         found = encode(tokenizer, questions, pairs, max_windows, by_type_ids=False)
         if any(window.second >= window.tokens for row in found for window in row.windows):
-            raise UserError("model.name: its tokenizer does not mark the second text; question answering needs one")
+            raise UserError(
+                "model.name: its tokenizer does not mark the second text; question answering needs one",
+                code="unsupported_model",
+            )
         return found
 
     def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
@@ -113,9 +114,6 @@ class SpanQA(Defaults):
         for window, span in _windows(encoded):
             found += _place(window, span, whole)
         return found
-
-    def targets(self, labels: Sequence[str], marks: Ragged, head: Head) -> Targets:
-        return Targets(Ragged(marks.values.astype(np.float32), marks.counts), np.zeros(len(labels), dtype=np.bool_))
 
     def stand_in(self, text: str, head: Head) -> str:
         return "[]"
@@ -143,10 +141,6 @@ class SpanQA(Defaults):
         teacher = _by_window(torch.from_numpy(tokens.teacher.copy()).to(student), tokens)
         found, known = (F.log_softmax(side / temperature, dim=1) for side in (student, teacher))
         return {"loss": temperature**2 * F.kl_div(found, known, reduction="sum", log_target=True)}
-
-    def outputs(self, logits: Floats, tokens: Tokens, head: Head) -> Outputs:
-        """[tokens, 2] of each row."""
-        return np.split(logits, np.cumsum(tokens.lengths_of_rows)[:-1])
 
     def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:
         """For each row: F1 and exact match of the best span's tokens with the answer's (both 0 where there is none to
@@ -330,7 +324,7 @@ def _by_window(logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
     """[windows, longest window, 2], in fp32 or better; HIDDEN behind each window's end."""
     import torch
 
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = widened(logits)
     lengths = torch.from_numpy(tokens.lengths.astype(np.int64)).to(logits.device)
     mask = torch.arange(int(lengths.max()), device=logits.device)[None, :] < lengths[:, None]
     return wide.new_full((*mask.shape, 2), HIDDEN).masked_scatter(mask[:, :, None].expand(-1, -1, 2), wide)

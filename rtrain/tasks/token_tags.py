@@ -20,7 +20,7 @@ from rtrain.metrics.entities import MISSING, entities, missing_words, of_tokens,
 from rtrain.tasks import base
 from rtrain.tasks.base import Column, Described, Input, Targets
 from rtrain.tasks.classification import divergence
-from rtrain.tasks.defaults import Defaults
+from rtrain.tasks.defaults import TokenTask, widened
 from rtrain.tasks.labels import flaw_of, listed
 from rtrain.words import read_cuts, word_spans
 
@@ -37,14 +37,11 @@ EXAMPLES = (
 _TAG = re.compile(r"O|[BI]-.+")
 
 
-class TokenTags(Defaults):
+class TokenTags(TokenTask):
     name = "token_tags"
     output = "tags"
     smooths = True
-    auto_model = "AutoModelForTokenClassification"
-    by_token = True
     reads_pair = False
-    never_cuts = True
     varies: base.Variation = "words"
     rule_of_marks = 2
 
@@ -66,7 +63,8 @@ class TokenTags(Defaults):
         if not found:
             raise UserError(
                 "data.label: no training row has an entity, all tags are O; "
-                "add rows with entities, or name the column of the tags with --set data.label=COLUMN"
+                "add rows with entities, or name the column of the tags with --set data.label=COLUMN",
+                code="no_labels",
             )
         return Head((OUTSIDE, *sorted(found)))
 
@@ -100,7 +98,7 @@ class TokenTags(Defaults):
 
         targets = torch.from_numpy(of_tokens(tokens.labelled).values.astype(np.int64)).to(logits.device)
         return {
-            "loss": torch.nn.functional.cross_entropy(_wide(logits), targets, reduction="sum", ignore_index=IGNORED)
+            "loss": torch.nn.functional.cross_entropy(widened(logits), targets, reduction="sum", ignore_index=IGNORED)
         }
 
     def imitation(
@@ -110,12 +108,8 @@ class TokenTags(Defaults):
         import torch
 
         answered = np.flatnonzero(of_tokens(tokens.labelled).values != IGNORED)
-        student = _wide(logits)[torch.from_numpy(answered).to(logits.device)]
+        student = widened(logits)[torch.from_numpy(answered).to(logits.device)]
         return {"loss": divergence(student, tokens.teacher[answered], temperature)}
-
-    def outputs(self, logits: Floats, tokens: Tokens, head: Head) -> Outputs:
-        """[tokens, tags] of each row."""
-        return np.split(logits, np.cumsum(tokens.lengths_of_rows)[:-1])
 
     def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:
         """For each word: the tag (no tag's number where a logit is no number), its chance, and the word's loss. A word
@@ -247,12 +241,6 @@ def _is_list(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(found, list) and all(isinstance(one, str) for one in found)
-
-
-def _wide(logits: "torch.Tensor") -> "torch.Tensor":
-    import torch
-
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 TASK = TokenTags()

@@ -11,8 +11,6 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from rtrain.errors import ConfigError, Problem
-
 _WORDS = re.compile(r"(\S+)(\s*)")
 _DRAWS = 3
 """Random numbers per word: they choose what is done to it, how, and where."""
@@ -21,10 +19,7 @@ _DRAWS = 3
 @dataclass(frozen=True)
 class Noise:
     """The share of words, 0 to 1, that gets each kind of noise: one kind at a place. A word that a swap has carried on
-    may get what the next place has, too.
-
-    Words are separated by white space. Raises `ConfigError` for a share outside 0 to 1, or a sum over 1.
-    """
+    may get what the next place has, too. Words are separated by white space."""
 
     typo: float = 0.0
     """Two neighbouring letters change places, or a letter is left out or written twice. Words with a digit stay."""
@@ -36,18 +31,6 @@ class Noise:
     """The word is replaced by `mask_token`."""
     mask_token: str = "[MASK]"
     """The mask token as the model's tokenizer writes it."""
-
-    def __post_init__(self) -> None:
-        problems = [
-            Problem(f"augment.{name}", share, "not a share of words", "write a number from 0 to 1")
-            for name, share in self.shares.items()
-            if not 0 <= share <= 1
-        ]
-        if not problems and (total := sum(self.shares.values())) > 1:
-            reason = "the shares of typo, swap, drop and mask are more than all words"
-            problems.append(Problem("augment", round(total, 6), reason, "lower one: their sum is at most 1"))
-        if problems:
-            raise ConfigError(problems)
 
     @property
     def shares(self) -> dict[str, float]:

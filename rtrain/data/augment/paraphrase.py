@@ -93,7 +93,8 @@ def _refused(name: str, reason: str) -> UserError:
     return UserError(
         f"{name} cannot be loaded as a model that rewrites texts: {reason.splitlines()[0]}. Name an encoder-decoder "
         "model of transformers with safetensors weights (a hub name or a folder), such as a T5 model, or a Marian one, "
-        "whose tokenizer needs pip install sentencepiece."
+        "whose tokenizer needs pip install sentencepiece.",
+        code="unsupported_model",
     )
 
 

@@ -49,7 +49,7 @@ def ensure(recipe: Recipe, root: Path) -> Path:
         )
         if not any(map(_has_letters, words)):
             reason, fix = "no training row has a word to put another in place of", "leave it out"
-            raise ConfigError([Problem("distill.copies", recipe.distill.copies, reason, fix)])
+            raise ConfigError([Problem("distill.copies", recipe.distill.copies, reason, fix, code="no_words")])
         with (draft.folder / FILE).open("w", encoding="utf-8") as out:
             for row, texts in enumerate(_rows(recipe, source)):
                 for copy in range(recipe.distill.copies):

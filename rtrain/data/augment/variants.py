@@ -36,7 +36,9 @@ def noise_of(settings: Augment, tokenizer: "tokenizers.Tokenizer") -> Noise:
     mask = next((token for token in MASKS if tokenizer.token_to_id(token) is not None), None)
     if settings.mask and mask is None:
         reason = f"the model's tokenizer has no mask token ({' or '.join(MASKS)})"
-        raise ConfigError([Problem("augment.mask", settings.mask, reason, "write 0; use typo, swap or drop")])
+        raise ConfigError(
+            [Problem("augment.mask", settings.mask, reason, "write 0; use typo, swap or drop", code="no_mask_token")]
+        )
     return Noise(**settings.noise, mask_token=mask or MASKS[0])
 
 
@@ -47,14 +49,14 @@ def problems(recipe: Recipe, task: Task) -> list[Problem]:
         return []
     if settings.paraphrase is not None:
         reason = f"labels of {task.name} are about places in the text, which another text has not"
-        found.append(Problem("augment.paraphrase", settings.paraphrase, reason, "remove it"))
+        found.append(Problem("augment.paraphrase", settings.paraphrase, reason, "remove it", code="unsupported"))
     for name in ("swap", "drop") if task.varies == "words" else ():
         if share := settings.noise[name]:
             reason = f"labels of {task.name} are about words in their order"
-            found.append(Problem(f"augment.{name}", share, reason, "write 0; use typo or mask"))
+            found.append(Problem(f"augment.{name}", share, reason, "write 0; use typo or mask", code="unsupported"))
     if task.varies == "nothing" and settings.copies:
         reason = f"labels of {task.name} are about places in the text, which noise moves"
-        found.append(Problem("augment.copies", settings.copies, reason, "write 0"))
+        found.append(Problem("augment.copies", settings.copies, reason, "write 0", code="unsupported"))
     return found
 
 

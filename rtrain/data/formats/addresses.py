@@ -13,7 +13,12 @@ from rtrain.errors import ConfigError, Problem
 
 CLIENTS = ("aiohttp", "azure", "botocore", "gcsfs", "google")
 """Packages by which fsspec speaks to storage. Their errors share no base class."""
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zip")
+COMPRESSIONS = (".gz", ".bz2", ".xz")
+
+
+def refused(field: str, value: str | None, reason: str, fix: str, code: str) -> ConfigError:
+    """The error of a single problem."""
+    return ConfigError([Problem(field, value, reason, fix, code=code)])
 
 
 def path_of(uri: str) -> str:
@@ -38,7 +43,9 @@ def is_glob(uri: str) -> bool:
 
 def opened(uri: str) -> Any:
     """The file, decompressed, for a `with`."""
-    return fsspec.open(uri, "rb", compression=fsspec.utils.infer_compression(path_of(uri)))
+    path = path_of(uri).lower()
+    packed = fsspec.utils.infer_compression(path) if path.endswith(COMPRESSIONS) else None
+    return fsspec.open(uri, "rb", compression=packed)
 
 
 def filesystem(field: str, uri: str) -> tuple[Any, str]:
@@ -48,10 +55,10 @@ def filesystem(field: str, uri: str) -> tuple[Any, str]:
         found: tuple[Any, str] = fsspec.core.url_to_fs(uri)
     except ImportError as error:
         reason = f"a package that reads it is not installed ({error})"
-        raise ConfigError([Problem(field, uri, reason, "install it, e.g. the extra s3 of rtrain")]) from None
+        raise refused(field, uri, reason, "install it, e.g. the extra s3 of rtrain", "not_installed") from None
     except ValueError as error:
         fix = "write a path, or an address such as https:// or s3://"
-        raise ConfigError([Problem(field, uri, f"no such kind of address ({error})", fix)]) from None
+        raise refused(field, uri, f"no such kind of address ({error})", fix, "unknown_protocol") from None
     return found
 
 
@@ -64,7 +71,7 @@ def asked(field: str, uri: str) -> Iterator[None]:
         if not is_of_storage(error):
             raise
         fix = "check the address, the network and the credentials; one that is signed may have expired"
-        raise ConfigError([Problem(field, path_of(uri), f"it cannot be read ({said(error)})", fix)]) from None
+        raise refused(field, path_of(uri), f"it cannot be read ({said(error)})", fix, "unreachable") from None
 
 
 def is_of_storage(error: Exception) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple
 
 from rtrain.data.formats.values import printable
-from rtrain.errors import UserError
 
 _TAG = re.compile(r"O|[BI]-.+")
 # Only blanks separate: a token may hold a no-break space, at which str.split() would cut it.
@@ -32,18 +31,13 @@ class _Bad(Exception):
     """Why a line cannot be used, and what to do."""
 
 
-def read(file: IO[bytes], token: int = 1, tag: int = -1, labelled: bool = True) -> Iterator[Sentence]:
-    """The sentences of a file, in order. `token` and `tag` are columns, counted from 1 as cut and awk do; -1 is the
-    last.
+def read(file: IO[bytes], labelled: bool = True) -> Iterator[Sentence]:
+    """The sentences of a file, in order: a line's first column is the token, its last the tag.
 
-    Where tags are not needed (`labelled`), those of a sentence stay as they are written, and a file may have none.
-
-    The file's first line that has both columns says how many columns every line must have. Raises `UserError` for
-    column 0.
+    Where tags are not needed (`labelled`), those of a sentence stay as they are written, and a file may have none. The
+    file's first line that has both columns says how many columns every line must have.
     """
-    if not token or not tag:
-        raise UserError("columns of a CoNLL file are counted from 1, -1 is the last: there is no column 0")
-    columns = 0
+    columns, least = 0, 2 if labelled else 1
     start, tokens, tags, reason = 0, list[str](), list[str](), ""
     for number, content in _lines(file):
         if not content.strip(" \t") or content.startswith("-DOCSTART-"):
@@ -54,15 +48,15 @@ def read(file: IO[bytes], token: int = 1, tag: int = -1, labelled: bool = True) 
         start = start or number
         try:
             values = content.split("\t") if "\t" in content else _SEPARATOR.split(content.strip(" "))
-            least = max(_needed(token), _needed(tag) if labelled else 1)
             if len(values) < least or len(values) != (columns or len(values)):
-                raise _Bad(_ragged(len(values), columns, token, tag))
+                has = f"has {len(values)} column{'s' * (len(values) != 1)} instead of {columns or least}"
+                raise _Bad(f"{has}; separate columns by one tab, or by blanks")
             columns = len(values)
-            tokens.append(_token(values[_index(token)]))
+            tokens.append(_token(values[0]))
             if labelled:
-                tags.append(_tag(values[_index(tag)].strip(" ")))
-            elif len(values) >= max(2, _needed(tag)):
-                tags.append(printable(values[_index(tag)].strip(" ")))
+                tags.append(_tag(values[-1].strip(" ")))
+            elif columns > 1:
+                tags.append(printable(values[-1].strip(" ")))
         except _Bad as bad:
             reason = reason or f"line {number} {bad}"
     if start:
@@ -123,19 +117,3 @@ def _tag(value: str) -> str:
     if _TAG.fullmatch(value) is None:
         raise _Bad(f"has the tag {value[:40]!a}, not O, B-TYPE or I-TYPE; write BIO tags in the last column")
     return value
-
-
-def _ragged(found: int, columns: int, token: int, tag: int) -> str:
-    has = f"has {found} column{'s' * (found != 1)}"
-    if columns:
-        return f"{has} instead of {columns}; separate columns by one tab, or by blanks"
-    return f"{has}: no column {max(token, tag, key=_needed)}; name the columns by their numbers"
-
-
-def _needed(column: int) -> int:
-    """How many columns a line must have so that this one exists."""
-    return abs(column)
-
-
-def _index(column: int) -> int:
-    return column - 1 if column > 0 else column

@@ -4,24 +4,18 @@ An address is a file, a folder, a glob, a folder of `datasets`, or the name of a
 """
 
 import json
-import os
 import re
-import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fsspec
-
 from rtrain import hub
 from rtrain.data.formats import addresses
-from rtrain.data.formats.addresses import COMPRESSIONS, is_glob, path_of, suffix
+from rtrain.data.formats.addresses import is_glob, refused, suffix
 from rtrain.data.formats.values import printable
 from rtrain.errors import ConfigError, Problem, find_nearest_file
 
 LOCAL = "file://"
-ENCRYPTED, UNPACKED = 1, (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
-"""The flag of a zip file's entry that is encrypted, and the ways of packing one that Python unpacks."""
 NO_FILE = "no such file, folder or glob"
 SUFFIXES = {
     ".csv": "csv",
@@ -57,19 +51,15 @@ class Piece(NamedTuple):
     """Sign that escapes quotes inside quotes in a csv file; empty where they are doubled."""
 
 
-def find(field: str, uri: str, format: str | None, role: str, root: Path | None, begun: bool = False) -> list[Piece]:
+def find(field: str, uri: str, format: str | None, role: str, root: Path | None) -> list[Piece]:
     """The files of the address `uri`, sorted by name; a data set with several splits gives each file its split's role.
 
     `field` is the setting that holds the address, for the messages. A data set of the hub is read from its copy under
-    `root` if there is one. Raises `ConfigError` if nothing is found, a format is unknown or a file is empty; and for a
-    file that is there twice, by a link or compressed, unless the rows are those of a run that has `begun` with both.
+    `root` if there is one. Raises `ConfigError` if nothing is found, a format is unknown or a file is empty.
     """
     filesystem, path = addresses.filesystem(field, uri)
     with addresses.asked(field, uri):
-        found = _found(field, uri, filesystem, path, format, role, root)
-    if not begun:
-        _refuse_twice(field, uri, found)
-    return found
+        return _found(field, uri, filesystem, path, format, role, root)
 
 
 def _found(
@@ -91,43 +81,29 @@ def _found(
         return _hub_pieces(field, uri, role, root, _nearby(filesystem, path))
     elif filesystem.exists(path):
         fix = "its rows are read more than once: write them to a file"
-        raise ConfigError([Problem(field, uri, "no file or folder, but a pipe or the like", fix)])
+        raise refused(field, uri, "no file or folder, but a pipe or the like", fix, "not_a_file")
     else:
-        raise ConfigError([Problem(field, uri, NO_FILE, _nearby(filesystem, path))])
+        raise refused(field, uri, NO_FILE, _nearby(filesystem, path), "not_found")
     if not files:
-        raise ConfigError([Problem(field, uri, "no data file in it", f"expected {', '.join(sorted(SUFFIXES))}")])
+        raise refused(field, uri, "no data file in it", f"expected {', '.join(sorted(SUFFIXES))}", "no_data_files")
     pieces = []
     for name in sorted(files):
         if printable(name) != name:
             fix = "rename it: what is kept of a row names its file"
-            raise ConfigError([Problem(field, name, "its name is not UTF-8", fix)])
+            raise refused(field, name, "its name is not UTF-8", fix, "not_utf8")
         known = format or SUFFIXES.get(suffix(name))
         if known is None:
             fix = "set data.format to csv, tsv, jsonl, parquet, conll or squad"
-            raise ConfigError([Problem(field, name, "its name does not tell its format", fix)])
+            raise refused(field, name, "its name does not tell its format", fix, "unknown_format")
         try:
             size = filesystem.size(name)
         except FileNotFoundError:
             fix = "mend the link, or remove it"
-            raise ConfigError([Problem(field, name, "a link that leads to no file", fix)]) from None
+            raise refused(field, name, "a link that leads to no file", fix, "not_found") from None
         if size == 0:
-            raise ConfigError([Problem(field, name, "the file is empty", "write a header line and rows, or remove it")])
+            raise refused(field, name, "the file is empty", "write a header line and rows, or remove it", "empty_file")
         pieces.append(Piece(filesystem.unstrip_protocol(name), known, role))
     return pieces
-
-
-def _refuse_twice(field: str, uri: str, pieces: Iterable[Piece]) -> None:
-    """Raise `ConfigError` for a file with its own compressed copy, or a link to it, beside it: its rows would be read
-    twice."""
-    plain = {piece.uri for piece in pieces}
-    places: dict[str, str] = {}
-    for name in sorted(plain):
-        own = name.rpartition(".")[0] if name.lower().endswith(COMPRESSIONS) else name
-        place = os.path.realpath(name.removeprefix(LOCAL)) if name.startswith(LOCAL) else name
-        other = own if own != name and own in plain else places.setdefault(place, name)
-        if other != name:
-            reason = f"{Path(other).name} and {Path(name).name} look like the same rows twice"
-            raise ConfigError([Problem(field, uri, reason, "remove one of the two, or name the files by a glob")])
 
 
 def tells_format(name: str) -> bool:
@@ -149,25 +125,6 @@ def _is_hidden(name: str, above: str) -> bool:
     """Whether a path has a hidden name below `above`: what editors and systems keep beside the rows, such as copies of
     them in .ipynb_checkpoints."""
     return any(part.startswith((".", "__MACOSX")) for part in name.removeprefix(above).split("/"))
-
-
-def refuse_several(field: str, uri: str) -> None:
-    """Raise `ConfigError` for a zip file with several files, of which only the first would be read, and for one that
-    cannot be read."""
-    if not path_of(uri).lower().endswith(".zip"):
-        return
-    with fsspec.open(uri, "rb") as file, zipfile.ZipFile(file) as archive:
-        entries = archive.infolist()
-    names = [entry.filename for entry in entries]
-    if not names:
-        raise ConfigError([Problem(field, uri, "it holds no file", "pack the rows anew")])
-    if entries[0].flag_bits & ENCRYPTED or entries[0].compress_type not in UNPACKED:
-        reason = "it asks for a password" if entries[0].flag_bits & ENCRYPTED else "it is packed in a way of its own"
-        raise ConfigError([Problem(field, uri, reason, "unpack it, and name the file")])
-    if names[1:]:
-        listed = f"{', '.join(names[:8])}{' and more' if names[8:] else ''}"
-        fix = "unpack it, and name the folder or one file"
-        raise ConfigError([Problem(field, uri, f"it holds {len(names)} files ({listed})", fix)])
 
 
 def _is_datasets(filesystem: Any, path: str) -> bool:
@@ -193,7 +150,7 @@ def _datasets_pieces(field: str, filesystem: Any, path: str, role: str) -> list[
         entries = _listed(filesystem, folder, *_STATE)
         if entries is None:
             fix = "name a folder that save_to_disk wrote, or leave out data.format"
-            raise ConfigError([Problem(field, folder, "no folder of `datasets` (state.json)", fix)])
+            raise refused(field, folder, "no folder of `datasets` (state.json)", fix, "not_a_dataset")
         files = [f"{folder}/{entry['filename']}" for entry in entries]
         pieces += [Piece(filesystem.unstrip_protocol(file), "datasets", found) for file in files]
     return pieces
@@ -208,7 +165,7 @@ def _roles(field: str, source: str, names: Iterable[str], role: str) -> dict[str
     found = {name: ROLES[name.lower()] for name in names if name.lower() in ROLES}
     if role not in found.values():
         fix = f"it has {', '.join(names)}; name the folder of one"
-        raise ConfigError([Problem(field, source, f"no split {role!r}", fix)])
+        raise refused(field, source, f"no split {role!r}", fix, "unknown_split")
     return {name: known for name, known in found.items() if role in ("train", known)}
 
 
@@ -225,7 +182,9 @@ def _hub_pieces(field: str, name: str, role: str, root: Path | None, nearby: str
     try:
         files = hub.dataset(name, root)
     except hub.Refused as error:
-        problem = Problem(field, name, f"no such file or folder here, and {error.reason}", f"{error.fix}; {nearby}")
+        problem = Problem(
+            field, name, f"no such file or folder here, and {error.reason}", f"{error.fix}; {nearby}", code="not_found"
+        )
         raise ConfigError([problem]) from None
     roles = _roles(field, name, files, role)
     return [Piece(f"file://{file}", "datasets", found) for split, found in roles.items() for file in files[split]]

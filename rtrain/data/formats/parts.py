@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 BUFFER = 1 << 20
-ANYWHERE = ("parquet", "datasets", "zip")
-"""Formats and compressions that readers do not read in order from the first byte to the last."""
+ANYWHERE = ("parquet", "datasets")
+"""Formats that readers do not read in order from the first byte to the last."""
 SPLITS = ("csv", "tsv", "jsonl", "parquet")
 """Formats of which a part can be read."""
 PART_BYTES = 32 << 20
@@ -91,7 +91,7 @@ def opened(uri: str, format: str, part: Part = WHOLE, total: "hashlib._Hash | No
     unpack: Any = fsspec.compression.compr[described.compression]
     with described.fs.open(described.path, "rb") as file:
         hashed = Hashed(file, total, part.stop - part.start)
-        if {format, described.compression} & set(ANYWHERE):
+        if format in ANYWHERE:
             yield unpack(file, mode="rb")
             file.seek(part.start)
         else:

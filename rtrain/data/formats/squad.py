@@ -1,24 +1,14 @@
 """SQuAD 1.1 and 2.0 JSON -> flat rows, one per question. A part that cannot be used becomes a row with its reason.
 
-The file is one JSON object, `{"version", "data": [{"title", "paragraphs": [{"context", "qas": [...]}]}]}`, often on
-one line of tens of megabytes. It is decoded article by article: only the article being read is in memory. Python's
-`json` decodes each article. ijson (3.6 was tried) would find them, but its yajl2_c backend refuses a whole file for one
-byte that is not UTF-8, turns half a character into "?", and ends the process (SIGSEGV) at a number of 5,000 digits.
+The file is one JSON object, `{"version", "data": [{"title", "paragraphs": [{"context", "qas": [...]}]}]}`.
 """
 
-import codecs
 import json
 from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
 from rtrain.errors import quoted
 
-WHOLE_FILE = "the file"
-"""`where` of the row that says that a file broke off; nobody knows how many questions are lost."""
-
-_CHUNK = 1 << 20
-_BLANKS = " \t\r\n"
-UTF16_REASON = "the file is UTF-16, not UTF-8; convert it, e.g. iconv -f utf-16 -t utf-8"
 UTF8_REASON = "{} is not UTF-8; convert the file, e.g. iconv -f latin1 -t utf-8"
 
 
@@ -46,6 +36,10 @@ class Question(NamedTuple):
     reason: str | None
 
 
+class Unreadable(Exception):
+    """The file is no SQuAD file, or damaged."""
+
+
 class _Bad(Exception):
     """Why a part of the file cannot be used, and what to do."""
 
@@ -53,8 +47,8 @@ class _Bad(Exception):
 def read(file: IO[bytes], labelled: bool = True) -> Iterator[Question]:
     """The questions of a file, in order; they may lack their answers where they are not `labelled`.
 
-    A broken part (an article, a paragraph, the rest of the file) gives one row with a reason; each question of a
-    paragraph with a bad context gives one.
+    A broken article or paragraph gives one row with a reason; each question of a paragraph with a bad context gives
+    one. Raises `Unreadable`.
     """
     line = 0
     seen: dict[str, int] = {}
@@ -147,18 +141,15 @@ def _text_or_empty(document: Any, key: str) -> str:
 
 def _parts(file: IO[bytes]) -> Iterator[tuple[str, tuple[str, str, Any] | _Bad]]:
     """(place, (title, context, question)) of every question, or (place, why) of a part that cannot be read."""
-    try:
-        for number, article in enumerate(_articles(file)):
-            where = f"data[{number}]"
-            paragraphs = article.get("paragraphs") if isinstance(article, dict) else None
-            if not isinstance(paragraphs, list):
-                yield where, _Bad("not an article: it has no list of paragraphs; correct it")
-                continue
-            title = _text_or_empty(article, "title")
-            for index, paragraph in enumerate(paragraphs):
-                yield from _paragraph(f"{where}.paragraphs[{index}]", title, paragraph)
-    except _Bad as bad:
-        yield WHOLE_FILE, bad
+    for number, article in enumerate(_articles(file)):
+        where = f"data[{number}]"
+        paragraphs = article.get("paragraphs") if isinstance(article, dict) else None
+        if not isinstance(paragraphs, list):
+            yield where, _Bad("not an article: it has no list of paragraphs; correct it")
+            continue
+        title = _text_or_empty(article, "title")
+        for index, paragraph in enumerate(paragraphs):
+            yield from _paragraph(f"{where}.paragraphs[{index}]", title, paragraph)
 
 
 def _paragraph(where: str, title: str, paragraph: Any) -> Iterator[tuple[str, tuple[str, str, Any] | _Bad]]:
@@ -176,86 +167,17 @@ def _paragraph(where: str, title: str, paragraph: Any) -> Iterator[tuple[str, tu
         yield f"{where}.qas[{index}]", (title, context, question)
 
 
-def _articles(file: IO[bytes]) -> Iterator[Any]:
-    """The elements of the top object's list `data`, one at a time. Raises `_Bad` if the file breaks off."""
-    text = _Text(file)
-    if text.next() != "{":
-        raise text.broken('a JSON object {"data": [...]} is expected')
-    found = False
-    while (mark := text.next()) == "," or mark == '"':
-        key = text.value(mark if mark == '"' else "")
-        if text.next() != ":":
-            raise text.broken("a colon is expected")
-        if key != "data":
-            text.value()
-            continue
-        found = True
-        if text.next() != "[":
-            raise text.broken("data is no list of articles")
-        while (mark := text.next()) not in ("]", ""):
-            yield text.value("" if mark == "," else mark)
-    if mark != "}" or text.next():
-        raise text.broken("the file is cut off or goes on after its end")
-    if not found:
-        raise _Bad('it has no list "data"; a SQuAD file is {"data": [{"title", "paragraphs"}]}')
-
-
-class _Text:
-    """The decoded text of a file. It holds no more of it than the JSON value being read needs."""
-
-    def __init__(self, file: IO[bytes]):
-        self.file = file
-        # Bytes that are not UTF-8 become lone surrogates, so that their row is refused, not the file.
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
-        self.json = json.JSONDecoder()
-        self.buffer, self.at, self.before, self.ended = "", 0, 0, False
-        self.more(_CHUNK)
-        if self.buffer.startswith(("\udcff\udcfe", "\udcfe\udcff")):
-            raise _Bad(UTF16_REASON)
-        self.buffer = self.buffer.removeprefix("\ufeff")
-
-    def more(self, size: int) -> None:
-        """Read `size` bytes more, and let go of the text that was consumed."""
-        chunk = self.file.read(size)
-        self.ended = not chunk
-        self.before += self.at
-        self.buffer, self.at = self.buffer[self.at :] + self.decoder.decode(chunk, final=self.ended), 0
-
-    def next(self) -> str:
-        """Consume the next character that is no blank, and return it; empty at the file's end."""
-        while True:
-            while self.at < len(self.buffer):
-                character = self.buffer[self.at]
-                self.at += 1
-                if character not in _BLANKS:
-                    return character
-            if self.ended:
-                return ""
-            self.more(_CHUNK)
-
-    def value(self, first: str = "") -> Any:
-        """The JSON value that begins here; `first` is its first character if that was consumed already."""
-        self.at -= len(first)
-        if not first and self.next():
-            self.at -= 1
-        while True:
-            try:
-                found, end = self.json.raw_decode(self.buffer, self.at)
-            except json.JSONDecodeError as error:
-                if self.ended:
-                    raise self.broken(error.msg, error.pos) from None
-            except (ValueError, RecursionError):  # a number of thousands of digits, thousands of brackets
-                raise self.broken("a number is too long or the nesting too deep") from None
-            else:
-                # A number at the buffer's end may go on in the next chunk.
-                if end < len(self.buffer) or self.ended:
-                    self.at = end
-                    return found
-            # The text held is doubled each time, so that a large article is decoded a few times only.
-            self.more(max(_CHUNK, len(self.buffer) - self.at))
-
-    def broken(self, what: str, position: int | None = None) -> _Bad:
-        place = self.before + (self.at if position is None else position)
-        return _Bad(
-            f"not JSON at character {place} ({what}); the questions behind it are lost, mend or export it again"
-        )
+def _articles(file: IO[bytes]) -> list[Any]:
+    """The top object's list `data`. Raises `Unreadable`."""
+    # Bytes that are not UTF-8 become lone surrogates, so that their row is refused, not the file.
+    text = file.read().decode("utf-8", errors="surrogateescape")
+    if text.startswith(("\udcff\udcfe", "\udcfe\udcff")):
+        raise Unreadable("the file is UTF-16, not UTF-8; convert it, e.g. iconv -f utf-16 -t utf-8")
+    try:
+        document = json.loads(text.removeprefix("\ufeff"))
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"not JSON: {error}") from None
+    if not isinstance(document, dict) or not isinstance(document.get("data"), list):
+        raise Unreadable('it has no list "data"; a SQuAD file is {"data": [{"title", "paragraphs"}]}')
+    articles: list[Any] = document["data"]
+    return articles

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from rtrain.batch import Head, Ragged
 from rtrain.config import Recipe
-from rtrain.data import overlap, quarantine, records, refusals, separators
+from rtrain.data import overlap, quarantine, records, refusals
 from rtrain.data.formats import digests
 from rtrain.data.stores import columns, store
 from rtrain.data.stores.shards import BAD, LEFT_OUT, SLICE, SPLIT_CODES, Job, tokenizer_of
@@ -90,20 +90,21 @@ def commit(job: Job, source: records.Source, writer: store.Writer, written: list
     recipe, names = job.recipe, [row["shard"] for row in written]
     rows = _Rows.read(writer.folder, names)
     if rows is None:
-        raise UserError(f"data.path: {recipe.data.path} has a header and no rows; add rows, one text and label each")
+        raise UserError(
+            f"data.path: {recipe.data.path} has a header and no rows; add rows, one text and label each", code="no_rows"
+        )
     where = quarantine.locator(source, names, rows.shard, rows.lines)
     is_bad = rows.split == BAD
     bad = quarantine.Bad(np.flatnonzero(is_bad), columns.chosen(rows.table["reason"], is_bad).combine_chunks())
     # A file of unreadable rows has no labels either. Bad rows are refused first, so that the message names the cause.
-    quarantine.refuse_if_too_bad(recipe, bad, rows.given, where, source.columns)
+    quarantine.refuse_if_too_bad(recipe, bad, rows.given, where)
     refusals.empty_splits(recipe, rows.counts())
 
     task = base.get(recipe.task)
     # Copies are not counted: some rows have more copies than others, and labels would seem more frequent than they are.
     trained_on = (rows.split == SPLIT_CODES["train"]) & ~rows.copy
     labels = columns.Counts(columns.chosen(rows.table["label"], trained_on))
-    if problem := separators.late_problem(recipe, labels):
-        raise UserError(problem)
+    refusals.unseparated_labels(recipe, labels)
     head = job.head or _head(job, task, labels)
     if task.output == "labels":
         refusals.too_many_targets(len(rows.split), len(head.labels))

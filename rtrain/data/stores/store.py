@@ -163,10 +163,8 @@ class Store:
         return {of.get(column, column): origins[column] for column in origins.column_names if column not in ORIGINS}
 
     def seen(self, split: str) -> npt.NDArray[np.bool_] | None:
-        """Whether each held-out row is a training row too (`rtrain.data.overlap`).
-
-        None where that was not looked for: rows are blocks of text, or an earlier version made the store.
-        """
+        """Whether each held-out row is a training row too (`rtrain.data.overlap`); None where rows are blocks of
+        text."""
         name = f"seen-{split}.arrow"
         if name not in self.manifest.files:
             return None
@@ -174,8 +172,8 @@ class Store:
         return column.to_numpy() if len(column) else np.empty(0, dtype=np.bool_)
 
     def keys(self, split: str) -> npt.NDArray[np.uint64]:
-        """Hashes of the rows' texts as they are compared (`rtrain.data.overlap.key`), in index order; empty where they
-        were not kept: rows are blocks of text, or an earlier version made the store."""
+        """Hashes of the rows' texts as they are compared (`rtrain.data.overlap.key`), in index order; empty where rows
+        are blocks of text."""
         shards, offsets = self.column(split, "shard"), self.column(split, "offset")
         found = np.empty(len(shards), dtype=np.uint64)
         for number in np.unique(shards).tolist():
@@ -195,22 +193,17 @@ class Store:
         return found
 
     def texts(self, split: str, positions: Ints) -> list[tuple[str, str | None] | None]:
-        """The first characters of the two texts of held-out rows, as they are written (`shards.KEPT_CHARACTERS`).
-
-        None for a row whose texts are not kept: it is trained on, or an earlier version made the store.
-        """
+        """The first characters of the two texts of held-out rows, as they are written (`shards.KEPT_CHARACTERS`);
+        None for a row that is trained on."""
         shards, offsets = self.column(split, "shard")[positions], self.column(split, "offset")[positions]
         return [self._kept(int(shard), int(offset)) for shard, offset in zip(shards, offsets, strict=True)]
 
     @lru_cache(maxsize=8)  # noqa: B019 - a store lives as long as its process
     def _written(self, number: int) -> pa.Table:
-        table = self._open(self._shards[number])
-        return table.select([name for name in ("text", "pair") if name in table.column_names])
+        return self._open(self._shards[number]).select(["text", "pair"])
 
     def _kept(self, shard: int, offset: int) -> tuple[str, str | None] | None:
         table = self._written(shard)
-        if "text" not in table.column_names:
-            return None
         text = table["text"][offset].as_py()
         return None if text is None else (text, table["pair"][offset].as_py())
 
@@ -290,7 +283,8 @@ class Store:
             found: Floats = np.load(self.teacher_file(version), mmap_mode="r", allow_pickle=False)
         except FileNotFoundError:
             raise UserError(
-                f"{self.folder} has no answers of teacher {version}; run `rtrain distill` on the teacher's run again"
+                f"{self.folder} has no answers of teacher {version}; run `rtrain distill` on the teacher's run again",
+                code="not_found",
             ) from None
         return found
 
@@ -308,15 +302,19 @@ def _read_manifest(folder: Path) -> Manifest:
         if not folder.exists():
             raise UserError(
                 f"the token store {folder} is gone: it was removed, or lies on the machine where the run was trained; "
-                "a training on the same rows with the same settings makes it again"
+                "a training on the same rows with the same settings makes it again",
+                code="not_found",
             ) from None
         raise UserError(
-            f"{folder} is no finished token store (no manifest.json); remove what is left of it, and train again"
+            f"{folder} is no finished token store (no manifest.json); remove what is left of it, and train again",
+            code="unfinished_store",
         ) from None
     except ValueError:
         raise _damaged(folder, "manifest.json", "is not readable") from None
     if document.get("schema_version") != SCHEMA_VERSION:
-        raise UserError(f"{folder} is of another version of rtrain; remove the folder and train again")
+        raise UserError(
+            f"{folder} is of another version of rtrain; remove the folder and train again", code="other_version"
+        )
     if document.pop("sha256", None) != _digest(document):
         raise _damaged(folder, "manifest.json", "does not match its SHA-256")
     document["labels"] = tuple(document["labels"])
@@ -331,7 +329,8 @@ def _digest(document: dict[str, Any]) -> str:
 def _damaged(folder: Path, name: str, wrong: str) -> UserError:
     return UserError(
         f"{folder / name} {wrong}: the token store was changed after it was made. "
-        f"Remove the folder {folder}; the next start makes it again from the source."
+        f"Remove the folder {folder}; the next start makes it again from the source.",
+        code="damaged_store",
     )
 
 

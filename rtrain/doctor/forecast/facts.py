@@ -110,7 +110,7 @@ def of_rows(recipe: Recipe, model: Path) -> Rows:
                 place = len(kept) if len(kept) < SAMPLE else int(generator.integers(counts["train"]))
                 if place < SAMPLE:
                     kept[place : place + 1] = [record]
-    records.refuse_if_too_bad(len(bad), total, bad, recipe.data, source.columns)
+    records.refuse_if_too_bad(len(bad), total, bad, recipe.data)
     refusals.empty_splits(recipe, counts)
     windows, each = _windows(recipe, task, tokenizer, kept)
     outputs = max(1, len(task.head(labels, tokenizer).labels))

@@ -46,7 +46,7 @@ class Search(Protocol):
 SCORES = ("evaluated", "best", "unseen", "sliced", "running_text", "collapsed", "words_without_tokens")
 """Kinds of events of which a search says by itself what came of them."""
 ROWS = (
-    *("tokenised", "tokens_reused", "bad_rows", "unlabelled", "label_column", "head", "labels", "overlap"),
+    *("tokenised", "tokens_reused", "bad_rows", "unlabelled", "head", "labels", "overlap"),
     *("texts", "conflicts"),
 )
 ALIKE = (*ROWS, "device", "pass_size", "speeds", "threads")

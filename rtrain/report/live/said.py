@@ -40,22 +40,6 @@ def best(event: Event) -> str:
     return f"{text}, a tie by {score}, {'of the lower loss' if event['why'] == 'loss' else 'the first of them'}"
 
 
-def label_column(event: Event) -> str:
-    """The separator that was found in the labels, or what is doubtful about them."""
-    what, of = event["what"], f"of the {event['of']:,} labels looked at"
-    if what == "single":
-        return (
-            f"no label holds several: each {of} is one. For one label per text, whose chances add up to 1, write "
-            "--set task=classification"
-        )
-    sign, example = event.get("sign"), quoted(event.get("example"))
-    if what == "separator":
-        return f"data.separator: {sign!r} stands between the labels of {event['rows']:,} {of}, e.g. {example}"
-    looks = f"{event['rows']:,} {of} look like lists" + (f", e.g. {example}" if sign else "")
-    option = f" --set \"data.separator='{sign}'\"" if sign else ""
-    return f"{looks}, and each is learned as one label; for several labels per text: --set task=multi_label{option}"
-
-
 def head(event: Event) -> str:
     """That the folder's head is not taken over, since it answers other labels."""
     answers = event["answers"]
@@ -124,11 +108,6 @@ def unlabelled(event: Event) -> str:
 def overlap(event: Event) -> str:
     """How many rows of a split are training rows too, and where some of them are."""
     of = f"{SPLITS[event['split']]} rows"
-    if event["seen"] is None:
-        return (
-            f"whether {of} are training rows too is not known: an earlier version of rtrain made {event['store']}. "
-            "Remove that folder to have it looked at"
-        )
     return (
         f"WARNING: {event['seen']:,} of {event['rows']:,} {of} are training rows too, but for case, blanks and "
         f"punctuation: {event['places']}. The score without them will stand beside the score"
@@ -235,13 +214,12 @@ def of(event: Event) -> str | None:
 
 
 ROWS = (
-    *("bad_rows", "unlabelled", "label_column", "head", "labels", "overlap", "vocabulary", "tokenizer", "texts"),
+    *("bad_rows", "unlabelled", "head", "labels", "overlap", "vocabulary", "tokenizer", "texts"),
     "conflicts",
 )
 """Kinds that are about the rows, not about what was learned from them."""
 TEXTS: Mapping[str, Callable[[Event], str | None]] = {
     "bad_rows": bad_rows,
-    "label_column": label_column,
     "head": head,
     "tokenizer": tokenizer,
     "labels": labels,
