@@ -186,36 +186,14 @@ class SearchStart:
         self.measure()
         # The rows are read before the slots start: they would all read them.
         prepared = self._task.prepared(0, {})
-<<<<<<< HEAD
         self.ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
         self.asker = Asker.of(self._config, self.ladder)
-        source = records.inspect(prepared.config.recipe.data, self._task.tokens_root, begun=True)
+        source = records.inspect(prepared.config.recipe.data, self._task.tokens_root)
         self.parts = judged.parts(prepared.config, source, prepared.store)
         with self.record.following(), slots.opened(self._config, self._task, self._count) as open_slots:
             self.spend()
             self.slot_count = self._count
             self.phases(open_slots)
-||||||| c7571c61
-        self._ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
-        self._asker = Asker.of(self._config, self._ladder)
-        self._told = set(self._left_behind())
-        source = records.inspect(prepared.config.recipe.data, self._task.tokens_root, begun=True)
-        self._parts = judged.parts(prepared.config, source, prepared.store)
-        with self._record.following(), slots.opened(self._config, self._task, self._count) as open_slots:
-            self._spend()
-            self._slots = self._count
-            self._phases(open_slots)
-=======
-        self._ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
-        self._asker = Asker.of(self._config, self._ladder)
-        self._told = set(self._left_behind())
-        source = records.inspect(prepared.config.recipe.data, self._task.tokens_root)
-        self._parts = judged.parts(prepared.config, source, prepared.store)
-        with self._record.following(), slots.opened(self._config, self._task, self._count) as open_slots:
-            self._spend()
-            self._slots = self._count
-            self._phases(open_slots)
->>>>>>> datk
 
     # --------------------------------------------------------------------------------------------------------- phases
 
