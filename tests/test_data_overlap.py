@@ -128,7 +128,7 @@ def test_rows_of_a_test_file_that_are_training_rows_are_found_and_named(tmp_path
     seen = found.seen("test")
     assert seen is not None
     assert seen.tolist() == wanted
-    [event] = preparing._overlaps(recipe, found)
+    [event] = preparing.find_overlaps(found)
     assert (event["split"], event["rows"], event["seen"]) == ("test", 4, sum(wanted))
     lines = [line for line, hit in zip((2, 3, 4, 5), wanted, strict=True) if hit]
     assert event["places"] == ", ".join(f"{tmp_path / 'test.csv'}:{line}" for line in lines)
@@ -156,23 +156,7 @@ def test_equal_texts_of_one_file_are_never_in_two_splits_and_nothing_is_said(tmp
     recipe = recipe_of(tmp_path)
     found = made(recipe, tmp_path)
     assert [found.rows(split) > 0 for split in ("valid", "test")] == [True, True]
-    assert preparing._overlaps(recipe, found) == []
-
-
-def test_a_store_of_an_earlier_version_is_read_and_says_that_nobody_looked(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, TEST)
-    new = made(recipe, tmp_path)
-    ids = new.read("test", np.arange(4)).ids.copy()
-    old = without_what_is_new(new)
-    assert (old.seen("test"), old.texts("test", np.arange(4))) == (None, [None] * 4)
-    assert np.array_equal(old.read("test", np.arange(4)).ids, ids)
-    (valid_or_test,) = preparing._overlaps(recipe, old)
-    assert valid_or_test == {"split": "test", "rows": 4, "seen": None, "store": str(old.folder)}
-    assert said.of({"kind": "overlap", **valid_or_test}) == (
-        "whether test rows are training rows too is not known: an earlier version of rtrain made "
-        f"{old.folder}. Remove that folder to have it looked at"
-    )
-    assert preparing._overlaps(recipe_of(tmp_path), old) == []  # the splits of one file hold no equal texts
+    assert preparing.find_overlaps(found) == []
 
 
 def without_what_is_new(found: Store) -> Store:

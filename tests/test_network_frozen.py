@@ -15,7 +15,7 @@ from rtrain.batch import Head
 from rtrain.config import Distill, Model
 from rtrain.errors import UserError
 from rtrain.exchange.replicated import Replicated
-from rtrain.network import frozen, model
+from rtrain.network import model
 from rtrain.tasks import base
 from rtrain.training import losses, optim, step
 from tests import test_training_loop
@@ -111,7 +111,7 @@ def test_a_tied_output_embedding_stays_with_the_encoder(tmp_path: Path, kind: st
 
 def test_a_model_without_a_head_of_its_own_is_refused() -> None:
     with pytest.raises(UserError, match=r"BertModel does not tell its encoder from its head; write model\.freeze=none"):
-        frozen.freeze_encoder(transformers.BertModel(_config()), ())
+        model.freeze_encoder(transformers.BertModel(_config()), ())
 
     class Bare(transformers.BertPreTrainedModel):
         def __init__(self, settings: transformers.BertConfig):
@@ -120,7 +120,7 @@ def test_a_model_without_a_head_of_its_own_is_refused() -> None:
             self.post_init()  # type: ignore[no-untyped-call]
 
     with pytest.raises(UserError, match=r"Bare has no weights beside its encoder's; write model\.freeze=none"):
-        frozen.freeze_encoder(Bare(_config()), ())
+        model.freeze_encoder(Bare(_config()), ())
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs

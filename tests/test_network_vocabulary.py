@@ -9,9 +9,9 @@ from hypothesis import example, given, settings, strategies as st
 from tokenizers import models
 
 from rtrain.errors import UserError
-from rtrain.network import trimming, vocabulary
+from rtrain.network import vocabulary
 from tests.tiny import CORPUS
-from tests.vocabularies import KINDS, ROWS, STRANGE, Cut, cut_of
+from tests.vocabularies import KINDS, ROWS, STRANGE, Cut, cut_of, used_by
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -44,7 +44,7 @@ def test_tokens_that_were_added_stay_and_stay_special(cut: Cut) -> None:
 
 
 def test_a_cut_vocabulary_is_not_cut_again(cut: Cut) -> None:
-    again = vocabulary.kept(cut.after, trimming.used_by(cut.small, ROWS))
+    again = vocabulary.kept(cut.after, used_by(cut.small, ROWS))
     assert again == list(range(len(cut.ids)))
     assert vocabulary.renumbered(cut.after, again) == cut.after
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rtrain import events
 from rtrain.batch import Ragged
 from rtrain.checkpoints.checkpoint import State
 from rtrain.data.stores.store import Store
@@ -29,7 +28,6 @@ ground = test_training_loop.ground  # a fixture
         (Evaluated(4, 0.4, 0.1), Evaluated(2, 0.5, 9.0), False),
         (Evaluated(4, 0.5, 0.1), Evaluated(2, 0.5, 0.2), True),
         (Evaluated(4, 0.5, 0.2), Evaluated(2, 0.5, 0.2), False),  # the earlier of what is equal
-        (Evaluated(4, 0.5, 0.1), Evaluated(2, 0.5, None), False),  # chosen by a version that knew no loss
         (Evaluated(4, 0.5, None), Evaluated(2, 0.5, 0.1), False),
         (Evaluated(4, math.nan, 0.1), Evaluated(2, 0.5, 0.1), False),
     ],
@@ -49,16 +47,6 @@ def test_taken_one_after_another_the_best_is_the_best_of_all(pairs: list[tuple[f
     for one in every:
         chosen = one if best.better(one, chosen) else chosen
     assert chosen == min(every, key=lambda one: (-one.score, one.loss, one.update))
-    told = best.said(chosen, {one.update: one for one in every})
-    tied = [one for one in every if one.score == chosen.score]
-    lowest = [one for one in tied if one.loss == chosen.loss]
-    assert told["of"] == len(every)
-    assert told["why"] == ("score" if len(tied) == 1 else "loss" if len(lowest) == 1 else "first")
-
-
-def test_a_better_one_whose_checkpoint_was_lost_is_not_counted() -> None:
-    every = {2: Evaluated(2, 0.9, 0.1), 4: Evaluated(4, 0.1, 0.2), 6: Evaluated(6, 0.3, 0.2)}
-    assert best.said(every[6], every) == {"update": 6, "score": 0.3, "loss": 0.2, "of": 2, "why": "score"}
 
 
 def test_a_state_keeps_the_best_and_forgets_it() -> None:
@@ -67,17 +55,6 @@ def test_a_state_keeps_the_best_and_forgets_it() -> None:
     kept = best.kept(Evaluated(4, 0.5, 0.1), state)
     assert best.of(kept) == Evaluated(4, 0.5, 0.1)
     assert best.kept(None, kept) == state
-
-
-def test_the_evaluations_of_a_log_are_those_before_the_checkpoint_each_once(tmp_path: Path) -> None:
-    for update, score, loss in ((2, 0.5, 0.4), (4, 0.6, 0.3), (6, 0.7, 0.2), (4, 0.6, 0.3)):
-        events.append(tmp_path, "evaluated", split="valid", update=update, scores={"f1": score}, loss=loss)
-    events.append(tmp_path, "evaluated", split="valid", update=2, scores={"f1": 0.1}, chosen={"threshold": 0.2})
-    events.append(tmp_path, "evaluated", split="test", update=2, scores={"f1": 0.2})
-    found = best.evaluations(events.read(tmp_path), "f1", until=4)
-    assert found == {2: Evaluated(2, 0.5, 0.4), 4: Evaluated(4, 0.6, 0.3)}
-    events.append(tmp_path, "evaluated", split="valid", update=1, scores={"f1": 0.5})  # of an earlier version
-    assert best.evaluations(events.read(tmp_path), "f1", until=4)[1] == Evaluated(1, 0.5, None)
 
 
 def test_the_loss_is_the_mean_log_loss_of_the_rows_and_an_endless_one_is_bounded(ground: Path) -> None:
@@ -114,6 +91,6 @@ def test_of_equal_scores_the_lower_loss_is_chosen_also_after_a_resume(
         tied = [event["update"] for event in evaluated if event["scores"]["accuracy"] == told["score"]]
         assert tied == [2, 3, 4, 5, 6]
         assert told == {
-            **{"headline": "accuracy", "update": 3, "of": 6, "why": "loss"},
+            **{"headline": "accuracy", "update": 3},
             **{"score": told["score"], "loss": min(losses[update] for update in tied)},
         }

@@ -25,7 +25,7 @@ from rtrain.network import dropout, model, precision as formats
 from rtrain.run import Run
 from rtrain.strategies import choose
 from rtrain.tasks import base
-from rtrain.training import cadence, evaluate, loop, losses, optim, rungs, step
+from rtrain.training import evaluate, loop, losses, optim, rungs, step
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder, make_store
 
@@ -235,7 +235,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *accuracies: float) -> None:
 def test_when_to_evaluate_and_save(
     last: int, until: int, every: int, save_every: int | None, evaluates: list[int], saves: list[int]
 ) -> None:
-    chosen = cadence.Cadence(last, until, every, save_every)
+    chosen = loop.Cadence(last, until, every, save_every)
     due = {done: chosen.due(done) for done in range(1, until + 1)}
     assert [done for done, found in due.items() if "evaluate" in found] == evaluates
     assert [done for done, found in due.items() if "save" in found] == saves

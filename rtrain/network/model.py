@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rtrain import documents, hub
 from rtrain.config import Config, Model, Recipe, with_overrides
-from rtrain.errors import ConfigError, Problem
+from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.exchange import whole
-from rtrain.network import auto, frozen, heads, local, packed, pooling, positions, sentence
+from rtrain.network import auto, heads, packed, pooling, positions, sentence
 from rtrain.network.auto import auto_class
 from rtrain.tasks import base
 
@@ -130,8 +130,6 @@ def build(
     heads.fit(model, heads.places(documents.read(folder / "config.json"), task.auto_model, labels), drawn)
     if chosen.positions is not None:
         positions.lengthen(model, chosen.positions)
-    if chosen.local_attention is not None:
-        local.limit(model, chosen.local_attention)
     return _as_trained(model, task, chosen, drawn, mean, pack, fast_dropout)
 
 
@@ -149,8 +147,6 @@ def shaped(folder: Path, task: base.Task, outputs: int, chosen: Model | None = N
     if chosen.positions is not None:
         longer = chosen.positions + positions.first(known.to_dict())
         known.max_position_embeddings = max(known.max_position_embeddings, longer)
-    if chosen.local_attention is not None:
-        setattr(known, local.KEY, chosen.local_attention)
     # ModernBERT's weights would be drawn until all of them are small enough, for which it asks for their numbers.
     with pooling.MAKING, no_init_weights():
         model = auto_class(task.auto_model).from_config(known, trust_remote_code=False)
@@ -171,8 +167,49 @@ def _as_trained(
     if mean:
         pooling.pool_by_mean(model)
     if chosen.freeze == "encoder":
-        frozen.freeze_encoder(model, drawn)
+        freeze_encoder(model, drawn)
     return model  # type: ignore[no-any-return]
+
+
+def freeze_encoder(network: "transformers.PreTrainedModel", drawn: Collection[str]) -> None:
+    """`model.freeze=encoder`: freeze all of the encoder but the parameters named `drawn`, those whose weights were not
+    read but drawn. Never trained, they would be noise.
+
+    The head is what is not under the model's `base_model`. The output embedding of a masked language model is the
+    encoder's word embedding, and stays: of such a head the transformation, its normalisation and the bias are trained.
+    Before the exchange and the optimizer are made: both take what asks for a gradient then. No graph is built where
+    nothing does, and so the frozen part costs one forward pass; it runs without dropout, which would only be noise to
+    the head. Raises `UserError` where nothing is left to train.
+    """
+    encoder: Any = network.base_model
+    if encoder is network:
+        kind = type(network).__name__
+        raise UserError(
+            f"model.freeze=encoder: {kind} does not tell its encoder from its head; write model.freeze=none"
+        )
+    prefix = f"{network.base_model_prefix}."
+    for name, parameter in encoder.named_parameters():
+        parameter.requires_grad_(prefix + name in drawn)
+    whole: Any = network
+    if not any(parameter.requires_grad for parameter in whole.parameters()):
+        kind = type(network).__name__
+        raise UserError(f"model.freeze=encoder: {kind} has no weights beside its encoder's; write model.freeze=none")
+    for part in _frozen(encoder):
+        part.register_forward_pre_hook(_without_dropout)
+
+
+def _frozen(module: "torch.nn.Module") -> "list[torch.nn.Module]":
+    """The largest parts of `module` in which nothing is trained."""
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return [module]
+    return [part for child in module.children() for part in _frozen(child)]
+
+
+def _without_dropout(module: "torch.nn.Module", inputs: Any) -> None:
+    """Before each pass, since `train()` of the whole network reaches every part. A hook, and not a method of one
+    module's own: copies of a network keep it."""
+    if module.training:
+        module.eval()
 
 
 def attend(network: Any, *, training: bool) -> None:
@@ -180,11 +217,10 @@ def attend(network: Any, *, training: bool) -> None:
 
     Fused, with dropout or a backward pass, it trained 1.0 to 1.3 times fewer tokens per second at 20 to 512 tokens. It
     holds no square of the text, of which an evaluation's large passes would take gigabytes. A GPU's is always fused,
-    and so is local attention: by plain products, padding that reads nothing answers with what is no number.
+    and so is ModernBERT's local attention: by plain products, padding that reads nothing answers with what is no
+    number.
     """
-    if local.reach(network.config) is not None and not packed.enabled(network):
-        local.attend(network)
-    elif getattr(network, "_supports_sdpa", False) and not packed.enabled(network):
+    if getattr(network, "_supports_sdpa", False) and not packed.enabled(network):
         near = getattr(network.config, "sliding_window", None) is not None
         plain = training and whole.device(network).type == "cpu" and not near
         network.set_attn_implementation("eager" if plain else "sdpa")
@@ -238,7 +274,7 @@ def check_architecture(
     """What can be known of a model folder before a process starts. A run that has `begun` may have as many tokens as
     the table of positions has places, as it was allowed."""
     config, chosen = documents.read(folder / "config.json"), chosen or Model()
-    problems = positions.problems(config, chosen.positions) + local.problems(config, chosen.local_attention)
+    problems = positions.problems(config, chosen.positions)
     if "auto_map" in config:
         problems.append(
             Problem(

@@ -4,25 +4,24 @@ import hashlib
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rtrain import events, ray_internals
 from rtrain.checkpoints import checkpoint, replica
-from rtrain.cluster import preflight, prices, supply
+from rtrain.cluster import prices, supply
 from rtrain.cluster.demand import Demand, Place, of_worker, places
 from rtrain.config import Cluster
 from rtrain.errors import TryAgain, UserError
 from rtrain.report import attributions, baseline, cost, html, summary
 from rtrain.report.live import trackers
 from rtrain.run import Run
-from rtrain.runs import failures, group, machines, nodes, notice, opening, placement
+from rtrain.runs import failures, group, machines, notice, opening, placement
 from rtrain.runs.preparing import Prepared, said_of_rows
 from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_memory
-from rtrain.runs.start import ALL, Shortcuts, Start
+from rtrain.runs.start import Start
 
 OnEvent = Callable[[dict[str, Any]], None]
 LOST_S = 10.0
@@ -40,7 +39,6 @@ class _Plan:
     until: int | None
     rung: bool
     profile: bool
-    shortcuts: Shortcuts
     workers: group.Workers
 
 
@@ -52,7 +50,6 @@ def fit(
     profile: bool = False,
     workers: group.Workers | None = None,
     reports: bool = True,
-    shortcuts: Shortcuts = ALL,
     on_event: OnEvent | None = None,
 ) -> dict[str, Any]:
     """Train from the newest checkpoint to update `until` (default: the last) and return the run's summary.
@@ -63,7 +60,7 @@ def fit(
     where the run was asked to end (`notice.Asked`) before that, and where it is finished and the storage of its copy
     does not answer.
     """
-    plan = _Plan(until, rung, profile, shortcuts, workers or group.Fresh())
+    plan = _Plan(until, rung, profile, workers or group.Fresh())
     run = prepared.run
     if run.finished:
         trackers.fill(prepared.config, run, on_event or (lambda event: None))
@@ -82,13 +79,12 @@ def fit(
         told[1],
         notice.Asked(run) as asked,
         _Asking(prepared) as asking,
-        _joined(prepared, asking, say) as joined,
     ):
         if known:
             run.append(cost.PRICES, prices={name: asdict(price) for name, price in known.items()})
         try:
             plan.workers.taken(run)
-            _attempts(prepared, plan, say, asked, asking, joined)
+            _attempts(prepared, plan, say, asked, asking)
         except (KeyboardInterrupt, SystemExit, TryAgain):
             run.append("interrupted")
             summary.write(run)
@@ -167,16 +163,7 @@ def copy_out(run: Run, cluster: Cluster) -> None:
         raise TryAgain(f"{run} is finished, and its copy is not whole ({error}); {way_on}") from error
 
 
-def _joined(prepared: Prepared, asking: "_Asking", say: OnEvent) -> nodes.Joined:
-    shared, root = prepared.shared, prepared.run.folder.parent
-    if shared is None:
-        return nodes.Joined(root, {}, preflight.nodes_up(), asking.needs, say)
-    return nodes.Joined(root, shared.needed, shared.asked, asking.needs, say)
-
-
-def _attempts(
-    prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked, asking: "_Asking", joined: nodes.Joined
-) -> None:
+def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked, asking: "_Asking") -> None:
     """Start the workers again and again until they have come to the end, or until that makes no sense.
 
     Each start is a worker group with a controller of its own, and resumes from the newest checkpoint, which the workers
@@ -201,14 +188,12 @@ def _attempts(
             run=run.folder,
             store=prepared.store.folder,
             model=prepared.model,
-            teacher=prepared.teacher,
             until=plan.until,
             rung=plan.rung,
             profile=plan.profile,
             head=machines.head(),
             owners=owners,
             halvings=halvings(run.events()),
-            shortcuts=plan.shortcuts,
         )
         say(events.doing(f"starting {workers} worker{'' if workers == 1 else 's'}", "start of workers"))
         layout = group.Layout(
@@ -229,8 +214,6 @@ def _attempts(
             plan.workers.lost(run)
             placed = not failures.is_unplaced(error)
             if placed:
-                with _failed(run):
-                    joined.refuse(error)
                 _recover(run, error, recovery, held)
             else:  # nothing was lost, and the cluster has had time to see which nodes are gone
                 waiting.say(workers)
@@ -251,17 +234,6 @@ def _asked_to_end(prepared: Prepared) -> notice.AskedToEnd:
     run = prepared.run
     saved = f"update {_newest(run)} of {prepared.updates} is saved"
     return notice.AskedToEnd(f"{run} was asked to end: {saved}. The same command with --resume goes on")
-
-
-@contextmanager
-def _failed(run: Run) -> Iterator[None]:
-    """A run that is refused in the block has failed."""
-    try:
-        yield
-    except UserError as error:
-        run.append("failed", error=str(error)[:2000])
-        summary.write(run)
-        raise
 
 
 def _owners(run: Run, cluster: Cluster) -> tuple[str, ...]:

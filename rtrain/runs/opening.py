@@ -116,12 +116,6 @@ def stored(folder: Path, overrides: Mapping[str, Any] | None = None) -> Config:
     if not Run(folder).exists:
         raise UserError(f"{folder} holds no run; {meant(folder) or 'name the folder that --out named'}")
     found = configuration.load(str(Run(folder).config))
-    # A run decides it when it is created, so one that has not is older than the setting. A search leaves it to trials.
-    if Run(folder).first("created") is not None:
-        older = {"model.pooling": "own"} if found.recipe.model.pooling == "auto" else {}
-        if found.recipe.distill.teacher is not None and found.recipe.distill.teacher_layers == "auto":
-            older["distill.teacher_layers"] = "all"
-        found = configuration.with_overrides(found, older)
     return configuration.with_overrides(replace(found, named=frozenset()), overrides or {})
 
 

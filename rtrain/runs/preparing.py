@@ -1,7 +1,6 @@
 """From a configuration to a run that may start: everything that can be refused is refused, and its rows are there."""
 
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 from rtrain import config as configuration, documents
 from rtrain.checkpoints import replica
 from rtrain.cluster import feasible, preflight, supply
-from rtrain.config import Config, Recipe
+from rtrain.config import Config
 from rtrain.data import quarantine, records, refusals, separators, tokens, unlabelled
 from rtrain.data.formats import files
 from rtrain.data.order import Order, refuse_other, version
@@ -48,10 +47,6 @@ class Prepared:
     store: Store
     model: Path
     device: device.Choice
-    teacher: Path | None = None
-    """The artefact that a student learns from."""
-    shared: nodes.Shared | None = None
-    """What every node must read, and which have been asked; None where nodes that join are not asked."""
 
     @property
     def order(self) -> Order:
@@ -119,15 +114,13 @@ def prepare(
     source: records.Source | None = None,
     taught: tokens.Taught | None = None,
     begun: bool = False,
-    say: Callable[[dict[str, Any]], None] = lambda event: None,
 ) -> Prepared:
     """Check, make or reuse the token store, and open the run folder. The folder is written only when nothing is wrong,
     and while no other process holds the run; the store is made before that, since other runs share it.
 
     The store lies under `tokens_root`, by default the folder that holds the run, so that runs side by side share it.
     `source` is what `check` found, where that was asked already: there may be thousands of files. `taught` has a
-    student's teacher answer the rows. A run that is a part of what has `begun` is checked as that is. `say` is told of
-    nodes that join meanwhile and cannot take part.
+    student's teacher answer the rows. A run that is a part of what has `begun` is checked as that is.
     """
     chosen_folder, config = chosen(config, folder, reuse)
     run, root = Run(chosen_folder), tokens_root or chosen_folder.parent
@@ -136,13 +129,11 @@ def prepare(
             pass
     created = run.first("created")
     begun = begun or created is not None
-    shared = nodes.share(config, *check(config, root, source, labels=False, begun=begun), root)
-    source, weights = shared.source, shared.weights
+    source, weights = nodes.share(config, *check(config, root, source, labels=False, begun=begun), root)
     source = source.beside(root)
     config = model.resolved(config, weights)
     config, label_column = (config, None) if created else separated(config, source, begun)
-    joined = nodes.Joined(root, shared.needed, shared.asked, supply.needs(config, "cpu"), say)
-    with joined.explaining(), supply.data_tasks_on(config.deploy.cluster.data_labels):
+    with supply.data_tasks_on(config.deploy.cluster.data_labels):
         whole, weights = weights, smaller.trimmed(config.recipe, source, weights, root, begun)
     origin = commit.origin(config.recipe, source, weights)
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
@@ -153,10 +144,10 @@ def prepare(
     chosen_device = device_of(config, run)
     if problems := allowed.of_devices(config.recipe, chosen_device, weights):
         raise ConfigError(problems)
-    with joined.explaining(), supply.data_tasks_on(config.deploy.cluster.data_labels):
+    with supply.data_tasks_on(config.deploy.cluster.data_labels):
         store, made = tokens.ensure(config.recipe, source, weights, root, taught)
     if created:
-        refuse_other("--resume", run.folder, created.get("order", 1), store.rows("train"))
+        refuse_other("--resume", run.folder, created["order"], store.rows("train"))
     if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, chosen_device.device)]:
         raise ConfigError(problems)
     config, laid_out = strategy.decided(config, chosen_device, store, weights)
@@ -205,7 +196,7 @@ def prepare(
             run.append("head", **head)
         for found in label_counts.told(store, task.output):
             run.append("labels", **found)
-        for found in _overlaps(frozen.recipe, store):
+        for found in find_overlaps(store):
             run.append("overlap", **found)
         if not task.packs:  # blocks of text fill the model's window
             reading, tokenizer = reading_of(task, config.recipe.data), shards.tokenizer_of(config.recipe, weights)
@@ -215,7 +206,7 @@ def prepare(
             run.append("texts", **text_facts.describe_texts(store, tokenizer), limit=limit)
         if conflicts := text_facts.find_conflicts(store, task.output):
             run.append("conflicts", **conflicts)
-    return Prepared(run, frozen, store, weights, chosen_device, shared=shared.once_read(joined.asked))
+    return Prepared(run, frozen, store, weights, chosen_device)
 
 
 def _refuse_copied(config: Config, run: Run) -> None:
@@ -258,17 +249,14 @@ def separated(config: Config, source: records.Source, begun: bool = False) -> tu
     return config, told
 
 
-def _overlaps(recipe: Recipe, store: Store) -> list[dict[str, Any]]:
-    """The splits with rows that are training rows too; and those with a file of their own of which nobody knows, since
-    an earlier version made the store."""
+def find_overlaps(store: Store) -> list[dict[str, Any]]:
+    """The splits with rows that are training rows too."""
     found: list[dict[str, Any]] = []
     for split in ("valid", "test"):
         seen, counted = store.seen(split), {"split": split, "rows": store.rows(split)}
         if seen is not None and seen.any():
             places = store.places(split, np.flatnonzero(seen))
             found.append({**counted, "seen": int(seen.sum()), "places": places})
-        elif seen is None and getattr(recipe.data, split) and not base.get(recipe.task).packs:
-            found.append({**counted, "seen": None, "store": str(store.folder)})
     return found
 
 
@@ -305,7 +293,7 @@ def bring_back(config: Config, folder: Path) -> None:
 
 def _other_rows(run: Run, created: dict[str, Any], origin: dict[str, dict[str, str]]) -> UserError:
     """The error of a resume on other rows: the order of a run and its scores belong to the rows it was started on."""
-    changes = refusals.changes(created.get("origin", origin), origin)
+    changes = refusals.changes(created["origin"], origin)
     if not changes:
         return UserError(
             f"--resume: {run} was started with a version of rtrain that makes other rows of the same files; "
