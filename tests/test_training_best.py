@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rtrain.batch import Ragged
-from rtrain.checkpoints.checkpoint import State
 from rtrain.data.stores.store import Store
 from rtrain.tasks import base
 from rtrain.training import best
@@ -47,14 +46,6 @@ def test_taken_one_after_another_the_best_is_the_best_of_all(pairs: list[tuple[f
     for one in every:
         chosen = one if best.better(one, chosen) else chosen
     assert chosen == min(every, key=lambda one: (-one.score, one.loss, one.update))
-
-
-def test_a_state_keeps_the_best_and_forgets_it() -> None:
-    state = State(update=4, ledger="00", best_update=None, best_score=None)
-    assert best.of(state) is None
-    kept = best.kept(Evaluated(4, 0.5, 0.1), state)
-    assert best.of(kept) == Evaluated(4, 0.5, 0.1)
-    assert best.kept(None, kept) == state
 
 
 def test_the_loss_is_the_mean_log_loss_of_the_rows_and_an_endless_one_is_bounded(ground: Path) -> None:

@@ -1,45 +1,20 @@
 """Where the time of an update went: the arithmetic of intervals, and the parts that add up to the update."""
 
-import math
-from collections.abc import Callable
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from rtrain.exchange.timeline import BACKWARD, FORWARD, SENDS, WAITS, Span, Timeline
 from rtrain.training import stages
-from rtrain.training.stages import PARTS, Interval, Window, exposed, length, parts, union, within, without
+from rtrain.training.stages import PARTS, Interval, Window, exposed, parts
 
 ENDS = st.integers(0, 40)
-INTERVALS = st.lists(st.tuples(ENDS, ENDS), max_size=8)
 SPANS = st.lists(st.builds(Span, st.sampled_from([*stages.STAGES, WAITS, SENDS, "other"]), ENDS, ENDS), max_size=12)
 
 
 def moments(intervals: list[Interval]) -> set[int]:
     """The nanoseconds that lie in some interval, one by one."""
     return {moment for start, stop in intervals for moment in range(start, stop)}
-
-
-@given(INTERVALS)
-def test_a_union_has_the_same_moments_in_disjoint_order(intervals: list[Interval]) -> None:
-    found = union(intervals)
-    assert moments(found) == moments(intervals)
-    assert length(found) == len(moments(intervals))
-    assert all(one[1] < other[0] for one, other in pairwise(found))
-
-
-@given(INTERVALS, INTERVALS)
-def test_without_is_the_difference_of_sets(intervals: list[Interval], others: list[Interval]) -> None:
-    found = without(union(intervals), union(others))
-    assert moments(found) == moments(intervals) - moments(others)
-    assert found == union(found)
-
-
-@given(INTERVALS, ENDS, ENDS)
-def test_within_is_what_lies_between(intervals: list[Interval], start: int, stop: int) -> None:
-    assert moments(within(union(intervals), start, stop)) == moments(intervals) & set(range(start, stop))
 
 
 @given(SPANS, ENDS, ENDS)
@@ -112,34 +87,6 @@ def test_a_delay_in_one_stage_is_that_stages(stage: str) -> None:
 
     before, after = update(0), update(1000)
     assert {name: after[name] - before[name] for name in PARTS} == {name: 1000 * (name == stage) for name in PARTS}
-
-
-def test_spans_end_when_the_device_has_settled_and_are_taken_once() -> None:
-    clock = Hands()
-    timeline = Timeline(clock)
-
-    def settled(by: int) -> Callable[[], None]:
-        return lambda: setattr(clock, "at", clock.at + by)
-
-    timeline.settle = settled(30)
-    with timeline.during(stages.FORWARD):
-        clock.at += 2
-    assert timeline.take() == [Span(stages.FORWARD, 0, 32)]
-    assert timeline.take() == []
-
-
-def test_sums_over_updates_are_told_in_seconds_by_worker() -> None:
-    sums = stages.Sums()
-    for wall in (1_000_000, 3_000_000):
-        sums.add(parts(Window(0, 0, wall, (Span(stages.FORWARD, 0, wall // 2),))))
-    found = stages.told(sums.vector())
-    assert found == {**dict.fromkeys(PARTS, 0.0), "forward": 0.001, "idle": 0.001, "hidden": 0.0}
-
-
-def test_the_spread_is_that_of_most_updates() -> None:
-    steady = [math.exp(0.1 * (place / 50 - 1)) for place in range(101)]
-    assert stages.spread([*steady, 100.0]) == pytest.approx(stages.spread(steady), rel=0.1)
-    assert stages.spread([1.0] * 10) == 0.0
 
 
 def test_passes_are_as_unequal_as_they_were_drawn_whatever_their_tokens() -> None:

@@ -81,8 +81,6 @@ def test_a_resumed_study_or_search_leaves_the_pooling_to_its_trials(tmp_path: Pa
     run = Run(tmp_path / "study")
     opening.freeze(run, recipe())
     assert opening.stored(run.folder).recipe.model.pooling == "auto"
-    run.append("created")  # a run of a version without the setting
-    assert opening.stored(run.folder).recipe.model.pooling == "own"
 
 
 @pytest.mark.parametrize(

@@ -88,14 +88,6 @@ class Task:
         return distill.prepare(config, teacher, run.folder, reuse, tokens_root=self.tokens_root, begun=begun)
 
 
-def refused(config: Config) -> list[Problem]:
-    """What is decided by the memory of a node cannot be where trials share it, some beginning when others end."""
-    if config.recipe.train.strategy == "manual":
-        return []
-    reason, fix = "trials share the memory of nodes", "write manual, with what rtrain plan --search names"
-    return [Problem("train.strategy", "auto", reason, fix)]
-
-
 @contextmanager
 def held(
     config: Config,

@@ -37,17 +37,25 @@ STEP = "step"
 class OtherWeights(UserError):
     """A checkpoint of a model with other weights than the one that is to take it up."""
 
+    code = "other_model"
+
 
 class Incomplete(UserError):
     """A checkpoint whose files are whole and which still lacks something that a resume needs."""
+
+    code = "incomplete_checkpoint"
 
 
 class OtherVersion(UserError):
     """A checkpoint that another version of rtrain wrote: it may be as good as ever, but this one cannot read it."""
 
+    code = "other_version"
+
 
 class OtherRun(UserError):
     """A checkpoint that is whole and of other settings than the run: to take it up would be wrong, to lose it too."""
+
+    code = "other_run"
 
     def __init__(self, place: object):
         self.place = place

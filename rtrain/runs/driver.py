@@ -21,7 +21,7 @@ from rtrain.run import Run
 from rtrain.runs import failures, group, machines, notice, opening, placement
 from rtrain.runs.preparing import Prepared, said_of_rows
 from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_memory
-from rtrain.runs.start import Start
+from rtrain.runs.worker import Start
 
 OnEvent = Callable[[dict[str, Any]], None]
 LOST_S = 10.0
@@ -160,7 +160,8 @@ def copy_out(run: Run, cluster: Cluster) -> None:
     except replica.Unreachable as error:
         run.append("uncopied", error=str(error))
         way_on = "the same command with --resume copies the rest"
-        raise TryAgain(f"{run} is finished, and its copy is not whole ({error}); {way_on}") from error
+        told = f"{run} is finished, and its copy is not whole ({error}); {way_on}"
+        raise TryAgain(told, code="unreachable") from error
 
 
 def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked, asking: "_Asking") -> None:
@@ -176,11 +177,11 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
     waiting = notice.Waiting(run, asking.needs, asking.places)
     if prepared.device.why:
         run.append("device", device=kind, why=prepared.device.why)
-    recovery, owners = Recovery(cluster.max_crashes), _owners(run, cluster)
+    recovery, owners = Recovery(cluster.max_crashes), claim_storage(run, cluster)
     while True:
         notice.take(run)  # one that was left by a driver that died is of no concern to the workers of this one
         asking()
-        workers = 0 if asked.given else min(ceiling, _workers(run, wanted, waiting, asking, asked))
+        workers = 0 if asked.given else min(ceiling, count_workers(run, wanted, waiting, asking, asked))
         if not workers:  # a search gives its trials notice
             raise _asked_to_end(prepared)
         start = Start(
@@ -214,7 +215,7 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
             plan.workers.lost(run)
             placed = not failures.is_unplaced(error)
             if placed:
-                _recover(run, error, recovery, held)
+                recover(run, error, recovery, held)
             else:  # nothing was lost, and the cluster has had time to see which nodes are gone
                 waiting.say(workers)
             ceiling = most_after(placed, workers, least, most)
@@ -236,7 +237,7 @@ def _asked_to_end(prepared: Prepared) -> notice.AskedToEnd:
     return notice.AskedToEnd(f"{run} was asked to end: {saved}. The same command with --resume goes on")
 
 
-def _owners(run: Run, cluster: Cluster) -> tuple[str, ...]:
+def claim_storage(run: Run, cluster: Cluster) -> tuple[str, ...]:
     """The tokens of all starts from this run folder. The last one is this start's: only it may write to the replica.
 
     Where the storage fails and there are checkpoints here, the run goes on; its next save claims the replica then.
@@ -298,7 +299,9 @@ class _Asking:
             self.demand.end()
 
 
-def _workers(run: Run, wanted: notice.Wanted, waiting: notice.Waiting, asking: _Asking, asked: notice.Asked) -> int:
+def count_workers(
+    run: Run, wanted: notice.Wanted, waiting: notice.Waiting, asking: _Asking, asked: notice.Asked
+) -> int:
     """How many workers the next start has, by what is free. While that is too little for the least number, it waits and
     says so; where it is asked to end, it waits no more.
 
@@ -318,7 +321,7 @@ def _workers(run: Run, wanted: notice.Wanted, waiting: notice.Waiting, asking: _
     return 0
 
 
-def _recover(run: Run, error: Exception, recovery: Recovery, held: Collection[str] = ()) -> None:
+def recover(run: Run, error: Exception, recovery: Recovery, held: Collection[str] = ()) -> None:
     """Return if the run should start again; otherwise raise the error that the user should read. `held`: the nodes that
     had its workers."""
     if summary.status(run.events()) == "stopped":  # a search ends the workers of a trial that it stops

@@ -21,7 +21,7 @@ from rtrain.network import device, heads, model, precision
 from rtrain.report import label_counts, text_facts, versions
 from rtrain.report.live import trackers
 from rtrain.run import Run
-from rtrain.runs import nodes, opening, smaller, strategy
+from rtrain.runs import nodes, opening, smaller
 from rtrain.strategies import allowed
 from rtrain.tasks import base
 from rtrain.tasks.encode import reading_of
@@ -32,7 +32,7 @@ DEVICE = "device"
 
 
 TOLD = (
-    *("tokenised", "tokens_reused", "strategy", "vocabulary", "bad_rows"),
+    *("tokenised", "tokens_reused", "vocabulary", "bad_rows"),
     *("unlabelled", "label_column", "head", "labels", "overlap", "texts", "conflicts"),
 )
 """What is logged of a run's rows before it is followed, the first or the second of these first."""
@@ -150,7 +150,6 @@ def prepare(
         refuse_other("--resume", run.folder, created["order"], store.rows("train"))
     if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, chosen_device.device)]:
         raise ConfigError(problems)
-    config, laid_out = strategy.decided(config, chosen_device, store, weights)
     task = base.get(config.recipe.task)
     with opening.claimed(run, reuse) as run:
         if run.folder != chosen_folder:
@@ -180,8 +179,6 @@ def prepare(
             left_out=store.manifest.left_out,
             store=str(store.folder),
         )
-        if laid_out:
-            run.append("strategy", **laid_out)
         if weights != whole:
             run.append("vocabulary", **smaller.told(run, config.recipe, source, whole, weights, store, root))
         if store.manifest.quarantined:
@@ -213,7 +210,8 @@ def _refuse_copied(config: Config, run: Run) -> None:
     """Refuse a new run under the name of one that the storage holds: its copies would be overwritten."""
     if (copy := replica.of(config.deploy.cluster, run.folder)) and copy.exists():
         raise UserError(
-            f"cluster.storage: {copy.url} holds a run already; write --resume to continue it, or another --out"
+            f"cluster.storage: {copy.url} holds a run already; write --resume to continue it, or another --out",
+            code="already_exists",
         )
 
 
@@ -233,7 +231,8 @@ def refuse_lost(config: Config, folder: Path, reuse: opening.Reuse, *words: obje
     one = shlex.join(["rtrain", *map(str, words), *options])
     raise UserError(
         f"cluster.storage: {storage} holds the trials of a search whose folder is gone, and it cannot be gone on with "
-        f"without; to start another, name another --out, without --resume. One of its trials goes on by itself: {one}"
+        f"without; to start another, name another --out, without --resume. One of its trials goes on by itself: {one}",
+        code="lost_folder",
     )
 
 
@@ -297,11 +296,14 @@ def _other_rows(run: Run, created: dict[str, Any], origin: dict[str, dict[str, s
     if not changes:
         return UserError(
             f"--resume: {run} was started with a version of rtrain that makes other rows of the same files; "
-            "continue it with that version, or start another run with --new"
+            "continue it with that version, or start another run with --new",
+            code="other_version",
         )
     listed = "\n  ".join([*changes[:10], *([f"and {len(changes) - 10} more"] if len(changes) > 10 else [])])
     return UserError(
-        f"--resume: {run} was started on other rows:\n  {listed}\nRestore these files, or start another run with --new."
+        f"--resume: {run} was started on other rows:\n  {listed}\n"
+        "Restore these files, or start another run with --new.",
+        code="rows_changed",
     )
 
 

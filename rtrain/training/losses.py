@@ -98,7 +98,7 @@ def problems(recipe: Recipe) -> list[Problem]:
     if not smoothing or task.smooths:
         return []
     reason = f"{task.name} does not choose one label out of several"
-    return [Problem("train.label_smoothing", smoothing, reason, "set it to 0")]
+    return [Problem("train.label_smoothing", smoothing, reason, "set it to 0", code="conflicting_settings")]
 
 
 def for_run(task: Task, distill: Distill, head: Head | None = None, smoothing: float = 0.0) -> RunLoss:
