@@ -20,7 +20,7 @@ from rtrain.errors import UserError
 from rtrain.network import compiled, packed, pooling
 from rtrain.network.auto import auto_class
 from rtrain.network.device import kind
-from rtrain.network.layout import LAYOUT, accepted
+from rtrain.network.inputs import LAYOUT, accepted
 from rtrain.tasks import base
 from rtrain.tasks.base import Input, Task
 from rtrain.tasks.encode import load_tokenizer

@@ -1,21 +1,26 @@
-"""The loss of a student, for every task, with rows without labels. Sums, whatever the passes."""
+"""The loss of a student, for every task: rows without labels, relations, hidden states. Sums, whatever the passes."""
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from rtrain.batch import Head, Tokens, pack
-from rtrain.config import Config, Distill, with_overrides
+from rtrain.config import Config, Distill, Model, with_overrides
 from rtrain.data import unlabelled
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
+from rtrain.exchange.replicated import Replicated
+from rtrain.network import beside, model
+from rtrain.network.layout import layout_of
 from rtrain.tasks import base
-from rtrain.training import losses
+from rtrain.training import inner, losses, optim, step
 from tests import test_runs_tasks as tasks
 from tests.tiny import make_store
 
@@ -156,3 +161,195 @@ def test_words_of_a_vocabulary_are_not_taught() -> None:
     nothing = pack([])
     with pytest.raises(UserError, match="a masked language model is not distilled"):
         base.get("masked_lm").imitation(torch.zeros(0, 3), nothing, Head(), 1.0)
+
+
+# ------------------------------------------------------------------------------------------------------- inside models
+
+BERT: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "initializer_range": 0.3,
+}
+DISTILBERT: dict[str, Any] = {
+    "vocab_size": 60,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "seq_classif_dropout": 0.0,
+    "initializer_range": 0.3,
+}
+STUDENTS: dict[str, dict[str, Any]] = {
+    "bert": {**BERT, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 20},
+    "roberta": {**BERT, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 20},
+    "electra": {**BERT, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 1, "intermediate_size": 20},
+    "distilbert": {**DISTILBERT, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 20},
+}
+TEACHER: dict[str, Any] = {
+    **BERT,
+    "hidden_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 3,
+    "intermediate_size": 20,
+}
+LENGTHS = (7, 3, 11, 3, 5, 1)
+
+
+def network_of(folder: Path, kind: str, settings: dict[str, Any], packs: bool = True) -> Any:
+    """In float64 and without dropout, so that sums are equal to rounding."""
+    if not folder.is_dir():
+        torch.manual_seed(len(kind))
+        known = transformers.AutoConfig.for_model(kind, num_labels=3, **settings)
+        transformers.AutoModelForSequenceClassification.from_config(known).save_pretrained(folder)
+    task = base.get("classification")
+    return model.build(folder, task, ("a", "b", "c"), 0, Model(pooling="own"), pack=packs).double().train()
+
+
+def rows_of(lengths: tuple[int, ...] = LENGTHS) -> Tokens:
+    sizes, drawn = np.array(lengths, dtype=np.int32), np.random.default_rng(3)
+    ones, answers = np.ones(len(sizes), dtype=np.int32), drawn.normal(size=(len(sizes), 3)).astype(np.float32)
+    ids = drawn.integers(3, 60, sizes.sum()).astype(np.int32)
+    targets = drawn.integers(0, 3, len(sizes)).astype(np.float32)
+    return Tokens(ids, sizes, sizes, ones, targets, ones, np.arange(len(sizes), dtype=np.uint64), answers)
+
+
+def student_of(folder: Path, kind: str, packs: bool = True, **settings: Any) -> tuple[Any, Any, losses.RunLoss]:
+    """(student, teacher, the student's loss)."""
+    student = network_of(folder / kind, kind, STUDENTS[kind], packs)
+    teacher = network_of(folder / "teacher", "bert", TEACHER, packs).requires_grad_(False).eval()
+    distill = Distill(teacher="v1", **{"relation_heads": 4, **settings})
+    within = inner.Inner(student, teacher, distill, 0, "fp64")
+    return student, teacher, losses.for_run(base.get("classification"), distill, inner=within)
+
+
+BOTH: dict[str, Any] = {"relations": 0.5, "hidden": 0.25}
+
+
+def by_hand(student: Any, teacher: Any, tokens: Tokens, heads: int, layer: int) -> float:
+    """Relations as the paper has them, row by row, from Transformers' own padded forward passes."""
+    total, ends = 0.0, np.cumsum(tokens.lengths)
+    for end, length in zip(ends, tokens.lengths, strict=True):
+        ids = torch.from_numpy(tokens.ids[end - length : end].astype(np.int64))[None]
+        each = []
+        for network, place in ((teacher, layer), (student, -1)):
+            found = network.base_model(ids, output_hidden_states=True).hidden_states
+            part = inner.layers_of(network)[place]
+            before = found[: len(inner.layers_of(network))][place]
+            names = inner.LINEARS[network.config.model_type]
+            vectors = [part.get_submodule(name)(before)[0] for name in names]
+            cut = [one.reshape(int(length), heads, -1).transpose(0, 1) for one in vectors]
+            each.append([one @ one.transpose(1, 2) / one.shape[-1] ** 0.5 for one in cut])
+        for known, mine in zip(*each, strict=True):
+            shares, logs = torch.softmax(known, -1), torch.log_softmax(mine, -1)
+            total += float((shares * (shares.log() - logs)).sum()) / heads
+    return total
+
+
+@pytest.mark.parametrize("kind", STUDENTS)
+@pytest.mark.parametrize("layer", [None, 2])
+def test_relations_are_those_of_the_paper(kind: str, layer: int | None, tmp_path: Path) -> None:
+    tokens = rows_of()
+    student, _, loss = student_of(tmp_path, kind, relations=1.0, relation_layer=layer)
+    logits = step.forward(student, tokens, 0, "fp64")
+    found = loss(logits, tokens)[-1].item()
+    plain = network_of(tmp_path / kind, kind, STUDENTS[kind], packs=False).eval()
+    other = network_of(tmp_path / "teacher", "bert", TEACHER, packs=False).eval()
+    with torch.no_grad():
+        expected = by_hand(plain, other, tokens, 4, -1 if layer is None else layer - 1)
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert loss.counts(tokens) == [len(LENGTHS), sum(LENGTHS)]
+
+
+@pytest.mark.parametrize("kind", STUDENTS)
+def test_passes_and_padding_change_no_sum(kind: str, tmp_path: Path) -> None:
+    tokens = rows_of()
+    student, _, loss = student_of(tmp_path, kind, **BOTH)
+    whole = loss(step.forward(student, tokens, 0, "fp64"), tokens)
+    cut = sum(loss(step.forward(student, part, 0, "fp64"), part) for part, _ in halves(tokens))
+    assert isinstance(cut, torch.Tensor)
+    assert cut.tolist() == pytest.approx(whole.tolist(), rel=1e-9)
+    padded, _, apart = student_of(tmp_path, kind, packs=False, **BOTH)
+    assert apart(step.forward(padded, tokens, 0, "fp64"), tokens).tolist() == pytest.approx(whole.tolist(), rel=1e-9)
+
+
+def test_a_student_that_is_its_teacher_is_nowhere_apart(tmp_path: Path) -> None:
+    """Its map begins as the identity."""
+    twin = network_of(tmp_path / "teacher", "bert", TEACHER)
+    teacher = network_of(tmp_path / "teacher", "bert", TEACHER).requires_grad_(False).eval()
+    distill = Distill(teacher="v1", relation_heads=6, **BOTH)
+    tokens, within = rows_of(), inner.Inner(twin, teacher, distill, 0, "fp64")
+    step.forward(twin, tokens, 0, "fp64")
+    assert within(tokens).tolist() == pytest.approx([0.0, 0.0], abs=1e-12)
+
+
+def test_gradients_reach_the_student_and_the_map_alone(tmp_path: Path) -> None:
+    tokens = rows_of()
+    student, teacher, loss = student_of(tmp_path, "bert", alpha=0.0, **BOTH)
+    loss(step.forward(student, tokens, 0, "fp64"), tokens)[1:].sum().backward()
+    [linear] = beside.parameters(student)
+    assert linear.shape == (24, 16)
+    assert linear.grad is not None
+    assert linear.grad.abs().sum() > 0
+    moved = {name for name, one in student.named_parameters() if one.grad is not None and one.grad.abs().sum() > 0}
+    assert {name.split(".")[3] for name in moved if "encoder.layer" in name} == {"0", "1"}
+    assert not any(name.startswith("classifier") for name in moved)
+    assert all(one.grad is None for one in teacher.parameters())
+
+
+def test_a_teacher_reads_its_own_numbers_of_the_pieces(tmp_path: Path) -> None:
+    """A trimmed student has other ids for the same pieces."""
+    tokens = rows_of()
+    student = network_of(tmp_path / "bert", "bert", STUDENTS["bert"])
+    teacher = network_of(tmp_path / "teacher", "bert", TEACHER).requires_grad_(False).eval()
+    numbers = np.random.default_rng(5).permutation(60)
+    within = inner.Inner(student, teacher, Distill(teacher="v1", relation_heads=4, **BOTH), 0, "fp64", numbers)
+    step.forward(student, tokens, 0, "fp64")
+    found = within(tokens).tolist()
+    seen: list[Any] = []
+    teacher.base_model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    step.forward(student, tokens, 0, "fp64")
+    assert within(tokens).tolist() == found
+    order = layout_of(tokens, 1, torch.device("cpu")).order
+    assert seen[0][0].tolist() == numbers[tokens.ids][order].tolist()
+
+
+def test_an_update_in_two_passes_moves_the_weights_as_one_does(tmp_path: Path) -> None:
+    """With rows without labels, the learned map, and clipping."""
+    tokens = replace(rows_of(), unlabelled=np.array([False, True, False, True, True, False]))
+    ends = []
+    for passes in ([tokens], [part for part, _ in halves(tokens)]):
+        student, _, loss = student_of(tmp_path, "bert", **BOTH)
+        before = copy.deepcopy(student.state_dict())
+        optimizer = optim.build(student, with_lr())
+        done = step.run_update(Replicated(student), optimizer, loss, passes, pad_id=0, precision="fp64", clip_norm=1.0)
+        ends.append((done.loss, {name: value - before[name] for name, value in student.state_dict().items()}))
+    (one, first), (other, second) = ends
+    assert one == pytest.approx(other, rel=1e-9)
+    moved = torch.cat([value.flatten() for value in first.values()])
+    apart = torch.cat([(first[name] - second[name]).flatten() for name in first])
+    assert apart.norm() <= 1e-8 * moved.norm()
+    assert first[f"{beside.NAME}.weight"].abs().sum() > 0
+
+
+def with_lr() -> Any:
+    from rtrain.config import Optim
+
+    return Optim(lr=1e-2)
+
+
+def test_a_worker_without_rows_touches_the_map_too(tmp_path: Path) -> None:
+    """Else the exchange of the others would wait for its gradient."""
+    student, _, loss = student_of(tmp_path, "bert", **BOTH)
+    Replicated(student).run([], step.Passes(student, 0, "fp64", loss, torch.ones(loss.parts)))
+    assert {name for name, one in student.named_parameters() if one.grad is None} <= {"bert.pooler.dense.weight"}
+    assert all(one.grad.abs().sum() == 0 for one in student.parameters() if one.grad is not None)
+
+
+def test_an_evaluation_keeps_nothing(tmp_path: Path) -> None:
+    tokens = rows_of()
+    student, _, loss = student_of(tmp_path, "bert", **BOTH)
+    with torch.inference_mode():
+        step.forward(student.eval(), tokens, 0, "fp64")
+    assert isinstance(loss._inner, inner.Inner)
+    assert loss._inner._mine._kept == {}
+    loss(step.forward(student.train(), tokens, 0, "fp64"), tokens)
+    assert loss._inner._mine._kept == loss._inner._theirs._kept == {}

@@ -370,8 +370,16 @@ def refused(config: Config, teacher: distill.Teacher, root: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
+        ({"distill.relations": 1.0}, "relation_heads=12: it does not divide both widths, 32 and 32"),
+        ({"distill.relations": 1.0, "distill.relation_heads": 4, "distill.relation_layer": 3}, "teacher has 2 layers"),
+        (
+            {"distill.hidden": 1.0, "train.gradient_checkpointing": True},
+            "it keeps nothing of what distill.hidden compares",
+        ),
         ({"distill.confidence": 0.5, "distill.unlabelled": None}, "there are no rows to choose from"),
         ({"distill.confidence": 0.5, "distill.unlabelled": None, "distill.copies": 1}, None),
+        ({"distill.hidden": 1.0}, None),
+        ({"distill.relations": 1.0, "distill.relation_heads": 4, "distill.width": 16}, None),
     ],
 )
 def test_settings_that_do_not_fit_the_teacher_are_refused(
@@ -385,6 +393,7 @@ def test_settings_that_do_not_fit_the_teacher_are_refused(
     ("overrides", "settings_named"),
     [
         ({}, []),
+        ({"distill.relations": 1.0, "distill.relation_heads": 4, "distill.hidden": 1.0}, ["relations", "hidden"]),
         ({"task": "token_tags"}, ["student"]),
     ],
 )
@@ -419,6 +428,22 @@ def test_both_a_name_and_a_width_are_refused(tmp_path: Path, encoder: Path) -> N
         settings(tmp_path, encoder, **{"distill.student": "minilm", "distill.width": 16})
 
 
+def test_other_architectures_are_refused_where_something_inside_is_learned(
+    teacher: distill.Teacher, tmp_path: Path, encoder: Path
+) -> None:
+    import transformers
+
+    folder = tmp_path / "albert"
+    transformers.AlbertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes((teacher.folder / "tokenizer.json").read_bytes())
+    config = settings(tmp_path, encoder, **{"distill.student": str(folder), "distill.hidden": 1.0})
+    [problem] = distill.refused(config, teacher, folder)
+    assert (problem.field, problem.reason.startswith("albert has other attention than bert")) == (
+        "distill.hidden",
+        True,
+    )
+
+
 @pytest.mark.parametrize(("asked", "refuses"), [(128, False), (129, True)])
 def test_longer_texts_than_the_teacher_reads_are_refused(
     asked: int, refuses: bool, teacher: distill.Teacher, tmp_path: Path, encoder: Path
@@ -437,13 +462,29 @@ def test_longer_texts_than_the_teacher_reads_are_refused(
             students.check(searched, teacher, tmp_path)
 
 
-def test_a_masked_language_model_teaches_nothing(tmp_path: Path, encoder: Path) -> None:
+def test_a_masked_language_model_teaches_what_is_inside_it_alone(tmp_path: Path, encoder: Path) -> None:
     from tests.tiny import make_task_artifact
 
     facts = {"mask": "[MASK]", "mask_id": 4, "vocabulary": 300, "special": [0, 1, 2, 3, 4]}
     teacher = distill.Teacher.read(make_task_artifact(tmp_path / "words", "masked_lm", Head((), facts)))
-    path = write_rows(tmp_path / "texts.csv", labelled_rows(60))
-    named = {"data.path": str(path), "model.name": str(encoder), "data.label": None, "distill.layers": 1}
-    with pytest.raises(ConfigError) as caught:
-        distill.started(configuration.load("domain-adapt", named), teacher, tmp_path)
-    assert [problem.field for problem in caught.value.problems] == ["task"]
+    chosen = masked(tmp_path, encoder)
+    assert distill.started(chosen, teacher, tmp_path).recipe.answers is None
+    for values, field in (
+        ({"distill.hidden": 0.0}, "distill.alpha"),
+        ({"distill.alpha": 0.7}, "distill.alpha"),
+        ({"distill.unlabelled": "rows.jsonl"}, "distill.unlabelled"),
+        ({"distill.teachers": ["runs/other"]}, "distill.teachers"),
+        ({"compress.vocabulary": "trim"}, "compress.vocabulary"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            distill.started(with_overrides(chosen, values), teacher, tmp_path)
+        assert [problem.field for problem in caught.value.problems] == [field]
+
+
+def masked(folder: Path, encoder: Path) -> Config:
+    """A student of a masked language model that learns what is inside it."""
+    path = write_rows(folder / "texts.csv", labelled_rows(60))
+    inside = {"distill.alpha": 0.0, "distill.hidden": 1.0, "distill.layers": 1}
+    return configuration.load(
+        "domain-adapt", {"data.path": str(path), "model.name": str(encoder), "data.label": None, **inside}
+    )

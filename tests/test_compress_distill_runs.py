@@ -1,21 +1,26 @@
 """Students on real Ray: of rows without labels, of another tokenizer, narrower, and learning inside their teacher."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from rtrain import artifact, events
+from rtrain.checkpoints import checkpoint
 from rtrain.compress import distill, quantize, teacher as teaching
 from rtrain.config import Config, with_overrides
 from rtrain.data.stores.store import Store
-from rtrain.network import trimming
+from rtrain.network import beside, trimming
 from rtrain.predict import Predictor
 from rtrain.report.live import said
+from rtrain.run import Run
 from rtrain.runs import driver, opening, preparing
 from rtrain.runs.kept import Kept
+from tests import reports
 from tests.conftest import labelled_rows
 from tests.tiny import make_encoder
 from tests.trained import ROWS, TEST_ROWS, Trained
@@ -113,6 +118,27 @@ def test_a_second_student_another_seed_and_a_resume_ask_the_teacher_nothing(
     assert again["status"] == "finished"
 
 
+@pytest.mark.slow
+def test_a_narrow_student_learns_inside_its_teacher_and_resumes(trained: Trained, kept_workers: Kept) -> None:
+    """The map between the widths is in its checkpoints and not in its artefact."""
+    import transformers
+
+    folder, other = trained.run.parent / "narrow", trained.run.parent / "narrow-resumed"
+    settings = {"distill.relations": 1.0, "distill.relation_heads": 4, "distill.hidden": 1.0, "distill.width": 16}
+    inside = partial(distill.run, asked(trained, **settings), trained.run, workers=kept_workers)
+    assert inside(folder)[1]["status"] == "finished"
+    network = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "artifact")
+    assert (network.config.hidden_size, network.config.num_attention_heads) == (16, 1)
+    assert not any(beside.NAME in name for name in load_file(folder / "artifact" / "model.safetensors"))
+    newest = checkpoint.path_of(Run(folder).checkpoints, max(checkpoint.updates(Run(folder).checkpoints)))
+    assert load_file(newest / "model.safetensors")[f"{beside.NAME}.weight"].shape == (32, 16)
+    assert f"{beside.NAME}.weight:exp_avg" in load_file(newest / "optim.safetensors")
+    assert inside(other, until=5)[1]["status"] == "paused"
+    distill.run(opening.stored(trained.run), trained.run, other, "resume", workers=kept_workers)
+    one, two = ((run / "artifact" / "model.safetensors").read_bytes() for run in (folder, other))
+    assert one == two
+
+
 @pytest.fixture(scope="module")
 def stranger(trained: Trained) -> Path:
     """A model with pieces of its own."""
@@ -167,3 +193,25 @@ def test_a_student_learns_the_mean_of_several_teachers(
     answers = store.teacher(str(opening.stored(folder).recipe.distill.answers))
     assert np.allclose(answers[: own.rows("train")], mean, atol=1e-5)
     assert store.labelled("train") == own.rows("train") < store.rows("train")
+
+
+@pytest.mark.slow
+def test_a_masked_language_model_s_student_learns_what_is_inside_it(ray_session: Path, kept_workers: Kept) -> None:
+    """With guesses of its own; none of the teacher's answers are kept."""
+    folder = ray_session / "masked-students"
+    folder.mkdir()
+    train = {"train.epochs": 2, "train.precision": "fp32", "train.rows_per_update": 8}
+    train |= {"train.aggregation_frequency": None, "gate.seconds": 0.5}
+    chosen = with_overrides(reports.settings_of("masked_lm", folder), train)
+    driver.fit(preparing.prepare(chosen, folder / "teacher"), workers=kept_workers)
+    inside = {"distill.alpha": 0.0, "distill.hidden": 1.0, "distill.relations": 1.0, "distill.relation_heads": 4}
+    config = opening.stored(folder / "teacher", {**STUDENT, **inside})
+    run, found = distill.run(config, folder / "teacher", folder / "student", workers=kept_workers)
+    assert found["status"] == "finished"
+    losses = [event["loss"] for event in events.read(run) if event["kind"] == "progress"]
+    assert losses[-1] < losses[0]
+    assert not list(Store(quantize.store_of(run)).folder.glob("teacher-*"))
+    gated = found["gate"]
+    assert gated["headline"]["name"] == "neg_loss"
+    assert gated["student"]
+    assert gated["rivals"][1]["absent"] == "none answers with words that are masked"

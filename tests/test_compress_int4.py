@@ -15,7 +15,6 @@ from rtrain.network import trimming
 from tests import quantizing
 from tests.quantizing import Made
 from tests.tiny import CORPUS, make_task_artifact
-from tests.vocabularies import used_by
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def test_a_graph_s_word_table_has_half_the_bytes_and_its_answers_are_near(
 def test_a_table_of_4_bits_is_cut_too(half: Path, tmp_path: Path) -> None:
     """A text of kept pieces is answered bit for bit as before (`vocabulary.prove` refuses any other)."""
     texts = CORPUS[:6]
-    ids = trimming.kept(half, used_by(predict.Predictor.load(half).tokenizer, texts))
+    ids = trimming.kept(half, trimming.used_by(predict.Predictor.load(half).tokenizer, texts))
     assert len(ids) < trimming.size(half)
     proof = vocabulary.trim(half, ids, tmp_path / "small", texts)
     assert proof.changed == ()

@@ -16,7 +16,7 @@ from rtrain.errors import UserError
 from rtrain.network import trimming
 from rtrain.predict import Predictor, golden_logits
 from tests.tiny import CORPUS, make_artifact
-from tests.vocabularies import ROWS, STRANGE, used_by
+from tests.vocabularies import ROWS, STRANGE
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_trimmed_artefact_answers_kept_pieces_bit_for_bit(
 ) -> None:
     folder = request.getfixturevalue({"float": "whole", "int8": "int8"}[engine])
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ids = trimming.kept(folder, used_by(tokenizer, ROWS))
+    ids = trimming.kept(folder, trimming.used_by(tokenizer, ROWS))
     texts = [*CORPUS, *(text for text in STRANGE if text.strip("\u0000\u200b\ufeff"))]
     shown = vocabulary.trim(folder, ids, tmp_path / "out", texts)
     before, after = Predictor.load(folder), Predictor.load(tmp_path / "out")
@@ -76,7 +76,7 @@ def test_a_trimmed_artefact_answers_kept_pieces_bit_for_bit(
 def test_an_answer_that_is_another_is_found(whole: Path, tmp_path: Path) -> None:
     """The proof fails where two pieces were swapped."""
     tokenizer = tokenizers.Tokenizer.from_file(str(whole / "tokenizer.json"))
-    ids = trimming.kept(whole, used_by(tokenizer, ROWS))
+    ids = trimming.kept(whole, trimming.used_by(tokenizer, ROWS))
     made = artifact.read(whole)
     vocabulary.trim(whole, ids, tmp_path / "out", ROWS)
     swapped = list(ids)

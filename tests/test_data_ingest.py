@@ -16,6 +16,7 @@ from rtrain.data import ingest
 from rtrain.data.ingest import IngestMismatch, Share, Update, plan_update
 from rtrain.data.order import Order, deal, rows_digest
 from rtrain.data.stores.store import Store
+from rtrain.exchange import noise
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder, make_store
 
@@ -98,6 +99,19 @@ def test_a_pass_holds_the_tokens_of_its_rows(store: Store, order: Order) -> None
     assert len(expected) == 3  # 10 of the 20 rows, 4 a pass
     assert all(map(same, update.passes, expected))
     assert not same(update.passes[0], update.passes[1])
+
+
+def test_rows_go_to_the_workers_by_their_speeds_and_none_is_lost(store: Store, order: Order) -> None:
+    shares = [Share(store.folder, order, 2, rank, 4, speeds=(1.0, 0.25)) for rank in range(2)]
+    updates = [plan_update(store, share, 2) for share in shares]
+    rows = [[int(row) for one in update.passes for row in one.row_ids] for update in updates]
+    assert sorted(rows[0] + rows[1]) == sorted(store.column("train", "row_id")[order.positions(2)].tolist())
+    fast, slow = (sum(int(one.lengths.sum()) for one in update.passes) for update in updates)
+    assert 3 < fast / slow < 5.5
+    assert updates[0].digest == updates[1].digest
+    # The update that measures noise has rows at random, and so as many on both.
+    measuring = [plan_update(store, replace(share, measures=noise.RULE), 4).passes for share in shares]
+    assert [sum(map(len, passes)) for passes in measuring] == [8, 7]
 
 
 @pytest.mark.parametrize(("rule", "number", "sizes"), [(3, 4, [7, 8]), (2, 4, [15]), (0, 4, [15]), (3, 3, [20])])

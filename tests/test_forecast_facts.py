@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from rtrain import config as configuration
+from rtrain.config import Model
 from rtrain.doctor.forecast import facts
 from rtrain.errors import ConfigError, UserError
+from rtrain.network import local
 from tests.conftest import labelled_rows, write_rows
 from tests.test_forecast_plan import configured
 from tests.tiny import make_encoder
@@ -108,3 +110,16 @@ def test_a_gated_model_that_mostly_reads_what_is_near_is_told_from_others(tmp_pa
     few = {**MODERN, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]}
     (tmp_path / "config.json").write_text(json.dumps(few))
     assert facts.of_model(tmp_path).local_layers == 1
+
+
+def test_attention_that_a_recipe_makes_local_is_so_in_each_layer(tmp_path: Path) -> None:
+    """The recipe asks for it, or has made the model so before."""
+    plain = {"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    whole, near = (facts.of_model(tmp_path, Model(local_attention=reach)) for reach in (None, 256))
+    assert (whole.local_layers, near.reach, near.local_layers) == (0, 256, 2)
+    long, short = np.array([4096]), np.array([64])
+    assert whole.flops(long) - near.flops(long) == 3 * 4 * 8 * 2 * 4096 * (4096 - 3 * 256)
+    assert whole.flops(short) == near.flops(short)
+    (tmp_path / "config.json").write_text(json.dumps({**plain, local.KEY: 256}))
+    assert facts.of_model(tmp_path) == near

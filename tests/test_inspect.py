@@ -146,7 +146,7 @@ def test_lineage_leads_to_data_and_run_and_to_the_commands(gated: Gated) -> None
 
 
 def test_the_commands_have_the_settings_that_made_it(tmp_path: Path) -> None:
-    distilled = {"distill.teacher": "0123456789ab", "distill.layers": 1, "distill.alpha": 0.25, "quantize.flips": 0.01}
+    distilled = {"distill.teacher": "0123456789ab", "distill.layers": 1, "distill.hidden": 0.5, "quantize.flips": 0.01}
     run = Run(tmp_path / "run")
     opening.freeze(run, with_overrides(reports.settings(tmp_path, labelled_rows(60)), distilled))
     made = artifact.read(make_artifact(run.artifact))
@@ -155,7 +155,7 @@ def test_the_commands_have_the_settings_that_made_it(tmp_path: Path) -> None:
     first, second = reproduction.reproduce(run.int8, replace(made, engine="onnxruntime", lineage=student))
     assert first.endswith("  # TEACHER: the run of artefact 0123456789ab")
     assert "rtrain distill TEACHER --set data.path=" in first
-    assert "--set distill.layers=1 --set distill.alpha=0.25" in first
+    assert "--set distill.layers=1 --set distill.hidden=0.5" in first
     assert second == (
         f"rtrain quantize {run}-again --set quantize.calibration_rows=64 --set quantize.engine=onnxruntime"
         f" --set compress.vocabulary=trim --set compress.vocabulary_pieces=70"

@@ -278,6 +278,37 @@ def test_tokens_bound_a_pass_and_a_longer_row_is_alone() -> None:
     assert [rows.tolist() for rows in deal(lengths, 1, 0, most_rows=2, most_tokens=14)] == [[1], [3, 5], [0, 4], [2]]
 
 
+@given(
+    lengths=st.lists(st.integers(1, 512), min_size=1, max_size=120),
+    speeds=st.lists(st.integers(1, 16), min_size=2, max_size=6),
+)
+@settings(deadline=None)
+def test_workers_of_unequal_speeds_are_done_within_a_row_of_each_other(lengths: list[int], speeds: list[int]) -> None:
+    """No row is lost, and no worker could have been done sooner by giving its last row to another."""
+    found = np.array(lengths, dtype=np.int32)
+    shares = [deal(found, len(speeds), rank, None, speeds=speeds) for rank in range(len(speeds))]
+    rows = [[int(row) for rows in passes for row in rows] for passes in shares]
+    assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
+    if len(set(speeds)) == 1:
+        assert rows == [[int(row) for part in own for row in part] for own in shares_of(found, len(speeds), None)]
+        return
+    tokens = [sum(lengths[row] for row in share) for share in rows]
+    for share, own, speed in zip(rows, tokens, speeds, strict=True):
+        if share:
+            last = lengths[share[-1]]
+            others = [(other + last) / one for other, one in zip(tokens, speeds, strict=True)]
+            assert own / speed <= min(others) + 1e-9
+
+
+def test_a_worker_of_half_the_speed_gets_half_of_the_tokens() -> None:
+    lengths = np.array([6, 5, 4, 3, 3, 3], dtype=np.int32)
+    # 6 | 5 (by 11 or 10); 4 to the first (10 or 18); 3 to the first (13 or 16), 3 to both (16 or 16), 3 to the second.
+    dealt = [[rows.tolist() for rows in deal(lengths, 2, rank, None, speeds=(1.0, 0.5))] for rank in (0, 1)]
+    assert [sum(lengths[row] for rows in own for row in rows) for own in dealt] == [16, 8]
+    at_random = deal(lengths, 2, 0, None, at_random=True, speeds=(1.0, 0.5))
+    assert [rows.tolist() for rows in at_random] == [[0, 2, 4]]  # what measures noise takes any rows
+
+
 @pytest.mark.parametrize(
     ("rows", "most_rows", "most_tokens", "halved", "expected"),
     [

@@ -71,10 +71,20 @@ def test_a_run_that_logs_every_update_prints_a_line_a_second_and_the_last(capsys
     assert [int(line.split()[1].partition("/")[0]) for line in lines] == [*range(1, 101, 8), 100]
 
 
-def test_which_weights_are_the_run_s_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    found = {"kind": "best", "update": 8, "headline": "accuracy", "score": 11 / 12, "loss": 0.25}
-    lines = shown(capsys, found, {**found, "headline": "neg_rmse", "score": -0.5})
-    assert lines == ["best: update 8, accuracy 0.9167", "best: update 8, rmse 0.5000"]
+def test_which_weights_are_the_run_s_is_said_and_what_parts_a_tie(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {"kind": "best", "update": 8, "of": 6, "headline": "accuracy", "score": 11 / 12, "loss": 0.25}
+    assert shown(
+        capsys,
+        {**found, "why": "score"},
+        {**found, "why": "loss"},
+        {**found, "why": "first"},
+        {**found, "headline": "neg_rmse", "score": -0.5, "why": "score"},
+    ) == [
+        "best of 6: update 8, accuracy 0.9167",
+        "best of 6: update 8, a tie by accuracy 0.9167, of the lower loss",
+        "best of 6: update 8, a tie by accuracy 0.9167, the first of them",
+        "best of 6: update 8, rmse 0.5000",
+    ]
 
 
 def test_slices_that_are_too_small_are_named_and_not_those_of_other_splits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -288,11 +288,11 @@ def test_layouts_that_workers_or_the_model_do_not_allow_are_left_out_by_name(set
 
 def test_how_rows_are_dealt_and_whole_gradients_are_sent_leaves_no_layout_out(settings: Config) -> None:
     tiny = Path(settings.recipe.model.name)
-    own = {"transport": "shared_memory", "gradient_compression": "bf16", "min_workers": 1}
+    own = {"transport": "shared_memory", "gradient_compression": "bf16", "min_workers": 1, "balance": "auto"}
     sent = with_train(settings, **own)
     assert planned(sent, tiny) == planned(settings, tiny)
     chosen = [plan.train_of(sent.recipe.train, layout, 2) for layout in ("", "shard 3")]
-    assert [one.transport for one in chosen] == ["shared_memory", "auto"]
+    assert [(one.transport, one.balance) for one in chosen] == [("shared_memory", "auto"), ("auto", "off")]
     frozen = planned(config.with_overrides(settings, {"model.freeze": "encoder"}), tiny)
     assert {one.layout for one in frozen.left_out} == {
         *("gpipe", "pipeline", "interleaved"),

@@ -20,7 +20,7 @@ from rtrain.config.recipe import Quantize
 from rtrain.data.order import deal
 from rtrain.errors import ConfigError, UserError
 from rtrain.exchange import whole
-from rtrain.network import device, model, pooling, rounding
+from rtrain.network import beside, device, model, pooling, rounding
 from rtrain.network.rounding import Quantizer, Quantizers
 from rtrain.predict import Predictor, Torch
 from rtrain.run import Run
@@ -244,8 +244,8 @@ def test_widths_are_learned_and_the_graph_has_them(made: Made) -> None:
     assert factors == pytest.approx(torch.exp(rounding.GAIN * weights[rounding.WIDTHS]).tolist())
     # What it was trained with stays behind; the float network is whole.
     plain = network_of(made)
-    assert set(rounding.without(weights)) == set(plain.state_dict())
-    plain.load_state_dict(rounding.without(weights))
+    assert set(beside.without(weights)) == set(plain.state_dict())
+    plain.load_state_dict(beside.without(weights))
     asked = padded(made.store.read("train", np.array([3])), 0)
     int8 = openvino_graph.export(plain, asked).rounded(found).answering(1)
     with torch.inference_mode():
@@ -351,6 +351,7 @@ def test_an_artefact_that_has_learned_is_not_calibrated(made: Made, tmp_path: Pa
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
+        ({"distill.hidden": 1.0}, "distill.hidden learns the states"),
         ({"quantize.engine": "onnxruntime"}, "onnxruntime makes no graph of it"),
         ({"task": "masked_lm"}, "masked_lm answers by the word table itself"),
     ],
@@ -420,7 +421,7 @@ def test_training_brings_back_answers_that_an_outlier_has_cost(made: Made, tmp_p
         network = student(folder, quantizers)
         train(network, tokens, made, updates=120, rate=5e-4)
         weights = network.state_dict()
-        parent.load_state_dict(rounding.without(weights))
+        parent.load_state_dict(beside.without(weights))
         learned = openvino_graph.export(parent, samples[0]).rounded(rounding.learned(quantizers, weights))
 
         def flips(graph: Any, folder: Path = folder, tokens: Tokens = tokens) -> float:

@@ -82,14 +82,14 @@ def test_scores_without_rows_that_are_training_rows_stand_below_the_scores(finis
     places = "more.csv:7 and 4 more rows"
     run.append("overlap", split="test", rows=40, seen=5, places=places)
     run.append("unseen", split="test", seen=5, rows=35, scores={"accuracy": 0.4, "rows": 35})
-    run.append("best", update=10, score=0.5, loss=0.25, headline="accuracy")
+    run.append("best", update=10, of=2, score=0.5, loss=0.25, why="loss", headline="accuracy")
     known = collect.read(run)
     found = table(outcome.section(known), "Test accuracy 0.500")
     wanted = ("test", "this model, without the 5 rows that are training rows too", "0.4000", "-")
     assert list(found.rows)[1] == wanted
     text = page_of(run.folder).text
     assert f"5 of 40 test rows are training rows too, but for case, blanks and punctuation: {places}." in text
-    assert "Best: update 10, accuracy 0.5000." in text
+    assert "Best of 2: update 10, a tie by accuracy 0.5000, of the lower loss." in text
 
 
 @pytest.mark.parametrize(("reached", "said"), [(0.9, "NOT ahead of"), (0.1, "ahead of")])

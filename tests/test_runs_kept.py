@@ -11,8 +11,10 @@ import pytest
 from rtrain import events
 from rtrain.checkpoints import checkpoint
 from rtrain.config import with_overrides
+from rtrain.network import tokenizer_files
 from rtrain.proof import faults
 from rtrain.proof.faults import workers_left
+from rtrain.report.live import said
 from rtrain.run import Run
 from rtrain.runs import driver, group, kept, notice, preparing
 from rtrain.training import rungs
@@ -46,6 +48,7 @@ def test_a_run_frozen_at_rungs_and_thawed_in_used_workers_ends_like_one_that_nev
     its encoder disagree."""
     folder, last = trained.run.parent, trained.summary["updates"]
     encoder = make_encoder(folder / "disagreeing")
+    (encoder / tokenizer_files.CONFIG).write_text('{"tokenizer_class": "BertTokenizer", "do_lower_case": true}')
     changed = {"optim.lr": 1e-4, "train.seed": 7, "model.name": str(encoder)}
     other = preparing.prepare(with_overrides(trained.config, changed), folder / "other")
     mine, processes = folder / "frozen", list[list[str]]()
@@ -57,6 +60,11 @@ def test_a_run_frozen_at_rungs_and_thawed_in_used_workers_ends_like_one_that_nev
             driver.fit(other, until=3, workers=workers)
             assert rungs.read(Run(mine), 5) is not None
     assert summary["status"] == "finished"
+    [differing] = other.run.events("tokenizer")
+    assert differing["differing"] == tokenizer_files.differing_texts(encoder) != []
+    assert differing["texts"] == len(tokenizer_files.STRANGE_TEXTS)
+    assert said.of(differing) is not None
+    assert Run(mine).events("tokenizer") == []
     assert processes[0] == processes[1] == processes[2] != []
     assert weights(mine, last) == weights(trained.run, last)
     assert summary["best_update"] == trained.summary["best_update"]

@@ -27,6 +27,7 @@ ground = test_training_loop.ground  # a fixture
         (Evaluated(4, 0.4, 0.1), Evaluated(2, 0.5, 9.0), False),
         (Evaluated(4, 0.5, 0.1), Evaluated(2, 0.5, 0.2), True),
         (Evaluated(4, 0.5, 0.2), Evaluated(2, 0.5, 0.2), False),  # the earlier of what is equal
+        (Evaluated(4, 0.5, 0.1), Evaluated(2, 0.5, None), False),  # chosen by a version that knew no loss
         (Evaluated(4, 0.5, None), Evaluated(2, 0.5, 0.1), False),
         (Evaluated(4, math.nan, 0.1), Evaluated(2, 0.5, 0.1), False),
     ],
@@ -46,6 +47,16 @@ def test_taken_one_after_another_the_best_is_the_best_of_all(pairs: list[tuple[f
     for one in every:
         chosen = one if best.better(one, chosen) else chosen
     assert chosen == min(every, key=lambda one: (-one.score, one.loss, one.update))
+    told = best.said(chosen, {one.update: one for one in every})
+    tied = [one for one in every if one.score == chosen.score]
+    lowest = [one for one in tied if one.loss == chosen.loss]
+    assert told["of"] == len(every)
+    assert told["why"] == ("score" if len(tied) == 1 else "loss" if len(lowest) == 1 else "first")
+
+
+def test_a_better_one_whose_checkpoint_was_lost_is_not_counted() -> None:
+    every = {2: Evaluated(2, 0.9, 0.1), 4: Evaluated(4, 0.1, 0.2), 6: Evaluated(6, 0.3, 0.2)}
+    assert best.said(every[6], every) == {"update": 6, "score": 0.3, "loss": 0.2, "of": 2, "why": "score"}
 
 
 def test_the_loss_is_the_mean_log_loss_of_the_rows_and_an_endless_one_is_bounded(ground: Path) -> None:
@@ -82,6 +93,6 @@ def test_of_equal_scores_the_lower_loss_is_chosen_also_after_a_resume(
         tied = [event["update"] for event in evaluated if event["scores"]["accuracy"] == told["score"]]
         assert tied == [2, 3, 4, 5, 6]
         assert told == {
-            **{"headline": "accuracy", "update": 3},
+            **{"headline": "accuracy", "update": 3, "of": 6, "why": "loss"},
             **{"score": told["score"], "loss": min(losses[update] for update in tied)},
         }

@@ -110,7 +110,7 @@ def test_every_setting_is_searched_or_refused() -> None:
     assert {name for name in accepted if not name.startswith("optim.")} == {
         *("data.max_tokens", "data.window", "data.stride", "data.max_windows", "data.pooling"),
         *("model.attention_dropout", "model.dropout", "model.pooling", "model.freeze"),
-        "model.positions",
+        *("model.positions", "model.local_attention"),
         *("train.aggregation_frequency", "train.rows_per_update", "train.label_smoothing"),
         *("train.gradient_compression", "train.precision"),
     }

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import transformers
 
+from rtrain.network import tokenizer_files
 from rtrain.predict import Predictor
 from tests import quantizing
 from tests.test_artifact_elsewhere import made
@@ -44,6 +45,7 @@ def test_a_block_answers_as_rtrain_does(title: str, block: str, folder: Path, mo
 
 def test_transformers_reads_texts_for_an_int8_graph_as_rtrain_does(folder: Path) -> None:
     int8 = folder / "runs" / "intent" / "artifact-int8"
+    assert tokenizer_files.differing_texts(int8) == []
     loaded = transformers.AutoTokenizer.from_pretrained(int8)
     predictor = Predictor.load(int8)
     long = " ".join(TEXTS) * 9

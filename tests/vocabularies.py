@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,6 @@ STRANGE = (
 )
 """Texts of which a tokenizer of `CORPUS` knows little or nothing."""
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-
-
-def used_by(tokenizer: Any, texts: Iterable[str]) -> list[int]:
-    """The ids that occur in texts; the most frequent first."""
-    return trimming.by_frequency(trimming.counted_by(tokenizer, texts))
 
 
 def word_piece() -> tokenizers.Tokenizer:
@@ -105,7 +100,7 @@ class Cut:
 
     def __init__(self, whole: tokenizers.Tokenizer, at_least: int = 0):
         self.whole, self.document = whole, json.loads(whole.to_str())
-        self.used = used_by(whole, ROWS)
+        self.used = trimming.used_by(whole, ROWS)
         self.ids = vocabulary.kept(self.document, self.used, at_least)
         self.after = vocabulary.renumbered(self.document, self.ids)
         self.small = tokenizers.Tokenizer.from_str(json.dumps(self.after))
@@ -128,5 +123,5 @@ def cut_of(kind: str) -> Cut:
 def trimmed(folder: Path, out: Path, texts: Sequence[str] = ROWS, at_least: int = 0) -> tuple[Path, list[int]]:
     """A folder cut for texts, and the old ids of its pieces."""
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ids = trimming.kept(folder, used_by(tokenizer, texts), at_least)
+    ids = trimming.kept(folder, trimming.used_by(tokenizer, texts), at_least)
     return trimming.trim(folder, ids, out), ids

@@ -118,7 +118,7 @@ def _planned(
     refused = [*unread, *models.problems(recipe), *allowed.problems(recipe, folder)]
     if problems := refused or allowed.of_devices(recipe, layout.choice, folder):
         raise ConfigError(problems)
-    shape = facts.of_model(folder)
+    shape = facts.of_model(folder, recipe.model)
     rows, tokens = given
     if rows is not None:
         counted = facts.given(rows, facts.length(recipe, tokens))

@@ -18,6 +18,7 @@ from rtrain.gate import gate
 from rtrain.network import model, pooling, positions
 from rtrain.runs import driver, group, opening, preparing
 from rtrain.tasks import base
+from rtrain.training import inner
 
 SCALES = ("mean", "std", "heads")
 """Facts of a head that say what its outputs mean."""
@@ -106,12 +107,12 @@ def prepare(
         for one in (teacher, *co_teachers(config, teacher))
     ]
     taught = None
-    if (name := config.recipe.distill.answers) is not None:
+    if (name := config.recipe.answers) is not None:
         taught = partial(answers.teach_together, every, name, on_event=on_event)
     prepared = preparing.prepare(config, folder, reuse, tokens_root, source, taught, begun)
     if config.recipe.distill.quantization_aware:
         ranges.begin(prepared)
-    return prepared
+    return replace(prepared, teacher=teacher.folder)
 
 
 def settled(config: Config, folder: Path, reuse: opening.Reuse) -> Config:
@@ -124,7 +125,7 @@ def settled(config: Config, folder: Path, reuse: opening.Reuse) -> Config:
 def started(config: Config, teacher: Teacher, root: Path) -> Config:
     """The configuration with what follows from the teacher, and with the model that the student starts from. That lies
     beside the run, not in it: the run's folder is made once nothing is wrong."""
-    if problems := _of_words(teacher):
+    if problems := _of_words(config, teacher):
         raise ConfigError(problems)
     chosen, asked = config.recipe.distill, config.recipe.model.pooling
     derived = {"train.epochs": chosen.epochs, "optim.lr": chosen.lr, "distill.teacher": teacher.made.version}
@@ -185,6 +186,8 @@ def refused(config: Config, teacher: Teacher, weights: Path) -> list[Problem]:
     every = (teacher, *co_teachers(config, teacher))
     found = too_long(config, every)
     found += [] if all(one.reads_alike(weights) for one in every) else _of_other_tokens(config, weights)
+    if inner.active(recipe.distill):
+        found += inner.problems(recipe, weights, teacher.folder)
     if recipe.distill.quantization_aware:
         found += ranges.problems(recipe, weights)
     if recipe.distill.confidence and recipe.distill.unlabelled is None and not recipe.distill.copies:
@@ -209,13 +212,23 @@ def too_long(config: Config, teachers: Iterable[Teacher]) -> list[Problem]:
     return found
 
 
-def _of_words(teacher: Teacher) -> list[Problem]:
-    """A masked language model cannot be distilled: its answers, one of 30,000 words for each mask and others in each
-    epoch, are not kept."""
+def _of_words(config: Config, teacher: Teacher) -> list[Problem]:
+    """What cannot be learned from a masked language model: its answers, one of 30,000 words for each mask and others in
+    each epoch, are not kept; what is inside it can be learned beside its student's own guesses."""
     if teacher.made.labels:
         return []
-    reason = f"the teacher answers with the words of a vocabulary ({teacher.made.task}), which are not kept"
-    return [Problem("task", teacher.made.task, reason, "distil the model that was tuned from it")]
+    distill, reason = config.recipe.distill, f"the teacher answers with the words of a vocabulary ({teacher.made.task})"
+    way = "write distill.alpha=0 and distill.hidden or distill.relations, or distil the model that was tuned from it"
+    found = []
+    if distill.alpha or not inner.active(distill):
+        found.append(Problem("distill.alpha", distill.alpha, f"{reason}, which are not kept for a student", way))
+    for name in ("unlabelled", "copies", "teachers"):
+        if value := getattr(distill, name):
+            found.append(Problem(f"distill.{name}", value, f"{reason}, and gives rows none to learn", "leave it out"))
+    if config.recipe.compress.vocabulary == "trim":
+        cut = "its student's blocks of text would be others than its own, and the gate could not compare them"
+        found.append(Problem("compress.vocabulary", "trim", cut, "write keep"))
+    return found
 
 
 def _of_other_tokens(config: Config, weights: Path) -> list[Problem]:
@@ -226,4 +239,7 @@ def _of_other_tokens(config: Config, weights: Path) -> list[Problem]:
     if base.get(recipe.task).by_token:
         reason = f"{why}, and {recipe.task} answers each token"
         found.append(Problem("distill.student", recipe.distill.student, reason, fix))
+    for name in inner.NAMES:
+        if weight := getattr(recipe.distill, name):
+            found.append(Problem(f"distill.{name}", weight, f"{why}, and it compares tokens", f"{fix}, or write 0"))
     return found

@@ -4,7 +4,7 @@ They stand where post-training quantization puts them: before each linear layer,
 after queries and keys, whose products attention computes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,17 +22,12 @@ from rtrain.network import model
 from rtrain.network.rounding import LEVELS, SMALLEST, Quantizer, Quantizers, Side
 from rtrain.runs.preparing import Prepared
 from rtrain.tasks import base
+from rtrain.training.inner import LINEARS
 from rtrain.training.step import forward
 
 if TYPE_CHECKING:
     import torch
 
-_SELF = tuple(f"attention.self.{name}" for name in ("query", "key", "value"))
-LINEARS: Mapping[str, Sequence[str]] = {
-    **dict.fromkeys(("bert", "electra", "roberta", "xlm-roberta", "camembert"), _SELF),
-    "distilbert": tuple(f"attention.{name}_lin" for name in "qkv"),
-}
-"""What makes the queries, keys and values of a layer, by architecture."""
 SMOOTHING = 0.5
 """Share of the unevenness of an input's channels that moves into the weights: its authors' own."""
 FAINTEST = 1e-5
@@ -50,6 +45,7 @@ def problems(recipe: Recipe, weights: Path) -> list[Problem]:
             task.output == "tokens"
         ),
         f"{kind} has other attention than {', '.join(LINEARS)}": kind not in LINEARS,
+        "distill.hidden learns the states of a student that does not round": recipe.distill.hidden > 0,
         f"{recipe.quantize.engine} makes no graph of it": not engines.get(recipe.quantize.engine).learns,
     }
     return [

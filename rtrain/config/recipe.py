@@ -58,6 +58,11 @@ class Model(Section):
     """Tokens that the model's table of positions is to hold: a shorter one gets its rows repeated, so that BERT or
     RoBERTa read texts of more than 512 tokens whole once they are trained on some. null, or no more than it has: as it
     is. ModernBERT has no table and needs none."""
+    local_attention: Positive | None = None
+    """Tokens that a token reads on either side, in a model that was made to read all of them (BERT, RoBERTa and their
+    kin); beside these it reads the text's first token, which reads all. What a long text costs grows with its length
+    then, and not with its square. null: as the model was made. Others' code would read all tokens: an artefact is
+    answered by rtrain, and its head refused by transformers."""
     freeze: Literal["none", "encoder"] = "none"
     """Which weights stay as they are: `encoder` trains the head alone, which is several times as fast. A masked
     language model's output embedding is its encoder's word embedding, so it stays too."""
@@ -110,6 +115,10 @@ class Train(Section):
     65,536, measured before the first update and kept in the run. A start that ran out of memory halves it. Models that
     are trained without padding (BERT and its kin) put a worker's rows between two exchanges into as few passes as this
     allows; micro_batch then only sets rows_per_update."""
+    balance: Literal["off", "auto"] = "off"
+    """How many of an update's tokens each worker gets: `off`, as many as the others; `auto`, by its speed, which three
+    passes of each worker tell before the first update, once for a run with so many workers. For nodes of several types,
+    or cores that other work shares: with equal shares the fast workers wait for the slowest."""
     gradient_checkpointing: bool = False
     """Save memory: keep only each layer's input, and compute the layer again in the backward pass. With MiniLM and 16
     texts of 512 tokens, a pass took 1.1 GB in place of 2.6, and 1.0 to 1.25 times as long."""
@@ -183,7 +192,7 @@ class Train(Section):
 
 SPEED = (
     *("workers", "device", "gpus_per_worker", "min_workers", "micro_batch", "tokens_per_pass"),
-    *("aggregation_frequency", "gradient_checkpointing", "transport"),
+    *("aggregation_frequency", "balance", "gradient_checkpointing", "transport"),
     *("shard", "offload", "tensor", "sequence", "pipeline", "schedule", "context"),
     *("save_every", "keep", "log_every"),
 )
@@ -204,13 +213,14 @@ ADDED_TO_DATA: dict[str, Any] = {"id": None, "outside": None, "valid_part": 0, "
 """The same for `data`."""
 ADDED_TO_MODEL: dict[str, Any] = {
     **{"attention_dropout": None, "dropout": None, "pooling": "own", "freeze": "none"},
-    "positions": None,
+    **{"positions": None, "local_attention": None},
 }
 """The same for `model`; `auto` has been replaced by what it stands for before a run is frozen."""
 
 
 ADDED_TO_DISTILL: dict[str, Any] = {
     **{"student": None, "width": None, "unlabelled": None, "confidence": 0.0},
+    **{"relations": 0.0, "relation_heads": 12, "relation_layer": None, "hidden": 0.0},
     **{"quantization_aware": False, "co_teachers": [], "copies": 0, "teacher_layers": "all"},
 }
 """The same for `distill`."""
@@ -256,6 +266,17 @@ class Distill(Section):
     """File with these copies. `rtrain distill` sets it."""
     confidence: Share = 0.0
     """Rows of `unlabelled`, and copies, of which the teacher is less sure than this are left out."""
+    relations: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the distance between the relations of tokens inside student and teacher, of queries with queries, keys
+    with keys and values with values (MiniLMv2, Wang et al. 2020, arXiv:2012.15828). 0: off."""
+    relation_heads: Positive = 12
+    """Parts into which queries, keys and values are cut for that, whatever the attention heads; a divisor of both
+    widths."""
+    relation_layer: Positive | None = None
+    """Layer of the teacher, from 1, whose relations the student's last layer learns. null: the last."""
+    hidden: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the squared distance between the layers' hidden states, the student's through a learned linear map
+    (TinyBERT, Jiao et al. 2020, arXiv:1909.10351). 0: off."""
     quantization_aware: bool = False
     """Train the student with its weights and activations rounded as `rtrain quantize` will round them (Jacob et al.
     2018, arXiv:1712.05877), by levels whose widths it learns: where int8 costs a model more than it may. With
@@ -355,6 +376,11 @@ class Recipe(Section):
     compress: Compress = Compress()
     quantize: Quantize = Quantize()
     gate: Gate = Gate()
+
+    @property
+    def answers(self) -> str | None:
+        """`distill.answers` where a teacher's are learned: of a masked language model, what is inside is."""
+        return None if self.task == "masked_lm" else self.distill.answers
 
     @property
     def rows_per_update(self) -> int:

@@ -82,6 +82,8 @@ class Share:
     measures: int = 0
     """Deal the rows at random, by this rule of `exchange.noise`, in the updates that measure the noise of gradients; 0:
     none does."""
+    speeds: tuple[float, ...] = ()
+    """Those of all workers, by which the rows of the other updates are dealt; none: equally many tokens for each."""
 
 
 def plan_update(store: Store, share: Share, number: int) -> Update:
@@ -91,7 +93,7 @@ def plan_update(store: Store, share: Share, number: int) -> Update:
     lengths = store.column("train", "length")[positions]
     limits = (share.micro_batch, share.tokens_per_pass)
     how = {"at_random": noise.due(number, share.measures), "halved": share.measures >= noise.HALVED}
-    passes = deal(lengths, share.workers, share.rank, *limits, **how)
+    passes = deal(lengths, share.workers, share.rank, *limits, **how, speeds=share.speeds)
     return Update(
         number=number,
         first_row=int(row_ids[0]),

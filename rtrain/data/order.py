@@ -12,6 +12,7 @@ table of rows.
 import hashlib
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -187,6 +188,7 @@ def deal(
     *,
     at_random: bool = False,
     halved: bool = False,
+    speeds: Sequence[float] = (),
 ) -> list[Ints]:
     """The passes of worker `rank` in an update whose rows have these `lengths` (in tokens), as arrays of row indices.
 
@@ -194,6 +196,9 @@ def deal(
     Rows are sorted by length and dealt to the workers forth and back, so that all get about equally many tokens. A
     worker's rows are cut into passes in that order, so that a pass pads little. If the update has fewer rows than
     there are workers, some get no pass.
+
+    With `speeds`, one for each worker, a row goes to the worker that would be done first with it, the longest row first
+    (Graham 1969, "Bounds on multiprocessing timing anomalies"), so that all are done at about the same time.
 
     With `at_random` a worker's rows are any of the update's, whose order is random, and so are the first pass's of a
     worker that is alone, which has half of the rows at most where they are `halved`. Rows of like lengths resemble each
@@ -207,10 +212,25 @@ def deal(
             first = list(itertools.islice(batches(lengths, own, most, limits[1]), 1))
             own = own[sum(map(len, first)) :]
         return [*first, *batches(lengths, own[_longest_first(lengths[own])], *limits)]
+    if len(set(speeds)) > 1:
+        return list(batches(lengths, _first_done(lengths, speeds, rank), *limits))
     turns = np.arange(math.ceil(len(lengths) / workers))
     places = turns * workers + np.where(turns % 2, workers - 1 - rank, rank)
     own = _longest_first(lengths)[places[places < len(lengths)]]
     return list(batches(lengths, own, *limits))
+
+
+def _first_done(lengths: npt.NDArray[np.int32], speeds: Sequence[float], rank: int) -> Ints:
+    """The rows of a worker, the longest first, where workers compute so many tokens in the same time."""
+    tokens, own = [0] * len(speeds), []
+    for row in _longest_first(lengths).tolist():
+        length = int(lengths[row])
+        ends = [(before + length) / speed for before, speed in zip(tokens, speeds, strict=True)]
+        first = ends.index(min(ends))
+        tokens[first] += length
+        if first == rank:
+            own.append(row)
+    return np.array(own, dtype=np.int64)
 
 
 def _longest_first(lengths: npt.NDArray[np.int32]) -> Ints:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from rtrain.network import dropout as masks, precision
+from rtrain.network import dropout as masks, local, precision
 from rtrain.network.device import kind
 from rtrain.network.layout import Group, Layout
 from rtrain.torch_internals import flash_attention, softmax_backward
@@ -38,17 +38,20 @@ def kernel_for(
     dropout: float,
     trains: bool,
     reads: int = 0,
+    firsts: bool = False,
 ) -> Kernel:
-    """How attention inside a pack is computed. Pure. `reads`: most tokens that a token reads.
+    """How attention inside a pack is computed. Pure. `reads`: most tokens that a token reads; `firsts`: its window's
+    first one among them, wherever it is itself.
 
-    `varlen` is a GPU's flash attention over the pack as it is. `plain` products train faster on a CPU than torch's
-    fused kernel does, but for long windows. `fused` is that kernel, over padded groups; it holds no square of a window,
-    of which an evaluation's large passes would take gigabytes. With dropout it does.
+    `varlen`, a GPU's flash attention over the pack as it is, knows of tokens that are read but those next to each
+    other. `plain` products train faster on a CPU than torch's fused kernel does, but for long windows. `fused` is that
+    kernel, over padded groups; it holds no square of a window, of which an evaluation's large passes would take
+    gigabytes. With dropout it does.
     """
     if device == "cpu":
         return "plain" if trains and (dropout or reads <= SQUARE) else "fused"
     flash = device == "cuda" and capability >= precision.AMPERE and dtype in ("bfloat16", "float16")
-    return "varlen" if flash and dim % 8 == 0 and dim <= FLASH_DIM else "fused"
+    return "varlen" if flash and not firsts and dim % 8 == 0 and dim <= FLASH_DIM else "fused"
 
 
 @lru_cache(maxsize=8)
@@ -81,9 +84,13 @@ def packed(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if layout is None:
-        if attention_mask is None and sliding_window is not None:
+        if attention_mask is None:
             places = torch.arange(query.shape[2], device=query.device)
-            attention_mask = (places[:, None] - places).abs() < sliding_window
+            own = local.reach(getattr(module, "config", None))
+            if sliding_window is not None:
+                attention_mask = (places[:, None] - places).abs() < sliding_window
+            elif own is not None:
+                attention_mask = local.near(places[:, None], places, own)
         answer: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **named
         )
@@ -91,7 +98,7 @@ def packed(
     rate = dropout if module.training else 0.0
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads, count, dim = query.shape[1:]
-    reach = None if sliding_window is None else sliding_window - 1
+    reach = layout.reach if sliding_window is None else sliding_window - 1
     where = kind(query.device)
     foretold = where != query.device.type
     name = kernel_for(
@@ -102,6 +109,7 @@ def packed(
         dropout=rate,
         trains=torch.is_grad_enabled() and query.requires_grad,
         reads=layout.longest if reach is None else min(layout.longest, 2 * reach + 1),
+        firsts=layout.reach is not None,
     )
     if name == "varlen":
         return by_window(query, key, value, layout, scale, rate, reach), None
@@ -113,6 +121,8 @@ def packed(
     else:
         # A processor's kernel keeps squares with dropout, a GPU's none.
         found = _fused(q, k, v, groups, heads, scale, 0.0 if foretold else rate)
+    if layout.firsts is not None:
+        found = _reading_all(found, q, k, v, layout.firsts, scale, rate, draw)
     return found.view(1, count, heads, dim), None
 
 
@@ -156,6 +166,32 @@ def _fused(
         answer = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=rate, scale=scale)
         found.append(answer.reshape(-1, dim).index_select(0, group.scatter))
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _reading_all(
+    found: "torch.Tensor",
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
+    group: Group,
+    scale: float,
+    rate: float,
+    draw: "Callable[[tuple[int, ...], float, torch.dtype], torch.Tensor]",
+) -> "torch.Tensor":
+    """The answers `found` [tokens * heads, dim] with those of first tokens, each of which reads all of its window."""
+    import torch
+
+    dim = query.shape[-1]
+    heads = len(group.gather) // group.windows
+    q = query.index_select(0, group.gather).view(group.windows, heads, 1, dim)
+    k, v = (part.index_select(0, group.read).view(group.windows, heads, group.reads, dim) for part in (key, value))
+    assert group.bias is not None
+    weights = torch.softmax(q @ k.transpose(2, 3) * scale + group.bias.to(q.dtype), dim=-1)
+    if rate and weights.device.type == "cpu":
+        weights = weights * draw(tuple(weights.shape), rate, weights.dtype)
+    elif rate:
+        weights = torch.nn.functional.dropout(weights, rate)
+    return found.index_copy(0, group.gather, (weights @ v).view(-1, dim))
 
 
 def _within(scores: "torch.Tensor") -> "torch.dtype":

@@ -1,11 +1,10 @@
 """Where the windows of a pass are in its pack: made for each pass, read by every attention layer."""
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-LAYOUT = "layout"
-"""Name of the argument that says where a pass's windows are in its pack, where a network computes no padding."""
 GROUP_WASTE: Mapping[str, int] = {"cpu": 1 << 13, "cuda": 1 << 20}
 """Squares of padding after which attention goes on in a group of its own: a group costs some twenty small calls. On a
 CPU that is about as much as the softmax of so many scores; a GPU starts each in microseconds and does a million scores
@@ -73,6 +70,9 @@ class Layout:
     """[windows]: the place of each of the pass's windows in the pack's order."""
     ends: "torch.Tensor"
     """int32 [windows + 1]: 0, and where each window of the pack ends; what variable-length kernels call cu_seqlens."""
+    reach: int | None = None
+    """Where a model that was made to read all is kept from it (`rtrain.network.local`): how far a token reads in all
+    layers. The first token of each window reads all then, and is read by all."""
 
     @property
     def longest(self) -> int:
@@ -85,7 +85,8 @@ class Layout:
         return tuple(self._whole(begin, end) for begin, end in groups_of(self.sizes, self._waste))
 
     def within(self, reach: int) -> tuple[Group, ...]:
-        """The same where each token reads only those that are at most `reach` away from it."""
+        """The same where each token reads only those that are at most `reach` away from it. Where first tokens read
+        all, those of windows that were cut do not yet: see `firsts`."""
         if self.longest <= reach + 1:
             return self.groups
         if reach not in self._near:
@@ -98,6 +99,22 @@ class Layout:
                 near.append(made(cut + begin, cut + end))
             self._near[reach] = tuple(near)
         return self._near[reach]
+
+    @cached_property
+    def firsts(self) -> Group | None:
+        """The first tokens of windows that are cut into pieces, each of which reads all of its window; None where there
+        are none. Their answers are for `gather`'s places among all tokens."""
+        cut = 0 if self.reach is None else int((self.sizes > self._most(self.reach)).sum())
+        if not cut:
+            return None
+        device, sizes = self.lengths.device, self.sizes[:cut]
+        starts = (np.cumsum(sizes) - sizes)[:, None]
+        columns = np.arange(self.longest)
+        real = columns < sizes[:, None]
+        asking = moved(self._by_head(starts), device)
+        read = moved(self._by_head(starts + np.where(real, columns, 0)), device)
+        bias = moved(_biased(real), device)[:, None, None, :]
+        return Group(0, int(sizes.sum()), cut, 1, asking, asking, bias, None, self.longest, read)
 
     @staticmethod
     def _most(reach: int) -> int:
@@ -141,7 +158,8 @@ class Layout:
         window = np.repeat(np.arange(len(sizes)), counts)
         number = np.arange(len(window)) - np.repeat(np.cumsum(counts) - counts, counts)
         low, high = ((number + one) * sizes[window] // counts[window] for one in (0, 1))
-        least, last = np.maximum(low - reach, 0), np.minimum(high + reach, sizes[window])
+        ahead = int(self.reach is not None)  # a column for the window's first token, before those of its neighbours
+        least, last = np.maximum(low - reach, ahead), np.minimum(high + reach, sizes[window])
         width, reads = int((high - low).max()), int((last - least).max())
         # Within a window. Padding repeats a piece's last token: it reads something, which no answer and no gradient
         # that is not a number comes of.
@@ -149,8 +167,13 @@ class Layout:
         asked = least[:, None] + np.arange(reads)
         real = low[:, None] + np.arange(width) < high[:, None]
         near = np.abs(asking[:, :, None] - asked[:, None, :]) <= reach
+        if ahead:
+            near |= (asking == 0)[:, :, None]
         near &= (asked < last[:, None])[:, None, :]
         inside = np.minimum(asked, last[:, None] - 1)
+        if ahead:
+            near = np.pad(near, ((0, 0), (0, 0), (1, 0)), constant_values=True)
+            inside = np.pad(inside, ((0, 0), (1, 0)))
         first = int(self.sizes[:begin].sum())
         return Group(
             start=first,
@@ -161,7 +184,7 @@ class Layout:
             scatter=moved(self._scatter(real), device),
             bias=moved(_biased(near), device)[:, None],
             real=moved(real.astype(np.float32), device)[:, None, :, None],
-            reads=reads,
+            reads=reads + ahead,
             read=moved(self._by_head(starts[window][:, None] + inside), device),
         )
 
@@ -192,8 +215,8 @@ def groups_of(lengths: Ints | Int32s, waste: int) -> list[tuple[int, int]]:
     return list(pairwise([*cuts, len(lengths)]))
 
 
-def layout_of(tokens: Tokens, heads: int, device: "torch.device") -> Layout:
-    """The pack of a pass for an encoder with `heads` attention heads."""
+def layout_of(tokens: Tokens, heads: int, device: "torch.device", reach: int | None = None) -> Layout:
+    """The pack of a pass for an encoder with `heads` attention heads; `reach` as `Layout` has it."""
     lengths = tokens.lengths.astype(np.int64)
     longest_first = np.argsort(-lengths, kind="stable")
     sizes = lengths[longest_first]
@@ -210,17 +233,5 @@ def layout_of(tokens: Tokens, heads: int, device: "torch.device") -> Layout:
         starts=moved(starts[place], device),
         window=moved(place, device),
         ends=moved(np.concatenate([[0], ends]).astype(np.int32), device),
+        reach=reach,
     )
-
-
-def accepted(network: Any) -> frozenset[str]:
-    """Names that the network's forward takes: DistilBERT, for one, has no token types. XLM-RoBERTa and its kin know a
-    single type, and fail with an index error at a second text that is marked as such."""
-    kind: Any = type(network)
-    names = _parameters(kind)
-    return names - {"token_type_ids"} if getattr(getattr(network, "config", None), "type_vocab_size", 2) < 2 else names
-
-
-@lru_cache(maxsize=8)
-def _parameters(kind: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(kind.forward).parameters)

@@ -11,7 +11,7 @@ from rtrain import documents, hub
 from rtrain.config import Config, Model, Recipe, with_overrides
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.exchange import whole
-from rtrain.network import auto, heads, packed, pooling, positions, sentence
+from rtrain.network import auto, heads, local, packed, pooling, positions, sentence
 from rtrain.network.auto import auto_class
 from rtrain.tasks import base
 
@@ -132,6 +132,8 @@ def build(
     heads.fit(model, heads.places(documents.read(folder / "config.json"), task.auto_model, labels), drawn)
     if chosen.positions is not None:
         positions.lengthen(model, chosen.positions)
+    if chosen.local_attention is not None:
+        local.limit(model, chosen.local_attention)
     return _as_trained(model, task, chosen, drawn, mean, pack, fast_dropout)
 
 
@@ -149,6 +151,8 @@ def shaped(folder: Path, task: base.Task, outputs: int, chosen: Model | None = N
     if chosen.positions is not None:
         longer = chosen.positions + positions.first(known.to_dict())
         known.max_position_embeddings = max(known.max_position_embeddings, longer)
+    if chosen.local_attention is not None:
+        setattr(known, local.KEY, chosen.local_attention)
     # ModernBERT's weights would be drawn until all of them are small enough, for which it asks for their numbers.
     with pooling.MAKING, no_init_weights():
         model = auto_class(task.auto_model).from_config(known, trust_remote_code=False)
@@ -223,10 +227,11 @@ def attend(network: Any, *, training: bool) -> None:
 
     Fused, with dropout or a backward pass, it trained 1.0 to 1.3 times fewer tokens per second at 20 to 512 tokens. It
     holds no square of the text, of which an evaluation's large passes would take gigabytes. A GPU's is always fused,
-    and so is ModernBERT's local attention: by plain products, padding that reads nothing answers with what is no
-    number.
+    and so is local attention: by plain products, padding that reads nothing answers with what is no number.
     """
-    if getattr(network, "_supports_sdpa", False) and not packed.enabled(network):
+    if local.reach(network.config) is not None and not packed.enabled(network):
+        local.attend(network)
+    elif getattr(network, "_supports_sdpa", False) and not packed.enabled(network):
         near = getattr(network.config, "sliding_window", None) is not None
         plain = training and whole.device(network).type == "cpu" and not near
         network.set_attn_implementation("eager" if plain else "sdpa")
@@ -280,7 +285,7 @@ def check_architecture(
     """What can be known of a model folder before a process starts. A run that has `begun` may have as many tokens as
     the table of positions has places, as it was allowed."""
     config, chosen = documents.read(folder / "config.json"), chosen or Model()
-    problems = positions.problems(config, chosen.positions)
+    problems = positions.problems(config, chosen.positions) + local.problems(config, chosen.local_attention)
     if "auto_map" in config:
         problems.append(
             Problem(

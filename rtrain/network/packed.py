@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rtrain.batch import Int32s, Ints, Tokens
-from rtrain.network import attention, dropout as masks
+from rtrain.network import attention, dropout as masks, local
 from rtrain.network.device import kind, moved
-from rtrain.network.layout import LAYOUT, Layout, layout_of
+from rtrain.network.inputs import LAYOUT
+from rtrain.network.layout import Layout, layout_of
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +83,7 @@ def inputs_of(network: Any, tokens: Tokens, device: "torch.device") -> tuple[dic
     """What an enabled network is called with: tensors [1, tokens] and the layout; and where in the pack each of the
     pass's tokens is."""
     config = network.config
-    layout = layout_of(tokens, getattr(network, HEADS, config.num_attention_heads), device)
+    layout = layout_of(tokens, getattr(network, HEADS, config.num_attention_heads), device, local.reach(config))
     inside = np.arange(len(tokens.ids)) - np.repeat(np.cumsum(tokens.lengths) - tokens.lengths, tokens.lengths)
     positions = inside + (first := FIRST_POSITION[config.model_type](config))
     if first and (padding := tokens.ids == config.pad_token_id).any():
@@ -106,9 +107,7 @@ def mask(**named: Any) -> Any:
 
     As truth values: of a token of padding that reads none of a text, numbers would make an answer that is no number.
     """
-    from transformers.masking_utils import sdpa_mask
-
-    return None if named["attention_mask"] is None else sdpa_mask(**named)
+    return None if named["attention_mask"] is None else local.mask(**named)
 
 
 def _cast(attention: Any, inputs: tuple[Any, ...]) -> Any:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rtrain.errors import UserError
-from rtrain.network.layout import LAYOUT
+from rtrain.network import local
+from rtrain.network.inputs import LAYOUT
 
 if TYPE_CHECKING:
     import torch
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 FACT = "token_pooling"
 """Name of the fact of an artefact whose model pools by `mean`: transformers alone would answer otherwise."""
 GUARD = (1, 1, 1)
-"""Dimensions before the two of each of a head's matrices, where it reads the mean: `AutoModelFor...` ends with an error
-of mismatched sizes, whereas `AutoModel` and sentence-transformers load the encoder, and leave the head out."""
+"""Dimensions before the two of each of a head's matrices, where it reads the mean or attention is local (`local`):
+`AutoModelFor...` ends with an error of mismatched sizes, whereas `AutoModel` and sentence-transformers load the
+encoder, and leave the head out."""
 
 STANDARDIZED = ".standardized"
 """End of the names of a regression head's weights as trained. Under their own names stand weights that answer in the
@@ -162,4 +164,5 @@ def load(
     if others and not new_head:
         told = f"{folder}: model.safetensors does not fit config.json: {', '.join(others)}; copy it whole"
         raise UserError(told, code="damaged")
+    local.attend(network)
     return network, read

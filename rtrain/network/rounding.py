@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from rtrain.network import beside
+
 if TYPE_CHECKING:
     import torch
 
@@ -29,10 +31,7 @@ SMALLEST = 1e-12
 GAIN = 30.0
 """How many times faster than a weight the logarithm of a width moves. Adam moves each parameter by about the learning
 rate in an update, whatever its gradient: at 3e-4 a width can halve in 80 updates."""
-NAME = "rtrain_beside"
-"""Name of the part of a network that training needs and no answer does: its gradients are exchanged, and checkpoints
-hold it; an artefact leaves it out."""
-WIDTHS = f"{NAME}.widths"
+WIDTHS = f"{beside.NAME}.widths"
 """Name of the learned parameter: of each quantizer, the logarithm of its width over the one that it began with, divided
 by `GAIN`."""
 
@@ -101,7 +100,7 @@ class Quantizers:
 def attach(network: "torch.nn.Module", quantizers: Quantizers) -> None:
     """Have a network round. Before it is moved to a device, and before the exchange and the optimizer are made."""
     part = _widths()(quantizers.activations)
-    network.add_module(NAME, part)
+    beside.attach(network, part)
     outputs = {one.layers[0]: place for place, one in enumerate(quantizers.activations) if one.side == "output"}
     for place, one in enumerate(quantizers.activations):
         for name in one.layers if one.side == "input" else ():
@@ -117,17 +116,6 @@ def learned(quantizers: Quantizers, weights: "Mapping[str, torch.Tensor]") -> Qu
     steps: Sequence[float] = [one.step * factor for one, factor in zip(quantizers.activations, factors, strict=True)]
     changed = (replace(one, step=float(step)) for one, step in zip(quantizers.activations, steps, strict=True))
     return replace(quantizers, activations=tuple(changed))
-
-
-def without(weights: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-    """A network's weights by name, without the learned widths."""
-    return {name: value for name, value in weights.items() if not name.startswith(f"{NAME}.")}
-
-
-def widths_of(network: "torch.nn.Module") -> "list[torch.nn.Parameter]":
-    """The learned widths, if there are any; a forward pass without tokens does not touch them."""
-    part = getattr(network, NAME, None)
-    return [] if part is None else list(part.parameters())
 
 
 def by_rows(weights: "torch.Tensor") -> "torch.Tensor":

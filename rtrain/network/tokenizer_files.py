@@ -16,6 +16,37 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "
 CONFIG = "tokenizer_config.json"
 CLASS = "PreTrainedTokenizerFast"
 """The class of Transformers that takes tokenizer.json as it is."""
+STRANGE_TEXTS = (
+    "WHERE IS MY CARD",
+    "Grüße aus São Paulo, ça va?",
+    "Cafe\u0301 re\u0301sume\u0301",
+    "\u1112\u1161\u11ab\u1100\u116e\u11a8",
+    "東京都に住んでいます",
+    "नमस्ते दुनिया",
+    "السَّلَامُ عَلَيْكُمْ",
+    "ﬁne ½ ² Ⅷ \uff21\uff22\uff23",
+    "1234567890 3.14 10,000",
+    "a  b\tc\nd\u00a0e\u200bf",
+    " leading and trailing ",
+    "don't can't it's",
+    "👩\u200d👩\u200d👧 🇫🇷 ❤\ufe0f",
+    "[MASK] <mask> [SEP] </s> <pad>",
+    "\u0130stanbul \u0131ss\u0131z STRASSE ß",
+    "x\u0000y\ufeffz\u00ad",
+    "user@example.com https://example.com/a?b=c#d",
+    "supercalifragilisticexpialidocious" * 3,
+)
+"""Texts that tokenizers of other normalizers or pre-tokenizers read as other tokens: case, accents, composed and
+decomposed signs, scripts, compatibility forms, numbers, blanks, special tokens, control characters, long words."""
+
+
+def differing_texts(folder: Path) -> list[str]:
+    """The strange texts that `AutoTokenizer` reads as other tokens than tokenizer.json says. None without a
+    tokenizer_config.json, which would say otherwise."""
+    if not (folder / CONFIG).is_file():
+        return []
+    ours, theirs = load_tokenizer(folder, 1 << 20), _load(folder, split_special_tokens=True)
+    return [text for text in STRANGE_TEXTS if ours.encode(text).ids != theirs(text).input_ids]
 
 
 def write(source: Path, folder: Path, max_tokens: int, stride: int = 0, reads_special: bool = False) -> None:

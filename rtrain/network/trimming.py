@@ -56,6 +56,11 @@ def counted_by(tokenizer: Any, texts: Iterable[str]) -> Counter[int]:
     return found
 
 
+def used_by(tokenizer: Any, texts: Iterable[str]) -> list[int]:
+    """The ids that occur in texts; the most frequent first."""
+    return by_frequency(counted_by(tokenizer, texts))
+
+
 def by_frequency(counts: Mapping[int, int]) -> list[int]:
     """The most frequent first; of equally frequent ones, the one that comes first in the vocabulary."""
     return sorted(counts, key=lambda number: (-counts[number], number))

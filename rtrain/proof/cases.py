@@ -132,7 +132,7 @@ class _Group:
             state = checkpoint.load(reference.checkpoint(case.resumed), exchange.module, optimizer)
             begin, link = state.update, bytes.fromhex(state.ledger)
         step.settle(exchange, job.loss, job.pad_id, job.precision)
-        teacher = job.recipe.distill.answers
+        teacher = job.recipe.answers
         share = ingest.Share(
             job.store.folder, job.order, exchange.world, exchange.rank, case.micro_batch, teacher=teacher
         )

@@ -126,8 +126,8 @@ Refused = Callable[[int, str], Sequence[Problem]]
 
 def train_of(train: Train, layout: str, workers: int) -> Train:
     """The section `train` of a case. What is shared out goes by the process group's own sums, whatever a run's whole
-    gradients go by."""
-    shared = {"transport": "auto", **{**LAYOUTS, **GRIDS, **CUBES}[layout]} if layout else {}
+    gradients go by, and its workers make equally many passes."""
+    shared = {"transport": "auto", "balance": "off", **{**LAYOUTS, **GRIDS, **CUBES}[layout]} if layout else {}
     return train.model_copy(update={**PLAIN, **shared, "workers": workers, "min_workers": None})
 
 

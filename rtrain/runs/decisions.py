@@ -3,13 +3,15 @@
 On a mounted folder the others may not see a file that was just written, and would decide apart.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rtrain.errors import ConfigError
-from rtrain.exchange import ranks
+from rtrain.exchange import noise, ranks
 from rtrain.exchange.alive import Watch
 from rtrain.network import precision as formats
 from rtrain.run import Run
+from rtrain.training import balance
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +30,14 @@ def precision(watch: Watch, device: "torch.device", run: Run, wanted: str) -> st
     return chosen
 
 
+def measures(watch: Watch, run: Run, told: bool) -> int:
+    """By which rule the noise of gradients is measured (`exchange.noise`), where the layout has it `told`; 0: by none.
+    The rows of those updates are dealt otherwise. A run goes on with the same sums, bit for bit, as the version that
+    began it: the first measured nothing, the second dealt by rule 1, in every layout."""
+    rule = ranks.decided(watch, lambda: int(run.decide("noise", noise.RULE * int(run.first("started") is None))))
+    return rule if told or rule == 1 else 0
+
+
 def threads(watch: Watch, run: Run, available: int) -> int:
     """Threads of each rank's sums: as many as it had in the first start with as many workers, since the last bits of
     LayerNorm's gradients depend on their number. Fewer where this rank has fewer cores, and the log says so.
@@ -42,6 +52,19 @@ def threads(watch: Watch, run: Run, available: int) -> int:
     if ranks.first() and (short := [rank for rank, number in enumerate(kept) if by_rank[rank] < number]):
         run.append("threads", kept=kept, available=by_rank, short=short)
     return min(kept[ranks.own()], available)
+
+
+def speeds(watch: Watch, run: Run, timed: Callable[[], float]) -> tuple[float, ...]:
+    """How fast each worker is, by rank, beside the fastest. `timed`: seconds of a pass of this one; it is called where
+    no start with as many workers has told."""
+    name = f"speeds of {len(ranks.every(None))}"
+    if not ranks.decided(watch, lambda: int(name in run.decisions)):
+        found = balance.relative(ranks.every(ranks.together(watch, watch.busy()(timed))))
+        ranks.decided(watch, lambda: len(run.decide(name, found)))
+        if ranks.first():
+            run.append("speeds", speeds=found)
+    kept: list[float] = ranks.every(run.decisions[name] if ranks.first() else [])[0]
+    return tuple(kept)
 
 
 def size(watch: Watch, run: Run) -> int | None:

@@ -189,6 +189,7 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
             run=run.folder,
             store=prepared.store.folder,
             model=prepared.model,
+            teacher=prepared.teacher,
             until=plan.until,
             rung=plan.rung,
             profile=plan.profile,

@@ -118,6 +118,12 @@ def stored(folder: Path, overrides: Mapping[str, Any] | None = None) -> Config:
         fix = meant(folder) or "name the folder that --out named"
         raise UserError(f"{folder} holds no run; {fix}", code="not_a_run")
     found = configuration.load(str(Run(folder).config))
+    # A run decides it when it is created, so one that has not is older than the setting. A search leaves it to trials.
+    if Run(folder).first("created") is not None:
+        older = {"model.pooling": "own"} if found.recipe.model.pooling == "auto" else {}
+        if found.recipe.distill.teacher is not None and found.recipe.distill.teacher_layers == "auto":
+            older["distill.teacher_layers"] = "all"
+        found = configuration.with_overrides(found, older)
     return configuration.with_overrides(replace(found, named=frozenset()), overrides or {})
 
 

@@ -47,6 +47,8 @@ class Prepared:
     store: Store
     model: Path
     device: device.Choice
+    teacher: Path | None = None
+    """The artefact that a student learns from."""
 
     @property
     def order(self) -> Order:

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +14,19 @@ from rtrain import artifact, engines, env, predict, reference
 from rtrain.batch import Head, Ragged, Tokens
 from rtrain.checkpoints import replica
 from rtrain.cluster import supply
-from rtrain.config import Config, Recipe
+from rtrain.config import Config, Model, Recipe
 from rtrain.data import ingest
 from rtrain.data.order import Order
 from rtrain.data.stores.store import Store, open_store
 from rtrain.doctor.forecast import guess
 from rtrain.errors import UserError
-from rtrain.exchange import noise, ranks, whole
+from rtrain.exchange import ranks, whole
 from rtrain.exchange.alive import Watch
 from rtrain.metrics import per_class, scores
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import (
+    beside,
+    local,
     model,
     packed,
     pooling,
@@ -31,6 +34,7 @@ from rtrain.network import (
     rounding,
     sentence,
     tokenizer_files,
+    trimming,
 )
 from rtrain.report import cost
 from rtrain.run import Run
@@ -38,7 +42,7 @@ from rtrain.runs import decisions, machines, notice, predictions, recovery, runn
 from rtrain.strategies import choose as strategies, ways
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer, reading_of
-from rtrain.training import evaluate, loop, losses, pass_size
+from rtrain.training import balance, evaluate, inner, loop, losses, pass_size
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +57,8 @@ class Start:
     run: Path
     store: Path
     model: Path
+    teacher: Path | None = None
+    """The artefact that a student learns from."""
     until: int | None = None
     rung: bool = False
     """Keep the answers to the validation rows at `until`."""
@@ -125,10 +131,14 @@ class _Worker:
             torch.set_num_threads(decisions.threads(self.watch, self._run, available))
         self._in_parts = strategies.in_parts(recipe.train, self._world)
         self.network = self._network(store, task)
+        if self._rank == 0 and not start.rung and self._run.last("tokenizer") is None:
+            self._compare_tokenizers()
         precision = decisions.precision(self.watch, self._device, self._run, recipe.train.precision)
         formats.widen(self.network, precision)
-        loss = losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing)
+        within = self._inner(task, precision)
+        loss = losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing, within)
         self._fits = self._fitting(store, task, loss, precision)
+        self._speeds = self._timed(store, task, loss, precision)
         self.exchange = strategies.build(
             *(self.network, recipe.train, self.watch, self.reporter.event),
             device=self._device,
@@ -156,9 +166,16 @@ class _Worker:
             until=min(start.until or order.updates, order.updates),
             rung=start.rung,
             replica=replica.of(start.config.deploy.cluster, start.run, start.owners),
-            measures=noise.RULE if self.exchange.tells_noise else 0,
+            measures=decisions.measures(self.watch, self._run, self.exchange.tells_noise),
             profile=self._run.profile(self._rank) if start.profile else None,
         )
+
+    def _compare_tokenizers(self) -> None:
+        with self.watch.busy():
+            differing = tokenizer_files.differing_texts(self._source)
+        if differing:
+            texts = len(tokenizer_files.STRANGE_TEXTS)
+            self.reporter.event("tokenizer", model=str(self._source), differing=differing, texts=texts)
 
     def _network(self, store: Store, task: base.Task) -> "transformers.PreTrainedModel":
         recipe = self._start.config.recipe
@@ -174,6 +191,26 @@ class _Worker:
             model.place(network, self._device)
         return network
 
+    def _inner(self, task: base.Task, precision: str) -> inner.Inner | None:
+        """What is learned inside the teacher, which then runs beside the student; None where nothing is."""
+        distill, folder = self._start.config.recipe.distill, self._start.teacher
+        if not inner.active(distill):
+            return None
+        if folder is None:
+            raise UserError(
+                "distill.relations and distill.hidden are learned beside the teacher: train this student with "
+                "`rtrain distill` and the teacher's run"
+            )
+        made, trimmed = artifact.read(folder, verify=False), trimming.read(self._source)
+        chosen = Model(pooling=made.facts.get(pooling.FACT, "own"))
+        read = self.watch.busy()(lambda: model.build(folder, task, made.labels, 0, chosen))
+        teacher = ranks.together(self.watch, read)
+        model.place(teacher, self._device)
+        teacher.requires_grad_(False).eval()
+        formats.widen(teacher, precision)
+        ids = None if trimmed is None else trimming.old_ids(trimmed.kept)
+        return inner.Inner(self.network, teacher, distill, model.pad_id(folder), precision, ids)
+
     def _fitting(self, store: Store, task: base.Task, loss: losses.RunLoss, precision: str) -> int | None:
         """Tokens of a pass that fits on this worker's GPU; None on a CPU, where the GPU has a part of the network, or
         where the recipe says how many.
@@ -187,11 +224,20 @@ class _Worker:
             return known
 
         def made(tokens: int) -> Tokens:
-            return pass_size.longest_rows(store, task, tokens, recipe.distill.answers)
+            return pass_size.longest_rows(store, task, tokens, recipe.answers)
 
         longest = int(store.column("train", "length").max())
         tried = guess.tried(self.network, self._source, task, recipe, longest, precision)
         return pass_size.measured(self.network, loss, made, model.pad_id(self._source), precision, tried)
+
+    def _timed(self, store: Store, task: base.Task, loss: losses.RunLoss, precision: str) -> tuple[float, ...]:
+        """The speeds of all workers, where rows are dealt by them; measured before the exchange is made, too."""
+        recipe = self._start.config.recipe
+        if recipe.train.balance == "off" or self._world == 1:
+            return ()
+        tokens = pass_size.longest_rows(store, task, pass_size.ON_CPU, recipe.answers)
+        timed = partial(balance.seconds, self.network, loss, tokens, model.pad_id(self._source), precision)
+        return decisions.speeds(self.watch, self._run, timed)
 
     def updates(self) -> loop.Updates:
         """This worker's part of the run's updates, in passes that its device holds."""
@@ -204,12 +250,13 @@ class _Worker:
         most_tokens = recovery.tokens_per_pass(asked, start.halvings)
         if self._rank == 0 and most_tokens < asked:
             self._run.append("smaller_passes", tokens=most_tokens)
-        teacher = self.job.recipe.distill.answers
+        teacher = self.job.recipe.answers
         share = ingest.Share(
             self.job.store.folder,
             self.job.order,
             *(self.exchange.world, self.exchange.rank, most_rows, most_tokens, teacher),
             measures=self.job.measures,
+            speeds=self._speeds,
             task_cpus=supply.task_cpus(start.config.deploy.cluster.data_cpus, self.exchange.workers),
             labels=start.config.deploy.cluster.data_labels,
         )
@@ -329,9 +376,9 @@ def export(
     `validated`: the outcomes of the validation rows, of which the artefact keeps histograms.
     """
     draft = job.run.folder / f".artifact.{uuid.uuid4().hex[:8]}"
-    mean = job.recipe.model.pooling == "mean"
+    mean, reach = job.recipe.model.pooling == "mean", local.reach(network.config)
     max_tokens = reading_of(job.task, job.recipe.data).max_tokens
-    write_model(network, source, draft, job.recipe, job.head, weights=rounding.without(weights))
+    write_model(network, source, draft, job.recipe, job.head, weights=beside.without(weights))
     if (begun := quantizers(job.recipe, job.run)) is not None:
         rounding.learned(begun, weights).write(draft / rounding.FILE)
     known, abstains = {}, {}
@@ -348,6 +395,7 @@ def export(
         facts={
             **job.head.facts,
             **({pooling.FACT: "mean"} if mean else {}),
+            **({local.FACT: reach} if reach is not None else {}),
             **abstains,
             **running_text.find_cuts(job.task, job.store),
         },
@@ -384,13 +432,13 @@ def write_model(
 
     What would answer otherwise there than here is written so that they refuse it. `weights`: as `pooling.save` has it.
     """
-    task = base.get(recipe.task)
-    guarded = recipe.model.pooling == "mean" or not task.has_standard_head
+    task, reach = base.get(recipe.task), local.reach(network.config)
+    guarded = recipe.model.pooling == "mean" or reach is not None or not task.has_standard_head
     scale = (head.facts["mean"], head.facts["std"]) if task.problem_type == "regression" else None
     pooling.save(network, folder, guarded=guarded, weights=weights, scale=scale)
     reading = reading_of(task, recipe.data)
     tokenizer_files.write(source, folder, reading.max_tokens, reading.stride, task.reads_special)
-    if pooled := sentence_pooling(recipe, source):
+    if reach is None and (pooled := sentence_pooling(recipe, source)):  # others' encoders would read all
         sentence.write(folder, pooled, network.config.hidden_size, reading.max_tokens, source)
 
 

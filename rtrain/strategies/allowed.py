@@ -32,6 +32,7 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
         asked, fix = f"with {' and '.join(shared + within)}", f"leave out {' and '.join(shared + within)}"
         for name, neutral, reason in (
             ("gradient_compression", "none", "gradients are sent as they are"),
+            ("balance", "off", "workers make equally many passes, or the same"),
             ("transport", "auto", "the process group sends what is exchanged"),
         ):
             value = getattr(train, name)
@@ -77,7 +78,7 @@ def _of_replicas(recipe: Recipe, within: str) -> list[Problem]:
     train, distill, found = recipe.train, recipe.distill, list[Problem]()
     staged, strewn = train.pipeline > 1, train.context > 1
     along = "pipeline" if staged else "context" if strewn else "tensor"
-    one = f"train.{along}=1"
+    one, parts = f"train.{along}=1", {"pipeline": "layers", "context": "tokens", "tensor": "heads"}[along]
 
     def refuse(name: str, value: Any, reason: str, fix: str) -> None:
         found.append(Problem(name, value, f"with {within} {reason}", fix))
@@ -91,6 +92,12 @@ def _of_replicas(recipe: Recipe, within: str) -> list[Problem]:
     if staged and recipe.model.freeze != "none":
         reason = "stages before the last one would have nothing to train"
         refuse("model.freeze", recipe.model.freeze, reason, f"write none, or {one}")
+    if distill.relations:
+        reason = f"no worker has all of the student's {parts}"
+        refuse("distill.relations", distill.relations, reason, f"write 0, or {one}")
+    if distill.hidden and (staged or strewn or train.sequence):
+        what, other = (parts, one) if staged or strewn else ("tokens", "train.sequence=false")
+        refuse("distill.hidden", distill.hidden, f"no worker has all of the student's {what}", f"write 0, or {other}")
     if distill.quantization_aware:
         reason = "no worker has the whole of a layer that rounds"
         refuse("distill.quantization_aware", True, reason, f"write false, or {one}")

@@ -17,7 +17,7 @@ from rtrain.exchange.alive import Watch
 from rtrain.exchange.replicas import Replicas, Say, unsaid
 from rtrain.exchange.timeline import WAITS
 from rtrain.network import cuts, packed
-from rtrain.network.layout import LAYOUT
+from rtrain.network.inputs import LAYOUT
 from rtrain.strategies import mesh
 from rtrain.strategies.parted import Parted
 

@@ -5,8 +5,9 @@ known, the earlier update. A small validation split gives the same score to many
 the least trained: its answers are as right as later ones, and far less sure.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class Evaluated(NamedTuple):
     score: float
     """The headline; larger is better."""
     loss: float | None = None
-    """Mean over the rows; None where no row has one."""
+    """Mean over the rows; None where an earlier version of rtrain did not write it down."""
 
 
 def better(new: Evaluated, best: Evaluated | None) -> bool:
@@ -48,6 +49,31 @@ def kept(best: Evaluated | None, state: State) -> State:
     """The state with that best evaluation, or with none."""
     found = best or (None, None, None)
     return replace(state, best_update=found[0], best_score=found[1], best_loss=found[2])
+
+
+Reason = Literal["score", "loss", "first"]
+"""Why an evaluation is the best: its score alone, the lowest loss of equal scores, or the first of what is equal."""
+
+
+def said(best: Evaluated, every: Mapping[int, Evaluated]) -> dict[str, Any]:
+    """The best evaluation for the log: `of` how many, by update in `every`, and `why`.
+
+    A better one is not counted: its checkpoint was lost, or else it would be the best.
+    """
+    others = [one for one in every.values() if one.update != best.update and one.score <= best.score]
+    tied = [one for one in others if one.score == best.score]
+    lower = all(better(best, one) for one in tied)
+    why: Reason = "score" if not tied else "loss" if lower else "first"
+    return {**best._asdict(), "of": len(others) + 1, "why": why}
+
+
+def evaluations(events: Iterable[dict[str, Any]], headline: str, until: int) -> dict[int, Evaluated]:
+    """The evaluations of a run's log by their update, up to `until`: a restart repeats those since its checkpoint."""
+    return {
+        event["update"]: Evaluated(event["update"], event["scores"][headline], event.get("loss"))
+        for event in events
+        if event["split"] == "valid" and "chosen" not in event and event["update"] <= until
+    }
 
 
 def mean_loss(task: Task, outcomes: Ragged, store: Store, positions: Ints | None = None) -> float | None:

@@ -185,6 +185,7 @@ class _Loop(step.Observer):
         self._totals = Totals()
         self._answers: dict[str, Ragged] = {}
         """Outcomes by split, of the best weights of this start."""
+        self._evaluations = best.evaluations(job.run.events("evaluated"), self._headline, state.update)
 
     def notice(self) -> bool:
         return self._reporter.notice()
@@ -298,6 +299,7 @@ class _Loop(step.Observer):
         is_best = ranks.decided(self._exchange.watch, compare)
         told = {"scores": scores, "loss": found.loss, "train_s": self._clock.trained}
         self._reporter.event("evaluated", split="valid", update=update, **told)
+        self._evaluations[update] = found
         return found, bool(is_best)
 
     def _rung(self, kept: dict[str, Ragged]) -> None:
@@ -398,7 +400,7 @@ class _Loop(step.Observer):
             chosen, _ = self._validated(update, self._answers)
         scores = {"valid": {self._headline: chosen.score if chosen else 0.0}} if job.validates else {}
         if finished and chosen is not None:
-            self._reporter.event("best", headline=self._headline, **chosen._asdict())
+            self._reporter.event("best", headline=self._headline, **best.said(chosen, self._evaluations))
         if finished:
             scores["test"] = self._scores("test", self._answers)
             self._reporter.event("evaluated", split="test", update=update, scores=scores["test"])

@@ -1,7 +1,7 @@
 """The loss of a run, as sums over a pass's targets: the task's own, or mixed with a teacher's answers."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -16,23 +16,39 @@ if TYPE_CHECKING:
     import torch
 
 
+class Inner(Protocol):
+    """Distances inside student and teacher (`rtrain.training.inner`), as further parts of a loss."""
+
+    parts: int
+
+    def counts(self, tokens: Tokens) -> list[int]:
+        """What each part is a sum over."""
+        ...
+
+    def __call__(self, tokens: Tokens) -> "torch.Tensor":
+        """The sums of the student's newest forward pass, over these rows, [parts]."""
+        ...
+
+
 class RunLoss:
     """The task's loss for a run; see `step.Loss`. Distillation and smoothing change it and nothing else of a run."""
 
-    def __init__(self, task: Task, distill: Distill, head: Head, smoothing: float = 0.0) -> None:
-        self._task, self._distill, self._head, self._smoothing = task, distill, head, smoothing
+    def __init__(
+        self, task: Task, distill: Distill, head: Head, smoothing: float = 0.0, inner: Inner | None = None
+    ) -> None:
+        self._task, self._distill, self._head, self._smoothing, self._inner = task, distill, head, smoothing, inner
         self._parts = task.parts(head)
-        self.parts = len(self._parts)
+        self.parts = len(self._parts) + (inner.parts if inner else 0)
 
     @property
     def is_planned(self) -> bool:
         """Whether the counts follow from the rows' stored targets."""
-        return not self._task.prepares
+        return self._inner is None and not self._task.prepares
 
     def counts(self, tokens: Tokens) -> list[int]:
         """Targets of each part. Those that stand in for a label count too: the teacher answers them."""
         found = self._task.counts(tokens, self._head)
-        return [found[name] for name in self._parts]
+        return [found[name] for name in self._parts] + (self._inner.counts(tokens) if self._inner else [])
 
     def wanted(self, tokens: Tokens) -> Ints | None:
         """Tokens whose logits are needed; see `Task.wanted`."""
@@ -41,6 +57,12 @@ class RunLoss:
     def __call__(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
         """Sums over the targets [parts]: (1 - alpha) x the task's loss + alpha x the distance to the teacher. The first
         is zero for a row without a label."""
+        import torch
+
+        sums = self._answers(logits, tokens)
+        return sums if self._inner is None else torch.cat([sums, self._inner(tokens).to(sums)])
+
+    def _answers(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
         if self._distill.teacher is None:
             return self._labels(logits, tokens)
         alpha, total = self._distill.alpha, logits.float().sum() * 0.0
@@ -101,5 +123,7 @@ def problems(recipe: Recipe) -> list[Problem]:
     return [Problem("train.label_smoothing", smoothing, reason, "set it to 0", code="conflicting_settings")]
 
 
-def for_run(task: Task, distill: Distill, head: Head | None = None, smoothing: float = 0.0) -> RunLoss:
-    return RunLoss(task, distill, head or Head(), smoothing)
+def for_run(
+    task: Task, distill: Distill, head: Head | None = None, smoothing: float = 0.0, inner: Inner | None = None
+) -> RunLoss:
+    return RunLoss(task, distill, head or Head(), smoothing, inner)

@@ -11,9 +11,9 @@ from rtrain.batch import Ints, Tokens, padded, single
 from rtrain.errors import UserError
 from rtrain.exchange import noise, whole
 from rtrain.exchange.noise import Measured
-from rtrain.network import packed, rounding
+from rtrain.network import beside, packed
 from rtrain.network.device import moved
-from rtrain.network.layout import LAYOUT, accepted
+from rtrain.network.inputs import LAYOUT, accepted
 from rtrain.training import stages
 
 if TYPE_CHECKING:
@@ -309,7 +309,7 @@ class Passes:
 
     def loss(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
         if tokens is self.idle:
-            nothing = sum((part.float().sum() for part in rounding.widths_of(self._network)), logits.float().sum())
+            nothing = sum((part.float().sum() for part in beside.parameters(self._network)), logits.float().sum())
             return nothing * 0.0
         value = self._loss(logits, tokens)
         self.sums += value.detach().double()

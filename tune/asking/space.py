@@ -33,7 +33,9 @@ SCALING, RATE_ROWS, BETA2 = "optim.lr_scaling", "optim.lr_rows", "optim.beta2_sc
 CUT = ("max_tokens", "window", "stride", "max_windows", "pooling")
 """Settings of `data` that say how much of each row is read: they leave the rows as they are."""
 STUDENT: Mapping[str, str | None] = {
-    **dict.fromkeys(("layers", "teacher_layers", "width", "lr", "temperature", "alpha")),
+    **dict.fromkeys(
+        ("layers", "teacher_layers", "width", "lr", "temperature", "alpha", "relations", "relation_layer", "hidden")
+    ),
     "epochs": "trials are compared after as many rows as each other, of one budget",
     **dict.fromkeys(("unlabelled", "confidence"), "trials are compared on the same rows, and it changes these"),
 }

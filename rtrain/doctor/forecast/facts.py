@@ -15,11 +15,12 @@ import numpy as np
 
 from rtrain import documents
 from rtrain.batch import Ints
-from rtrain.config import Recipe
+from rtrain.config import Model, Recipe
 from rtrain.data import packing, records, refusals
 from rtrain.data.splits import Splits
 from rtrain.data.stores import shards
 from rtrain.errors import ConfigError, Problem
+from rtrain.network import local
 from rtrain.network.layout import PIECE
 from rtrain.tasks import base
 from rtrain.tasks.encode import reading_of
@@ -188,21 +189,24 @@ GATED: Final = ("modernbert",)
 """Architectures whose feed-forward layers are gated; and whose attention is local in most layers."""
 
 
-def of_model(folder: Path) -> Shape:
-    """The sizes in a model's config.json. Raises `ConfigError` where it has other names for them."""
+def of_model(folder: Path, chosen: Model | None = None) -> Shape:
+    """The sizes in a model's config.json, and of a recipe's `chosen` settings how far its tokens read. Raises
+    `ConfigError` where it has other names for them."""
     known = documents.read(folder / "config.json")
     found = {key: next((known[name] for name in names if name in known), None) for key, names in NAMES.items()}
     if lacking := [NAMES[key][0] for key, value in found.items() if value is None]:
         reason = f"its config.json has no {', '.join(lacking)}"
         raise ConfigError([Problem("model.name", str(folder), reason, "name a model of another architecture")])
     sizes = {key: int(value) for key, value in found.items() if value is not None}
-    reach, local_layers = _local(known, sizes["layers"])
+    reach, local_layers = _local(known, sizes["layers"], chosen.local_attention if chosen else None)
     return Shape(**sizes, gated=known.get("model_type") in GATED, reach=reach, local_layers=local_layers)
 
 
-def _local(known: Mapping[str, Any], layers: int) -> tuple[int, int]:
-    """How far a token reads on either side, and in how many layers it reads no further. ModernBERT's defaults are those
-    of Transformers."""
+def _local(known: Mapping[str, Any], layers: int, asked: int | None) -> tuple[int, int]:
+    """How far a token reads on either side, and in how many layers it reads no further: in all of them where the
+    recipe or the model's own training has `asked` for it. ModernBERT's defaults are those of Transformers."""
+    if (own := asked or known.get(local.KEY)) is not None:
+        return own, layers
     if known.get("model_type") not in GATED:
         return 0, 0
     every = known.get("global_attn_every_n_layers", 3)

@@ -156,7 +156,7 @@ def of_run(run: Run, models: Path | None = None) -> Seen:
         raise UserError(f"--like: {run} has not come to its end: nothing tells how long an update takes")
     started, ended = last
     recipe = configuration.load(str(run.config)).recipe
-    shape = of_model(model.resolve(recipe.model.name, models))
+    shape = of_model(model.resolve(recipe.model.name, models), recipe.model)
     length = max(1, round(ended["real_tokens"] / ended["rows_seen"]))
     done = work(recipe, shape, Rows(1, 0, 0, (length,), 1.0))
     updates = ended["updates"] - started["update"]

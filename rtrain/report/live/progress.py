@@ -49,7 +49,7 @@ ROWS = (
     *("tokenised", "tokens_reused", "bad_rows", "unlabelled", "label_column", "head", "labels", "overlap"),
     *("texts", "conflicts"),
 )
-ALIKE = (*ROWS, "device", "transport", "pass_size", "threads")
+ALIKE = (*ROWS, "device", "transport", "pass_size", "speeds", "threads")
 """Kinds of events that are the same in every trial of a search, each time that it goes on: trial 0 tells, once."""
 WAITING_S = 25.0
 """Seconds after which a search says again that trials wait for nodes; each trial says so every 30 s."""
@@ -152,6 +152,9 @@ class Line:
             self._keep(event["why"])
         elif kind == "pass_size":
             self._keep(f"passes of at most {event['tokens']:,} tokens, which is what the GPU's memory holds")
+        elif kind == "speeds":
+            told = ", ".join(f"{speed:.2f}" for speed in event["speeds"])
+            self._keep(f"rows are dealt by the workers' speeds: {told} of the fastest")
         elif kind == "threads":
             rank = event["short"][0]
             self._keep(

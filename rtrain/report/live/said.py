@@ -32,9 +32,12 @@ def evaluated(event: Event) -> str:
 
 
 def best(event: Event) -> str:
-    """Which evaluation's weights are the run's."""
+    """Which evaluation's weights are the run's, and why: its score, or what parts it from others of that score."""
     name, sign = event["headline"].removeprefix("neg_"), -1 if event["headline"].startswith("neg_") else 1
-    return f"best: update {event['update']}, {name} {sign * event['score']:.4f}"
+    score, text = f"{name} {sign * event['score']:.4f}", f"best of {event['of']}: update {event['update']}"
+    if event["why"] == "score":
+        return f"{text}, {score}"
+    return f"{text}, a tie by {score}, {'of the lower loss' if event['why'] == 'loss' else 'the first of them'}"
 
 
 def label_column(event: Event) -> str:
@@ -58,6 +61,15 @@ def head(event: Event) -> str:
     answers = event["answers"]
     named = ", ".join(answers[:MOST_ANSWERS]) + (", ..." if len(answers) > MOST_ANSWERS else "")
     return f"the model's head is begun anew: it answered {named}, which are not the labels of the rows"
+
+
+def tokenizer(event: Event) -> str:
+    """That the folder's tokenizer files contradict each other."""
+    return (
+        f"{event['model']}: tokenizer_config.json and tokenizer.json disagree on the tokens of "
+        f"{len(event['differing'])} of {event['texts']} test texts, e.g. {quoted(event['differing'][0])}; "
+        "rtrain and its artifact read tokenizer.json"
+    )
 
 
 def labels(event: Event) -> str:
@@ -218,7 +230,7 @@ def of(event: Event) -> str | None:
 
 
 ROWS = (
-    *("bad_rows", "unlabelled", "label_column", "head", "labels", "overlap", "vocabulary", "texts"),
+    *("bad_rows", "unlabelled", "label_column", "head", "labels", "overlap", "vocabulary", "tokenizer", "texts"),
     "conflicts",
 )
 """Kinds that are about the rows, not about what was learned from them."""
@@ -226,6 +238,7 @@ TEXTS: Mapping[str, Callable[[Event], str | None]] = {
     "bad_rows": bad_rows,
     "label_column": label_column,
     "head": head,
+    "tokenizer": tokenizer,
     "labels": labels,
     "overlap": overlap,
     "texts": texts,
