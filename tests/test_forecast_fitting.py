@@ -1,12 +1,15 @@
 """Which way to hold a model is taken: the first whose memory fits where a worker has least of it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rtrain import config
 from rtrain.doctor.forecast import fitting
-from rtrain.doctor.forecast.fitting import Pass
+from rtrain.doctor.forecast.fitting import Pass, Room
+from rtrain.doctor.forecast.memory import Need
+from rtrain.errors import ConfigError
 from rtrain.strategies import ways
 from rtrain.strategies.ways import Way
 from tests.tiny import make_encoder
@@ -17,6 +20,65 @@ MB, GB = 1e6, 1e9
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+# ----------------------------------------------------------------------------------------------------------- the choice
+
+NEEDS = [
+    (Way(), Need(900 * MB, 0, 0, 0)),
+    (Way(1), Need(700 * MB, 0, 0, 0)),
+    (Way(2), Need(500 * MB, 0, 0, 0)),
+]
+
+
+def asked() -> Iterator[tuple[Way, Need]]:
+    """Those of `NEEDS`, of which the last may not be asked for."""
+    yield from NEEDS[:2]
+    raise AssertionError
+
+
+def test_the_first_that_fits_is_taken_and_says_why() -> None:
+    assert (
+        fitting.first(asked(), Room(2000 * MB, 2)).why
+        == "shard=0, with which a node's 2 workers take 1,800 MB of 2,000"
+    )
+    found = fitting.first(asked(), Room(1500 * MB, 2))
+    assert found.way == Way(1)
+    assert found.why == "shard=1, with which a node's 2 workers take 1,400 MB of 1,500; with shard=0 it would be 1,800"
+    assert found.need is NEEDS[1][1]
+
+
+def test_where_none_fits_the_smallest_is_named_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"even with shard=2 a worker takes 500 MB of 400.*tokens_per_pass=512"):
+        fitting.first(NEEDS, Room(400 * MB, 1))
+
+
+def test_one_worker_of_a_node_writes_checkpoints_and_none_of_it_is_on_a_gpu() -> None:
+    need = Need(100 * MB, 0, 0, 0, checkpoint=50 * MB, process=30 * MB)
+    assert Room(1, 3).taken(need) == 3 * 130 * MB + 50 * MB
+    assert Room(1, 1, "gpu").taken(Need(100 * MB, 0, 0, 0, process=30 * MB)) == 100 * MB
+
+
+# ------------------------------------------------------------------------------------------------------------- the room
+
+
+def test_room_is_that_of_the_node_where_a_worker_has_least() -> None:
+    nodes = [{"CPU": 2.0, "memory": 8 * GB}, {"CPU": 8.0, "memory": 16 * GB}, {"CPU": 0.0, "memory": 1 * GB}]
+    assert fitting.room(nodes, "cpu", 8) == Room(fitting.USABLE * 16 * GB, 8)
+    assert fitting.room(nodes, "cpu", 2) == Room(fitting.USABLE * 8 * GB, 2)
+    assert fitting.room([{"CPU": 8.0}], "cpu", 2) is None
+
+
+def test_room_on_gpus_is_that_of_the_smallest_known_kind() -> None:
+    nodes = [{"GPU": 4.0, "accelerator_type:H100": 1.0}, {"GPU": 1.0, "accelerator_type:T4": 1.0}, {"CPU": 4.0}]
+    assert fitting.room(nodes, "gpu", 4) == Room(fitting.USABLE_GPU * 16 * GB, 1, "gpu")
+    assert fitting.room([{"GPU": 1.0, "accelerator_type:X1": 1.0}], "gpu", 1) is None
+    # An A100 of 80 GB has both names, where somebody writes the second one.
+    large = {"GPU": 1.0, "accelerator_type:A100": 1.0, "accelerator_type:A100-80G": 1.0}
+    assert fitting.room([large], "gpu", 1) == Room(fitting.USABLE_GPU * 80 * GB, 1, "gpu")
+    for kind, size in (("H200", 141), ("V100", 16), ("L40S", 48)):
+        found = fitting.room([{"GPU": 1.0, f"accelerator_type:{kind}": 1.0}], "gpu", 1)
+        assert found == Room(fitting.USABLE_GPU * size * GB, 1, "gpu")
 
 
 # ------------------------------------------------------------------------------------------------------------ the needs

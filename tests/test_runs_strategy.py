@@ -1,6 +1,9 @@
-"""Layouts that the devices of a cluster do not allow are refused before rows are read."""
+"""How a run whose strategy is left open comes to one: by its own rows, and by what Ray says of the nodes."""
 
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,11 +11,18 @@ from rtrain import config as configuration
 from rtrain.cluster import supply
 from rtrain.config import Config
 from rtrain.data import records
+from rtrain.data.stores.store import Store
+from rtrain.doctor.forecast import fitting
+from rtrain.doctor.forecast.memory import Need
 from rtrain.errors import ConfigError
 from rtrain.network import device
-from rtrain.runs import nodes, preparing
+from rtrain.runs import nodes, preparing, strategy
+from rtrain.strategies import ways
 from tests.conftest import labelled_rows, write_rows
-from tests.test_training_loop import make_ground
+from tests.test_training_loop import make_ground, recipe_of
+from tune import search, study
+
+GB = 1e9
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +30,68 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("strategy")
     make_ground(folder)
     return folder
+
+
+def decided(
+    ground: Path, monkeypatch: pytest.MonkeyPatch, node: Mapping[str, float], **train: Any
+) -> tuple[Config, dict[str, Any] | None]:
+    monkeypatch.setattr(supply, "here", lambda labels: [node])
+    monkeypatch.setattr(supply, "types", lambda labels: {})
+    config = replace(configuration.load("intent"), recipe=recipe_of(ground, workers=4, **train))
+    store = Store(next((ground / ".tokens").iterdir()))
+    return strategy.decided(config, device.Choice("cpu", 4), store, ground / "encoder")
+
+
+def test_what_fits_is_in_the_configuration_and_told(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, told = decided(ground, monkeypatch, {"CPU": 4.0, "memory": 64 * GB}, strategy="auto")
+    train = config.recipe.train
+    assert (train.strategy, train.shard, train.gradient_checkpointing) == ("manual", 0, False)
+    assert told is not None
+    assert told["settings"] == {"train.shard": 0, "train.gradient_checkpointing": False}
+    assert (told["workers"], told["room"]) == (4, round(0.9 * 64 * GB))
+
+
+def test_what_fits_nowhere_is_refused_and_so_is_what_nobody_knows(
+    ground: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, check=lambda error: error.problems[0].field == "train.strategy"):
+        decided(ground, monkeypatch, {"CPU": 4.0, "memory": 0.1 * GB}, strategy="auto")
+    with pytest.raises(ConfigError, check=lambda error: [one.code for one in error.problems] == ["unknown_memory"]):
+        decided(ground, monkeypatch, {"CPU": 4.0}, strategy="auto")
+
+
+def test_the_fewest_workers_and_all_of_them_have_room(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    first = fitting.first
+
+    def seen(needs: Iterable[tuple[ways.Way, Need]], room: fitting.Room) -> fitting.Choice:
+        asked.append(room.workers)
+        return first(needs, room)
+
+    monkeypatch.setattr(fitting, "first", seen)
+    node = {"CPU": 3.0, "memory": 64 * GB}
+    _, told = decided(ground, monkeypatch, node, strategy="auto", min_workers=2)
+    assert told is not None
+    assert asked == [2, 3, 3]  # 2 workers; 3, which fill the node; and 4, of which 3 share it
+
+
+def test_the_way_of_several_numbers_of_workers_has_room_for_each() -> None:
+    alone, many = ways.Way(0, gradient_checkpointing=True), ways.Way(3)
+    assert ways.joined([alone, many]) == ways.Way(3, gradient_checkpointing=True)
+    assert ways.joined([many]) == many
+    assert ways.joined([alone, ways.Way(pipeline=2)]) == ways.Way(0, 1, True, 2)
+    assert ways.joined([ways.Way(tensor=2), ways.Way(pipeline=2)]) == ways.Way(tensor=2)
+
+
+def test_settings_that_are_given_stay(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, told = decided(ground, monkeypatch, {}, shard=2)
+    assert (config.recipe.train.shard, told) == (2, None)
+
+
+@pytest.mark.parametrize("check", [search.check, study.check])
+def test_trials_that_share_nodes_leave_nothing_open(check: Callable[[Config], None]) -> None:
+    with pytest.raises(ConfigError, check=lambda error: error.problems[0].field == "train.strategy"):
+        check(configuration.load("intent", {"train.strategy": "auto"}))
 
 
 def shared_by_all(config: Config, source: records.Source, weights: Path, root: Path) -> tuple[records.Source, Path]:

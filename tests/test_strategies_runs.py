@@ -1,6 +1,7 @@
 """A run on Ray whose workers have shares of the weights: how they are chosen, its artefact, and how it goes on in
 another layout."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ from safetensors.torch import load_file
 
 from rtrain import config
 from rtrain.checkpoints import checkpoint
+from rtrain.doctor.forecast import fitting
+from rtrain.doctor.forecast.memory import Need
 from rtrain.proof import faults
 from rtrain.run import Run
 from rtrain.runs import driver, preparing
 from rtrain.runs.kept import Kept
+from rtrain.strategies.ways import Way
 from tests import trained
 
 pytestmark = pytest.mark.timeout(900)
@@ -21,11 +25,24 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.ray
-def test_a_run_in_shards_is_paused_and_goes_on_in_another_layout(ray_session: Path, kept_workers: Kept) -> None:
+def test_a_run_in_shards_that_memory_chose_is_paused_and_goes_on_in_another_layout(
+    ray_session: Path, kept_workers: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = fitting.first
+
+    def tight(needs: Iterable[tuple[Way, Need]], room: fitting.Room) -> fitting.Choice:
+        """As if the machine had room for the second stage, and none for the first."""
+        assert (room.workers, room.bytes > 100e6) == (2, True)
+        every = dict(needs)
+        between = (room.taken(every[Way(1)]) + room.taken(every[Way(2)])) / 2
+        return choose(every.items(), fitting.Room(between, 2))
+
+    monkeypatch.setattr(fitting, "first", tight)
     folder = ray_session / "shards"
-    asked = {"train.epochs": 1, "train.shard": 2, "train.evaluate_every": 6, "train.transport": "stock"}
+    asked = {"train.epochs": 1, "train.strategy": "auto", "train.evaluate_every": 6, "train.transport": "stock"}
     settings = trained.settings(folder, **asked)
     prepared = preparing.prepare(settings, folder / "run")
+    assert (prepared.config.recipe.train.strategy, prepared.config.recipe.train.shard) == ("manual", 2)
     log, ranks = Run(folder / "run"), dict[int, int]()
 
     def look(event: dict[str, Any]) -> None:
@@ -34,6 +51,9 @@ def test_a_run_in_shards_is_paused_and_goes_on_in_another_layout(ray_session: Pa
 
     driver.fit(prepared, until=8, on_event=look, workers=kept_workers)
     assert len(set(ranks.values())) == 2  # what a drill of workers that share a model kills
+    [told] = log.events("strategy")
+    assert told["settings"]["train.shard"] == 2
+    assert told["bytes"] < told["room"]
     [sizes] = [event["state_bytes"] for event in log.events("sharded")]
     assert max(sizes) < 0.52 * sum(sizes)
     other = config.with_overrides(prepared.config, {"train.shard": 0, "train.pipeline": 2})

@@ -158,7 +158,7 @@ def _planned(
         )
     if not watched and any(kind.is_spot for kind in nodes.kinds if chosen.nodes.get(kind.name)):
         notes.append("nobody listens for spot notices: an interruption repeats what is not saved yet")
-    if chosen.way != strategies.own(recipe.train, layout.room):
+    if recipe.train.strategy == "manual" and chosen.way != strategies.own(recipe.train, layout.room):
         notes.append(f"write {' '.join(f'--set {name}={value}' for name, value in chosen.way.settings.items())}")
     return planning.document(layout, chosen, found, total, cost, pace, [note for note in notes if note])
 

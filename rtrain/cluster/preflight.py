@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rtrain.cluster import address as addresses, feasible, supply
 from rtrain.config import Config, Recipe
@@ -99,6 +99,57 @@ def described(paths: Iterable[Path]) -> dict[Path, tuple[int, str | None]]:
     return {path: (size, _digest(path) if size <= HASHED_BYTES else None) for path, size in sizes.items()}
 
 
+class Answers(NamedTuple):
+    """What nodes answer."""
+
+    unshared: str | None
+    """What is wrong with the folder."""
+    lacking: dict[str, list[str]]
+    """By the name of a group of files, the nodes that lack such a file or have another one in its place."""
+
+
+class Question:
+    """Asks nodes whether they share a folder: each reads a file of this process and writes one of its own. In the same
+    pass it looks for the files of `needed`, which are grouped by the name that a user gives them."""
+
+    def __init__(self, folder: Path, nodes: Mapping[str, str], needed: Mapping[str, Files]):
+        """`nodes`: what they are called, by id."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        self._folder, self._nodes, self._needed = folder, nodes, needed
+        folder.mkdir(parents=True, exist_ok=True)
+        self._marker = folder / f".shared-{uuid.uuid4().hex}"
+        self._marker.write_text(self._marker.name)
+        answer = ray.remote(num_cpus=0, max_retries=0)(_answer)
+        self._asked = {
+            answer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+                str(self._marker), f"{self._marker}-{node}", needed
+            ): node
+            for node in nodes
+        }
+
+    def is_answered(self, seconds: float) -> bool:
+        """Wait so long at most until all have answered, or are gone."""
+        import ray
+
+        return not ray.wait(list(self._asked), num_returns=len(self._asked), timeout=seconds)[1]
+
+    def answers(self) -> Answers:
+        """Those that are there; nodes that have not answered, or are gone, are left out."""
+        import ray
+
+        answered, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
+        found = {self._asked[one]: result for one in answered if (result := _result(one)) is not None}
+        shares = {self._nodes[node]: (read, _seen(Path(f"{self._marker}-{node}"))) for node, (read, _) in found.items()}
+        lack = {what: sorted(self._nodes[node] for node in found if what in found[node][1]) for what in self._needed}
+        return Answers(unshared(self._folder, shares), {what: names for what, names in lack.items() if names})
+
+    def close(self) -> None:
+        for path in self._folder.glob(f"{self._marker.name}*"):
+            path.unlink(missing_ok=True)
+
+
 def nodes_up() -> dict[str, str]:
     """What the nodes of the cluster that are up are called, by id; none where this process is connected to none."""
     import ray
@@ -111,39 +162,23 @@ def nodes_up() -> dict[str, str]:
 
 
 def shared(folder: Path, needed: Mapping[str, Files] | None = None) -> dict[str, list[str]]:
-    """Raise `UserError` if some node of the Ray cluster does not share `folder`: each reads a file of this process and
-    writes one of its own. Workers there would read nothing, or write checkpoints that no other node sees.
+    """Raise `UserError` if some node of the Ray cluster does not share `folder`.
 
-    Returns the nodes that lack files of `needed`, or have others in their place, by the name of their group. Nodes that
-    do not answer are left out.
+    Workers there would read nothing, or write checkpoints that no other node sees. Returns the nodes that lack files of
+    `needed`, by the name of their group; see `Question`.
     """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    nodes, needed = nodes_up(), needed or {}
+    nodes = nodes_up()
     if len(nodes) < 2:  # there is only this machine
         return {}
-    folder.mkdir(parents=True, exist_ok=True)
-    marker = folder / f".shared-{uuid.uuid4().hex}"
+    question = Question(folder, nodes, needed or {})
     try:
-        marker.write_text(marker.name)
-        answer = ray.remote(num_cpus=0, max_retries=0)(_answer)
-        asked = {
-            answer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-                str(marker), f"{marker}-{node}", needed
-            ): node
-            for node in nodes
-        }
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
-        found = {asked[one]: result for one in answered if (result := _result(one)) is not None}
-        shares = {nodes[node]: (read, _seen(Path(f"{marker}-{node}"))) for node, (read, _) in found.items()}
+        question.is_answered(ANSWER_S)
+        answers = question.answers()
     finally:
-        for path in folder.glob(f"{marker.name}*"):
-            path.unlink(missing_ok=True)
-    if (wrong := unshared(folder, shares)) is not None:
-        raise UserError(wrong)
-    lack = {what: sorted(nodes[node] for node in found if what in found[node][1]) for what in needed}
-    return {what: names for what, names in lack.items() if names}
+        question.close()
+    if answers.unshared:
+        raise UserError(answers.unshared)
+    return answers.lacking
 
 
 def unreadable(field: str, what: str, nodes: Sequence[str]) -> Problem:

@@ -1,7 +1,7 @@
 """Settings of a recipe that are valid alone and impossible together."""
 
 from rtrain.config.data import augment_contradictions, data_contradictions
-from rtrain.config.recipe import BETAS, Recipe
+from rtrain.config.recipe import BETAS, LAID_OUT, Recipe, Train
 from rtrain.errors import Problem
 
 
@@ -18,6 +18,11 @@ def of_recipe(recipe: Recipe) -> list[Problem]:
                 "give one of the two and set the other to null",
             )
         )
+    if train.strategy == "auto":
+        reason, fix = "train.strategy=auto chooses it", "leave it out, or write train.strategy=manual"
+        chosen = {name: getattr(train, name) for name in LAID_OUT}
+        asked = {name: value for name, value in chosen.items() if value != Train.model_fields[name].default}
+        problems += [Problem(f"train.{name}", value, reason, fix) for name, value in asked.items()]
     if train.min_workers is not None and train.min_workers > train.workers:
         fix = f"write {train.workers} or less, or leave it out"
         problems.append(Problem("train.min_workers", train.min_workers, f"above train.workers={train.workers}", fix))

@@ -130,6 +130,10 @@ class Train(Section):
     gradient_compression: Literal["none", "bf16"] = "none"
     """`bf16` sends gradients in half the bytes. It changes the weights; the log says how far the gradient is off. For
     two workers over 100 Mbit/s an update of MiniLM took 3.5 s in place of 5.3."""
+    strategy: Literal["manual", "auto"] = "manual"
+    """Who says how the model lies on the workers: `manual`, the settings that follow; `auto`, the forecast of memory,
+    which takes the first that fits of the whole model on each worker, shard 1, 2 and 3, the same with
+    gradient_checkpointing, tensor, and pipeline. It is decided once, and kept in the run in their place."""
     shard: Literal[0, 1, 2, 3] = 0
     """What each worker keeps a share of, in place of the whole: 0 nothing; 1 the optimizer's state; 2 gradients too; 3
     weights too, which are gathered layer by layer (the stages of ZeRO). Each takes less memory than the one before, and
@@ -190,10 +194,12 @@ class Train(Section):
         return -(-self.workers // self.within)
 
 
+LAID_OUT = ("shard", "offload", "tensor", "sequence", "pipeline", "schedule", "context")
+"""Settings of `train` that say how the model lies on the workers."""
 SPEED = (
     *("workers", "device", "gpus_per_worker", "min_workers", "micro_batch", "tokens_per_pass"),
     *("aggregation_frequency", "balance", "gradient_checkpointing", "transport"),
-    *("shard", "offload", "tensor", "sequence", "pipeline", "schedule", "context"),
+    *("strategy", *LAID_OUT),
     *("save_every", "keep", "log_every"),
 )
 """Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved. The one

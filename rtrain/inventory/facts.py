@@ -17,7 +17,7 @@ from rtrain.run import ARTIFACT, Run
 from rtrain.tasks import base
 
 OF_ROWS = (
-    *("tokens_reused", "vocabulary", "bad_rows"),
+    *("tokens_reused", "strategy", "vocabulary", "bad_rows"),
     *("unlabelled", "label_column", "head", "labels", "overlap", "texts", "conflicts"),
 )
 """What the log says of a run's rows whenever it is asked for (`runs.preparing.TOLD`), but for their first reading."""

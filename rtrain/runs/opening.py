@@ -247,7 +247,8 @@ def _numbered(folder: Path) -> Path:
 
 def asked_of(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a resume names, without those that leave open what the run has decided: that stays."""
-    return {name: value for name, value in settings.items() if not (name in LEFT_OPEN and value == "auto")}
+    decided = (*LEFT_OPEN, *(["train.strategy"] if run.first("strategy") else []))
+    return {name: value for name, value in settings.items() if not (name in decided and value == "auto")}
 
 
 def _resumed(folder: Path, new: Config) -> Config:

@@ -21,7 +21,7 @@ from rtrain.network import device, heads, model, precision
 from rtrain.report import label_counts, text_facts, versions
 from rtrain.report.live import trackers
 from rtrain.run import Run
-from rtrain.runs import nodes, opening, smaller
+from rtrain.runs import nodes, opening, smaller, strategy
 from rtrain.strategies import allowed
 from rtrain.tasks import base
 from rtrain.tasks.encode import reading_of
@@ -32,7 +32,7 @@ DEVICE = "device"
 
 
 TOLD = (
-    *("tokenised", "tokens_reused", "vocabulary", "bad_rows"),
+    *("tokenised", "tokens_reused", "strategy", "vocabulary", "bad_rows"),
     *("unlabelled", "label_column", "head", "labels", "overlap", "texts", "conflicts"),
 )
 """What is logged of a run's rows before it is followed, the first or the second of these first."""
@@ -152,6 +152,7 @@ def prepare(
         refuse_other("--resume", run.folder, created["order"], store.rows("train"))
     if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, chosen_device.device)]:
         raise ConfigError(problems)
+    config, laid_out = strategy.decided(config, chosen_device, store, weights)
     task = base.get(config.recipe.task)
     with opening.claimed(run, reuse) as run:
         if run.folder != chosen_folder:
@@ -181,6 +182,8 @@ def prepare(
             left_out=store.manifest.left_out,
             store=str(store.folder),
         )
+        if laid_out:
+            run.append("strategy", **laid_out)
         if weights != whole:
             run.append("vocabulary", **smaller.told(run, config.recipe, source, whole, weights, store, root))
         if store.manifest.quarantined:

@@ -1,6 +1,6 @@
 """The ways in which a model may lie on a run's workers, the cheapest first: those that exchange and compute least."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -58,10 +58,19 @@ class Way:
         told = {name.removeprefix("train."): value for name, value in self.settings.items()}
         return train.model_copy(
             update={
-                **{"tensor": self.tensor, "pipeline": self.pipeline},
+                **{"strategy": "manual", "tensor": self.tensor, "pipeline": self.pipeline},
                 **{**told, "workers": workers, "min_workers": least},
             }
         )
+
+
+def joined(ways: Sequence[Way]) -> Way:
+    """The way that takes no more memory than any of these: as many shares as the most, layers recomputed where one
+    does."""
+    again, tensor = any(way.gradient_checkpointing for way in ways), max(way.tensor for way in ways)
+    # Both would need as many workers as their product.
+    pipeline = max(way.pipeline for way in ways) if tensor == 1 else 1
+    return Way(max(way.shard for way in ways), tensor, again, pipeline)
 
 
 def own(train: Train, workers: int) -> Way:

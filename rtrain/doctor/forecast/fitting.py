@@ -1,20 +1,26 @@
-"""What each way to hold a model takes of a worker's memory, traced and computed when it is asked for."""
+"""The first way to hold a model that fits into the workers' memory. What a way needs is traced and computed when it is
+asked for; which one is taken, and why, is pure."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
+from rtrain.cluster import supply
 from rtrain.config import Recipe, Train
 from rtrain.doctor.forecast import memory, stages, trace
 from rtrain.doctor.forecast.memory import Need
-from rtrain.errors import ConfigError
+from rtrain.doctor.forecast.pace import PEAK
+from rtrain.errors import ConfigError, Problem
 from rtrain.strategies.ways import Way, gives_back, transport
 from rtrain.tasks import base
 from rtrain.training import pass_size
 
+USABLE: Final = 0.9
+"""Share that workers may take of what Ray counts as a node's memory, which is that beside its object store: the driver
+and the data tasks have the rest."""
 USABLE_GPU: Final = 0.85
 
 
@@ -102,3 +108,68 @@ def held(train: Train, device: str) -> float:
     if device == "gpu":
         return 1.0
     return memory.RETURNED if gives_back(train) else memory.KEPT
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory, where a worker has least of it."""
+
+    bytes: float
+    """Those of a node that workers may take, or those of a GPU."""
+    workers: int
+    """Those that share it; 1 on a GPU."""
+    device: str = "cpu"
+
+    def fits(self, need: Need) -> bool:
+        return self.taken(need) <= self.bytes
+
+    def taken(self, need: Need) -> float:
+        """Bytes of what is there that the workers need; the processes themselves are not on a GPU."""
+        return need.total - need.process if self.device == "gpu" else need.of(self.workers)
+
+
+def room(nodes: Sequence[Mapping[str, float]], device: str, workers: int) -> Room | None:
+    """The memory of a node, or of a GPU, by what Ray knows of the nodes; None where it knows nothing of any. A node is
+    filled with as many of the workers as it has places for."""
+    places = [(node, min(workers, supply.count([node], device))) for node in nodes]
+    found = [one for node, here in places if here for one in _of_node(node, device, here)]
+    return min(found, key=lambda one: one.bytes / one.workers, default=None)
+
+
+def _of_node(node: Mapping[str, float], device: str, workers: int) -> Iterator[Room]:
+    if device == "cpu" and "memory" in node:
+        yield Room(USABLE * node["memory"], workers)
+    if device == "gpu":
+        known = [PEAK[kind].gigabytes for kind in supply.accelerators(node) if kind in PEAK]
+        if known:
+            yield Room(USABLE_GPU * max(known) * 1e9, 1, device)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way that fits, and why it is the one."""
+
+    way: Way
+    need: Need
+    why: str
+
+
+def first(needs: Iterable[tuple[Way, Need]], room: Room) -> Choice:
+    """The first way that fits; no later one is asked for. Raises `ConfigError` where none does."""
+    before: tuple[Way, Need] | None = None
+    for way, need in needs:
+        if room.fits(need):
+            why = f"{way}, with which {_told(room, need)}"
+            if before is not None:
+                why += f"; with {before[0]} it would be {room.taken(before[1]) / 1e6:,.0f}"
+            return Choice(way, need, why)
+        before = way, need
+    assert before is not None  # the whole model on each worker is always a way
+    reason = f"even with {before[0]} {_told(room, before[1])}"
+    fix = "have fewer workers on a node, or write --set train.tokens_per_pass=512"
+    raise ConfigError([Problem("train.strategy", "auto", reason, fix)])
+
+
+def _told(room: Room, need: Need) -> str:
+    who = "a worker takes" if room.workers == 1 else f"a node's {room.workers} workers take"
+    return f"{who} {room.taken(need) / 1e6:,.0f} MB of {room.bytes / 1e6:,.0f}"

@@ -39,9 +39,9 @@ UNCHANGED: Final = "no weight changes by it"
 
 
 def ways(config: Config, folder: Path, workers: int) -> Iterator[Way]:
-    """The recipe's own way and those that come after it."""
-    found = strategies.possible(config.recipe, folder, workers)
-    return strategies.beginning_with(strategies.own(config.recipe.train, workers), found)
+    """The recipe's own way and those that come after it; all that there are where the recipe leaves it open."""
+    train, found = config.recipe.train, strategies.possible(config.recipe, folder, workers)
+    return found if train.strategy == "auto" else strategies.beginning_with(strategies.own(train, workers), found)
 
 
 def holds(need: Need, needs: supply.Needs) -> layouts.Holds:
@@ -104,7 +104,7 @@ def choose(
         room = holds(need, layout.needs)
         nodes = layouts.fewest(cluster, layout.needs, layout.need, price, room)
         if nodes is not None:
-            why = _why(larger)
+            why = _why(config, way, larger)
             per_node = layouts.dealt(cluster, nodes, layout.need.places, layout.needs, room)
             return Chosen(way, why, need, nodes, per_node)
         larger.append(f"{way} would take {need.total / 1e6:,.0f} MB a worker")
@@ -120,10 +120,10 @@ def choose(
     raise ConfigError([Problem("train.workers", config.recipe.train.workers, reason, fix)])
 
 
-def _why(larger: Sequence[str]) -> str:
+def _why(config: Config, way: Way, larger: Sequence[str]) -> str:
     if larger:
         return f"{larger[-1]}, which does not fit; {UNCHANGED}"
-    return "as the recipe says"
+    return "the first, and it fits" if config.recipe.train.strategy == "auto" else "as the recipe says"
 
 
 @dataclass(frozen=True)

@@ -221,6 +221,11 @@ def _types(event: Event) -> str:
     return f"{event['number']} type{'' if event['number'] == 1 else 's'}"
 
 
+def strategy(event: Event) -> str:
+    """How the model lies on the workers, and why so."""
+    return f"strategy: {event['why']}"
+
+
 def of(event: Event) -> str | None:
     """The line of an event; None where there is none. The trials of a search have the same rows: the first tells."""
     kind = event["kind"]
@@ -245,6 +250,7 @@ TEXTS: Mapping[str, Callable[[Event], str | None]] = {
     "conflicts": conflicts,
     "unlabelled": unlabelled,
     "vocabulary": vocabulary,
+    "strategy": strategy,
     "unseen": unseen,
     "running_text": running_text,
     "collapsed": collapsed,

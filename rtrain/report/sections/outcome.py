@@ -65,10 +65,12 @@ def _intro(run: Collected) -> str:
     workers = run.summary["workers"] or recipe.train.workers
     on = f" on {run.summary['device']}" if run.summary["device"] else ""
     rows = f"{run.store.rows('train'):,} training rows" if run.store else "its training rows"
+    laid_out = [f" The forecast of memory chose {event['why']}." for event in run.of("strategy")[-1:]]
     return (
         f"The recipe {recipe.name} fine-tunes the encoder {short(recipe.model.name, 60)} for {recipe.train.epochs} "
         f"epoch{'' if recipe.train.epochs == 1 else 's'} of {rows}, {recipe.rows_per_update} rows per update, on "
         f"{workers} worker{'' if workers == 1 else 's'}{on} in {run.summary['precision'] or recipe.train.precision}."
+        f"{''.join(laid_out)}"
     )
 
 
