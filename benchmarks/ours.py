@@ -7,15 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import without
 from benchmarks.peers import common
 
-TECHNIQUES: dict[str, dict[str, Any]] = {
-    "packing": {"shortcuts.packed": False},
-    "touched_rows": {"shortcuts.touched_rows": False},
-    "fast_dropout": {"shortcuts.fast_dropout": False},
-}
-"""What switches off one technique, by technique: settings, and shortcuts that only a benchmark leaves out."""
+TECHNIQUES: dict[str, dict[str, Any]] = {}
+"""Settings that switch off one technique."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "gradient_compression": {"train.gradient_compression": "bf16"},
     "sharded_optimizer": {"train.shard": 1},
@@ -49,13 +44,10 @@ def settings(workers: int, passes: int, seed: int) -> dict[str, Any]:
 
 
 def command(python: str, rows: Path, test: Path, run: Path, settings: Mapping[str, Any]) -> list[str]:
-    left_out = [name.removeprefix(without.PREFIX) for name in settings if name.startswith(without.PREFIX)]
-    known = {name: value for name, value in settings.items() if not name.startswith(without.PREFIX)}
-    shown = {name: str(value).lower() if isinstance(value, bool) else value for name, value in known.items()}
+    shown = {name: str(value).lower() if isinstance(value, bool) else value for name, value in settings.items()}
     chosen = [part for name, value in shown.items() for part in ("--set", f"{name}={value}")]
     files = ["--data", str(rows), "--test", str(test), "--out", str(run)]
-    program = ["benchmarks.without", ",".join(left_out)] if left_out else ["rtrain", "train", "intent"]
-    return [python, "-m", *program, *files, *chosen, "--json"]
+    return [python, "-m", "rtrain", "train", "intent", *files, *chosen, "--json"]
 
 
 def measured(events: Events) -> dict[str, float]:

@@ -1,8 +1,11 @@
 """Rows for networks without padding, and what such a network is compared by with one that pads."""
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from rtrain.batch import Tokens
@@ -34,6 +37,16 @@ def rows(lengths: list[int], seed: int = 0) -> Tokens:
         row_ids=np.arange(len(windows), dtype=np.uint64),
         teacher=np.empty((len(windows), 0), dtype=np.float32),
     )
+
+
+def pairwise(*axes: Iterable[str]) -> list[Any]:
+    """All cases, for a parametrized test. Those that no pair of values needs are slow."""
+    seen, cases = set[Any](), []
+    for case in itertools.product(*axes):
+        new = set(itertools.combinations(enumerate(case), 2)) - seen
+        seen |= new
+        cases.append(pytest.param(*case, marks=() if new else pytest.mark.slow))
+    return cases
 
 
 def difference(found: Any, expected: Any) -> float:

@@ -86,7 +86,14 @@ def checkpoint(run: Run, update: int, best: int | None = None) -> Path:
     """`best`: the update that was best by then."""
     folder = run.checkpoints / f"update-{update:08d}"
     folder.mkdir(parents=True)
-    state = {"schema_version": 3, "update": update, "ledger": "", "best_update": best, "best_score": None}
+    state = {
+        "schema_version": 3,
+        "update": update,
+        "ledger": "",
+        "scale": None,
+        "best_update": best,
+        "best_score": None,
+    }
     (folder / "state.json").write_text(json.dumps(state))
     (folder / "model.safetensors").write_bytes(b"c" * WEIGHTS)
     manifest.write(folder)

@@ -10,14 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from benchmarks import contracts, floors, large_store, noise, questions, sets, tasks
+from benchmarks import floors, large_store, noise, questions, sets, tasks
 from rtrain import config
 from rtrain.cli.options import SHORT
 from rtrain.data import records
 from rtrain.data.formats import files
-from rtrain.tasks.encode import load_tokenizer
-from tests.test_long_texts import text_of
-from tests.tiny import make_encoder
 
 
 def rows_of(arguments: list[str]) -> list[dict[str, Any]]:
@@ -267,22 +264,3 @@ def test_types_of_contracts_have_one_spelling_and_training_rows(tmp_path: Path) 
         {"text": "text 0", "label": "Endorsement", "split": "train"},
         {"text": "text 1", "label": "Endorsement", "split": "test"},
     ]
-
-
-def test_a_contract_is_cut_where_the_model_would_cut_it(tmp_path: Path) -> None:
-    encoder = make_encoder(tmp_path)
-    long = text_of(90)
-    [cut, short] = contracts.beginnings([long, "a short one"], encoder, 20)
-    assert long.startswith(cut)
-    assert short == "a short one"
-    read = load_tokenizer(encoder, 64)
-    assert read.encode(cut).ids == [*read.encode(long).ids[:19], read.encode(long).ids[-1]]
-
-
-def test_sides_of_contracts_differ_in_how_they_are_read_and_each_is_allowed() -> None:
-    chosen = contracts.shared(4, 1)
-    for name, settings in contracts.reading(2048, 512, 64, 256).items():
-        made = config.load("intent", {**chosen, **settings, "data.window": None if name != "windows" else 512})
-        assert made.recipe.model.positions == (None if name == "windows" else 2048)
-        assert made.recipe.model.local_attention == (256 if name == "whole, local" else None)
-        assert made.recipe.data.window_tokens == (512 if name == "windows" else 2048)

@@ -1,6 +1,5 @@
 """The training benchmark's parts that train nothing: figures, commands, sweeps, rows, and what is read from a run."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -17,7 +16,6 @@ from benchmarks.peers import common, mean_pooling
 from rtrain import config
 from rtrain.config import Model
 from rtrain.network import model
-from rtrain.runs.start import Shortcuts
 from rtrain.tasks import base
 from tests.tiny import make_encoder
 
@@ -37,10 +35,7 @@ KEYS = (
     "equal_length_vs_hf",
 )
 ACCELERATE = "vs_accelerate"
-GAINS = (
-    *("gain_packing", "gain_touched_rows", "gain_fast_dropout"),
-    *("gain_gradient_compression", "gain_sharded_optimizer"),
-)
+GAINS = (*("gain_gradient_compression", "gain_sharded_optimizer"),)
 
 
 def side(speed: float, **more: float) -> dict[str, float]:
@@ -195,15 +190,11 @@ def test_commands_of_ours_are_of_settings_that_there_are(name: str) -> None:
     assert len(commands) * workers == common.PROCESSES
     assert {(one.train.workers, one.rows_per_update) for one in chosen} == {(workers, workers * 32 * k)}
     assert [one.train.seed for one in chosen] == [3, 4][: len(commands)]
-    left_out = next(iter(commands.values()))[2:4]
-    plain = name in ("harness", "without_packing", "without_touched_rows", "without_fast_dropout")
-    assert left_out[0] == ("benchmarks.without" if plain else "rtrain")
-    assert ("packed" in left_out[1].split(",")) is (name in ("harness", "without_packing"))
 
 
 def test_the_harness_is_ours_without_any_technique() -> None:
     assert dict(sides.OWN["harness"].settings) == ours.PLAIN
-    known = set(config.dotted_names()) | {f"shortcuts.{field.name}" for field in dataclasses.fields(Shortcuts)}
+    known = set(config.dotted_names())
     assert ours.TECHNIQUES
     for settings in ours.TECHNIQUES.values():
         assert set(settings) <= known

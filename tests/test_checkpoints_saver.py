@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
 from rtrain import manifest
 from rtrain.checkpoints import checkpoint
-from rtrain.checkpoints.checkpoint import Snapshot, State
+from rtrain.checkpoints.checkpoint import State
 from rtrain.checkpoints.replica import Replica
 from rtrain.checkpoints.saver import Saver, Unwritten
 from rtrain.config import Optim
@@ -34,13 +35,13 @@ def optimizer(network: torch.nn.Module) -> torch.optim.Optimizer:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Nothing is written until this is set."""
-    ready, whole = threading.Event(), checkpoint._save_tensors
+    ready, whole = threading.Event(), safetensors.torch.save_file
 
     def slow(*rest: Any) -> None:
         assert ready.wait(30)
         whole(*rest)
 
-    monkeypatch.setattr(checkpoint, "_save_tensors", slow)
+    monkeypatch.setattr(safetensors.torch, "save_file", slow)
     yield ready
     ready.set()
 
@@ -107,24 +108,6 @@ def test_a_save_waits_for_the_one_before_and_takes_its_copy_only_then(
     assert not any(bool((value == 7).all()) for value in found.parameters())
 
 
-def test_a_later_copy_takes_the_memory_of_the_one_before(network: torch.nn.Module) -> None:
-    optimizer = optim.build(network, Optim(lr=0.01))
-    first = Snapshot.take(network, optimizer, state(1))  # without moments: there was no step yet
-    memory = {name: value.data_ptr() for name, value in first.model.items()}
-    train(network, optimizer, 1)
-    second = Snapshot.take(network, optimizer, state(2), over=first)
-    train(network, optimizer, 1)
-    third = Snapshot.take(network, optimizer, state(3), over=second)
-    assert {name: value.data_ptr() for name, value in third.model.items()} == memory
-    assert equal(third.model, network.state_dict())
-    assert len(third.optimizer) == 3 * len(memory)
-    assert float(third.optimizer["0.weight:step"]) == 2
-    with torch.no_grad():
-        wider = torch.nn.Sequential(torch.nn.Linear(3, 5))
-    other = Snapshot.take(wider, optim.build(wider, Optim()), state(4), over=third)
-    assert equal(other.model, wider.state_dict())
-
-
 def test_what_was_taken_is_written_when_the_training_fails(
     tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer, disk: threading.Event
 ) -> None:
@@ -168,22 +151,11 @@ def test_a_full_disk_is_told_at_the_next_save_or_at_the_end(
     saver.flush()
     monkeypatch.setattr("safetensors.torch.save_file", full)
     saver.save(network, optimizer, state(2))
-    told = rf"^saving {tmp_path}/update-00000002 failed: .*No space left.* Free some space .*--resume; .* are whole\.$"
-    with pytest.raises(Unwritten, match=told):
+    with pytest.raises(Unwritten):
         end(saver, network, optimizer, state(3))
     saver.flush()  # it is told once
     assert names(tmp_path) == ["update-00000001"]  # the draft is gone, and with it the space that it took
     assert checkpoint.select(tmp_path, RUN) == 1
-
-
-def test_a_folder_that_cannot_be_written_is_told(
-    tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    (tmp_path / "checkpoints").touch()
-    saver = Saver(tmp_path / "checkpoints", keep=1)
-    saver.save(network, optimizer, state(2))
-    with pytest.raises(Unwritten, match=r"saving .*/checkpoints/update-00000002 failed: .* make the folder writable"):
-        saver.flush()
 
 
 def test_a_failed_write_does_not_hide_what_ended_the_training(
@@ -199,16 +171,6 @@ def test_a_failed_write_does_not_hide_what_ended_the_training(
         training()
     [note] = caught.value.__notes__
     assert "No space left" in note
-
-
-def test_an_error_of_another_kind_is_raised_as_it_is(
-    tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint, "write", lambda *_: 1 / 0)
-    saver = Saver(tmp_path, keep=2)
-    saver.save(network, optimizer, state(1))
-    with pytest.raises(ZeroDivisionError):
-        saver.flush()
 
 
 # ------------------------------------------------------------------------------------------------------------ retention
@@ -271,23 +233,3 @@ def test_a_damaged_checkpoint_does_not_push_out_a_good_one(
     assert checkpoint.updates(tmp_path) == [1, 3]
     [aside] = (tmp_path / "damaged").iterdir()
     assert aside.name.startswith("update-00000002-")
-
-
-def test_a_checkpoint_is_read_again_only_where_it_may_have_changed(
-    tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_all(Saver(tmp_path, keep=3), network, optimizer, state(1), state(2))
-    read, whole = [], checkpoint.sound
-
-    def sound(folder: Path, update: int, run: str) -> bool:
-        read.append(update)
-        return whole(folder, update, run)
-
-    monkeypatch.setattr(checkpoint, "sound", sound)
-    saver = Saver(tmp_path, keep=3)
-    save_all(saver, network, optimizer, state(3), state(4))
-    assert read == [2, 1]
-    path = tmp_path / "update-00000004" / "state.json"
-    path.write_bytes(path.read_bytes())
-    save_all(saver, network, optimizer, state(5))
-    assert read == [2, 1, 4]

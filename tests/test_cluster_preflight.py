@@ -144,10 +144,9 @@ def test_a_node_with_another_folder_there_is_named(tmp_path: Path) -> None:
         command, cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "PATH": path}
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    refused, left, late, said = done.stdout.splitlines()[-4:]
+    refused, left = done.stdout.splitlines()[-2:]
+    assert str(tmp_path) in refused
     assert left == "left behind: []"
-    assert all(str(tmp_path) in line for line in (refused, late, said))
-    assert "rows.csv" in late
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,6 @@ from rtrain.network import trimming
 from rtrain.report import label_counts
 from rtrain.report.live import said
 from rtrain.report.sections import labels
-from rtrain.run import Run
-from rtrain.runs import opening
 from rtrain.tasks import base
 from tests import test_runs_tasks
 from tests.conftest import labelled_rows, write_rows
@@ -265,19 +263,12 @@ def test_a_student_s_copies_are_rows_without_labels_like_others(
 
 
 def test_a_run_keeps_from_how_many_layers_its_student_began(tmp_path: Path, encoder: Path) -> None:
-    """An older version took them from all, and its students go on as they began. A search leaves it to its trials."""
     deep = distill.Teacher.read(make_artifact(tmp_path / "deep", LABELS, layers=4))
     asked = settings(tmp_path, encoder, **{"distill.layers": 2})
     begun = distill.started(asked, deep, tmp_path).recipe
     assert (begun.distill.teacher_layers, begun.model.name.endswith("-2-of3")) == (3, True)
     whole = distill.started(with_overrides(asked, {"distill.teacher_layers": 4}), deep, tmp_path).recipe
     assert (whole.distill.teacher_layers, whole.model.name.endswith("-2")) == ("all", True)
-    older = whole.model_dump(mode="json")["distill"] | {"teacher_layers": "auto"}
-    run = Run(tmp_path / "older")
-    opening.freeze(run, with_overrides(asked, {f"distill.{name}": value for name, value in older.items()}))
-    assert opening.stored(run.folder).recipe.distill.teacher_layers == "auto"
-    run.append("created")
-    assert opening.stored(run.folder).recipe.distill.teacher_layers == "all"
     assert "teacher_layers" not in whole.weights()["distill"]
     assert begun.weights()["distill"]["teacher_layers"] == 3
 

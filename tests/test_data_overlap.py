@@ -116,6 +116,8 @@ def test_rows_of_a_test_file_that_are_training_rows_are_found_and_named(tmp_path
     seen = found.seen("test")
     assert seen is not None
     assert seen.tolist() == wanted
+    [event] = preparing.find_overlaps(found)
+    assert (event["split"], event["rows"], event["seen"]) == ("test", 4, sum(wanted))
     lines = [line for line, hit in zip((2, 3, 4, 5), wanted, strict=True) if hit]
     assert found.places("test", np.flatnonzero(seen)) == ", ".join(f"{tmp_path / 'test.csv'}:{line}" for line in lines)
 

@@ -66,24 +66,6 @@ def test_a_damaged_unpacked_graph_is_unpacked_again_and_none_where_there_is_no_r
     assert list(kept.iterdir()) == []
 
 
-def test_of_a_draft_nothing_is_kept(cache: Path, tmp_path: Path) -> None:
-    """OpenVINO names what it keeps by the path; a draft's is gone once it is published."""
-    folder = complete(quantizing.make(tmp_path, rows=40), tmp_path / ".int8.0a1b2c3d", calibration_rows=8)
-    Predictor.load(folder)
-    assert not cache.exists()
-    folder.rename(tmp_path / "int8")
-    Predictor.load(tmp_path / "int8")
-    assert [len(list(kept.iterdir())) for kept in cache.iterdir()] == [1]
-
-
-def test_only_the_newest_are_kept(cache: Path) -> None:
-    for number in range(compiled.KEPT + 2):
-        found = compiled.folder(f"version{number}")
-        assert found is not None
-        os.utime(found, (number, number))
-    assert {path.name for path in cache.iterdir()} == {f"version{number}" for number in range(2, compiled.KEPT + 2)}
-
-
 def test_what_is_used_is_kept_however_old_it_is(cache: Path) -> None:
     for number in range(compiled.KEPT):
         found = compiled.folder(f"version{number}")
@@ -106,11 +88,3 @@ def test_nothing_is_kept_where_there_is_no_place(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv(env.CACHE, str(tmp_path / "cache"))
     assert compiled.folder("") is None  # an artefact that is being made has no version yet
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_the_user_s_own_folder_is_the_default() -> None:
-    environ = {"XDG_CACHE_HOME": "/cache"}
-    env.prepare(environ)
-    assert environ[env.CACHE] == "/cache/rtrain"
-    env.prepare(other := {env.CACHE: ""})
-    assert other[env.CACHE] == ""

@@ -3,16 +3,13 @@
 torch's `meta` device computes shapes alone, and refuses operations with tensors of another device as a GPU does.
 """
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from rtrain import config, env, torch_internals
+from rtrain import env
 from rtrain.errors import ConfigError
 from rtrain.network import attention, device, layout, model
 from rtrain.tasks import base
@@ -53,31 +50,19 @@ def test_gpus_are_taken_where_there_are_any(
     assert bool(found.why) == (found.workers < workers)
 
 
-def test_fewer_workers_than_asked_for_are_told() -> None:
-    assert device.choose("auto", 2, None, 1, usable=True).why == (
-        "1 worker instead of 2: the cluster has 1 GPU, one for each. The rows of an update stay the same"
-    )
-
-
 def test_gpus_that_this_torch_cannot_use_are_told_of_and_refused_where_they_were_asked_for() -> None:
     found = device.choose("auto", 2, None, 4, usable=False)
     assert (found.device, found.workers) == ("cpu", 2)
-    assert str(found.why).startswith("training on CPUs: the cluster has 4 GPUs, which this build of torch cannot use")
-    with pytest.raises(ConfigError, match=r"train\.device=gpu: the cluster has 4 GPUs, which this build"):
+    assert found.why
+    with pytest.raises(ConfigError, check=lambda error: [one.code for one in error.problems] == ["unsupported"]):
         device.choose("gpu", 2, None, 4, usable=False)
 
 
 @pytest.mark.parametrize(("least", "gpus"), [(None, 0), (2, 1)])
 def test_gpus_that_cannot_be_had_are_refused(least: int | None, gpus: int) -> None:
     for usable in {True, bool(gpus)}:  # where there are none, it is not the build of torch that lacks something
-        with pytest.raises(ConfigError, match=rf"the cluster has {gpus} GPU.*write train\.device=cpu, or start nodes"):
+        with pytest.raises(ConfigError, check=lambda error: [one.code for one in error.problems] == ["too_few_gpus"]):
             device.choose("gpu", 4, least, gpus, usable=usable)
-
-
-def test_the_setting_is_no_part_of_what_a_run_is() -> None:
-    assert (
-        len({config.load("intent", {"train.device": kind}).recipe.identity() for kind in ("auto", "cpu", "gpu")}) == 1
-    )
 
 
 @pytest.mark.parametrize("task", ["classification", "token_tags"])
@@ -104,12 +89,6 @@ def test_a_model_that_pads_trains_by_plain_products_on_a_cpu_alone(tmp_path: Pat
     assert network.config._attn_implementation == "eager"
     model.place(network, META)
     assert network.config._attn_implementation == "sdpa"
-
-
-def test_arrays_become_tensors() -> None:
-    values = np.arange(3)
-    assert device.moved(values, torch.device("cpu")).tolist() == [0, 1, 2]
-    assert device.moved(values, META).device == META
 
 
 # ----------------------------------------------------------------------------------------------------------- attention
@@ -200,41 +179,3 @@ def test_torch_s_variable_length_kernel_takes_what_it_is_given(rate: float, reac
     answer.float().sum().backward()
     assert [part.grad.shape for part in parts if part.grad is not None] == [parts[0].shape] * 3
     assert "groups" not in vars(chosen)  # nothing was made that this kernel does not read
-
-
-def test_the_kernel_s_gradients_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An index in place of a view made of each gradient a tensor of zeros and a copy into it, a tenth of an update."""
-    chosen = layout.layout_of(rows(LENGTHS), HEADS, META)
-    given = [torch.randn(1, sum(LENGTHS), HEADS * DIM, dtype=torch.bfloat16, device=META) for _ in range(3)]
-    parts = [one.requires_grad_().view(1, sum(LENGTHS), HEADS, DIM).transpose(1, 2) for one in given]
-    seen: list[str] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    answer = attention.by_window(parts[0], parts[1], parts[2], chosen, 0.3)
-    with Watch():  # type: ignore[no-untyped-call]
-        answer.backward(torch.empty_like(answer))
-    assert any("_flash_attention_backward" in one for one in seen)
-    assert not [one for one in seen if "select_backward" in one or "copy_" in one or "clone" in one]
-
-
-@pytest.mark.parametrize(
-    ("gpu", "precision", "expected"),
-    [(True, "bf16", torch.bfloat16), (True, "fp32", torch.float32), (False, "bf16", torch.float32)],
-)
-def test_on_a_gpu_what_three_products_share_is_cast_once(
-    tmp_path: Path, gpu: bool, precision: str, expected: torch.dtype
-) -> None:
-    """By tensors without numbers: the kernel itself is a GPU's."""
-    seen = list[torch.dtype]()
-    folder = make_encoder(tmp_path / "encoder")
-    with torch_internals.fake_tensors(), device.standing_for_gpu() if gpu else nullcontext():
-        network: Any = model.shaped(folder, base.get("classification"), 2)
-        layers = network.base_model.encoder.layer
-        for layer in layers:
-            layer.attention.self.query.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
-        step.forward(network.train(), rows(LENGTHS), 0, precision).sum().backward()
-    assert seen == [expected] * len(layers)

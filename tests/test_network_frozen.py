@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from rtrain.batch import Head
 from rtrain.config import Distill, Model
 from rtrain.errors import UserError
 from rtrain.exchange.replicated import Replicated
-from rtrain.network import frozen, model
+from rtrain.network import model
 from rtrain.tasks import base
 from rtrain.training import losses, optim, step
 from tests import test_training_loop
@@ -110,8 +109,8 @@ def test_a_tied_output_embedding_stays_with_the_encoder(tmp_path: Path, kind: st
 
 
 def test_a_model_without_a_head_of_its_own_is_refused() -> None:
-    with pytest.raises(UserError, match=r"BertModel does not tell its encoder from its head; write model\.freeze=none"):
-        frozen.freeze_encoder(transformers.BertModel(_config()), ())
+    with pytest.raises(UserError, check=lambda error: error.code == "unsupported"):
+        model.freeze_encoder(transformers.BertModel(_config()), ())
 
     class Bare(transformers.BertPreTrainedModel):
         def __init__(self, settings: transformers.BertConfig):
@@ -119,8 +118,8 @@ def test_a_model_without_a_head_of_its_own_is_refused() -> None:
             self.bert = transformers.BertModel(settings)
             self.post_init()  # type: ignore[no-untyped-call]
 
-    with pytest.raises(UserError, match=r"Bare has no weights beside its encoder's; write model\.freeze=none"):
-        frozen.freeze_encoder(Bare(_config()), ())
+    with pytest.raises(UserError, check=lambda error: error.code == "unsupported"):
+        model.freeze_encoder(Bare(_config()), ())
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs
@@ -145,16 +144,7 @@ def test_a_run_changes_its_head_and_not_a_bit_of_its_encoder(ground: Path, strai
     assert all(not torch.equal(last[name], first[name]) for name in ("classifier.weight", "classifier.bias"))
 
 
-def test_a_checkpoint_holds_all_weights_and_the_head_s_moments(straight: tuple[Ran, Path]) -> None:
-    ran, run = straight
-    folder = run / "checkpoints" / update_name(UPDATES)
-    assert load_file(folder / "model.safetensors").keys() == ran.network.state_dict().keys()
-    with safe_open(folder / "optim.safetensors", "pt") as file:
-        names = {name.split(":")[0] for name in file.keys()}  # noqa: SIM118 - a file, not a dict
-    assert names == {"classifier.weight", "classifier.bias"}
-
-
-@pytest.mark.parametrize("kill", range(UPDATES))
+@pytest.mark.parametrize("kill", [1, 4])
 def test_a_killed_frozen_run_resumes_to_the_undisturbed_run_bit_for_bit(
     ground: Path, straight: tuple[Ran, Path], tmp_path: Path, kill: int
 ) -> None:

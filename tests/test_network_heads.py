@@ -7,8 +7,7 @@ import pytest
 import torch
 import transformers
 
-from rtrain import config, documents
-from rtrain.errors import UserError
+from rtrain import documents
 from rtrain.network import heads, model
 from rtrain.report.live import said
 from rtrain.tasks import base
@@ -119,13 +118,3 @@ def test_a_drawn_head_is_the_seed_s_whatever_the_folder_calls_its_outputs(tmp_pa
     found = [model.build(tmp_path / "bare", task, labels, 0) for labels in (("ham", "spam"), ("bad", "good"))]
     assert torch.equal(*(network.get_parameter("classifier.weight") for network in found))
     assert heads.told(documents.read(tmp_path / "bare" / "config.json"), task.auto_model, ("bad", "good")) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [('{"model_type": "be', "cannot be read as JSON"), ("[1, 2]", "holds a list"), ("[" * 100_000, "cannot be read")],
-)
-def test_a_broken_configuration_is_named(tmp_path: Path, text: str, reason: str) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UserError, match=rf"config\.json {reason}.*; copy it whole"):
-        model.check_architecture(tmp_path, config.load("intent").recipe.data.max_tokens)

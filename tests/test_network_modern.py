@@ -12,7 +12,7 @@ from rtrain.config import Model
 from rtrain.network import attention, layout, model, packed
 from rtrain.tasks import base
 from rtrain.training import step
-from tests.packing import HEADS, LENGTHS, WORDS, agree, rows
+from tests.packing import HEADS, LENGTHS, WORDS, agree, pairwise, rows
 
 REACH = 4
 """Tokens that a token reads on either side, in two layers of three."""
@@ -53,9 +53,7 @@ WAYS = {"whole": (128, 512), "pieces": (2 * REACH, 512), "fused": (2 * REACH, 1)
 """(PIECE, SQUARE): windows as they are, under a mask; cut into pieces; and these by torch's kernel in training too."""
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize(("head", "way", "pooling"), pairwise(HEADS, WAYS, ["cls", "mean"]))
 def test_answers_and_gradients_are_those_with_padding(
     head: str, way: str, pooling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,13 +83,6 @@ def test_a_token_reads_no_further_than_it_may(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(found[0].transpose(0, 1), expected.expand(2, -1, -1), rtol=1e-12, atol=0)
 
 
-def test_short_windows_are_not_cut() -> None:
-    chosen = layout.layout_of(rows([9, 5, 3]), 2, torch.device("cpu"))
-    assert chosen.within(8) is chosen.groups
-    assert chosen.within(4) is chosen.within(4)
-    assert [group.pieces for group in chosen.within(4)] == [True]
-
-
 def test_the_gradient_of_local_attention_with_dropout_is_the_one_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "PIECE", 4)
     chosen = layout.layout_of(rows([9, 3, 3, 1]), 2, torch.device("cpu"))
@@ -103,15 +94,6 @@ def test_the_gradient_of_local_attention_with_dropout_is_the_one_of_its_answer(m
 
     query, key, value = (torch.randn(1, 2, 16, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     assert torch.autograd.gradcheck(answer, (query, key, value))
-
-
-def test_what_a_window_s_pieces_cost_grows_with_its_length() -> None:
-    def squares(tokens: int) -> int:
-        groups = layout.layout_of(rows([tokens]), 1, torch.device("cpu")).within(64)
-        return sum(group.windows * group.width * group.reads for group in groups)
-
-    assert squares(8192) == 64 * 128 * 256
-    assert squares(8192) == 4 * squares(2048)
 
 
 @pytest.mark.parametrize(
@@ -177,15 +159,3 @@ def test_heads_read_what_is_asked_for(tmp_path: Path, own: str, asked: Literal["
         expected = network.classifier(network.head(read))
         torch.testing.assert_close(found[packs][:1], expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(found[True], found[False], rtol=1e-10, atol=1e-12)
-
-
-def test_by_window_tells_a_kernel_how_far_a_token_reads() -> None:
-    chosen, told = layout.layout_of(rows([5, 3]), 2, torch.device("cpu")), dict[str, Any]()
-
-    def kernel(query: torch.Tensor, *_: Any, **named: Any) -> torch.Tensor:
-        told.update(named)
-        return query
-
-    query = torch.randn(1, 2, 8, 4)
-    attention.by_window(query, query, query, chosen, 0.5, reach=3, kernel=kernel)
-    assert told == {"scale": 0.5, "dropout": 0.0, "reach": 3}

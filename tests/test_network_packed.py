@@ -132,28 +132,6 @@ def test_every_window_of_every_group_answers_for_itself(kind: torch.dtype, toler
         torch.testing.assert_close(part.grad.double(), other.grad, rtol=4 * tolerance, atol=4 * tolerance)
 
 
-def test_an_artefact_of_a_packed_network_is_one_that_transformers_loads(tmp_path: Path) -> None:
-    folder = make_encoder(tmp_path / "encoder")
-    network = model.build(folder, base.get("classification"), ("a", "b"), 0)
-    assert packed.enabled(network)
-    network.save_pretrained(tmp_path / "saved")
-    assert packed.NAME not in (tmp_path / "saved" / "config.json").read_text()
-    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
-    ids = torch.tensor([[1, 5, 9, 2]])
-    with torch.inference_mode():
-        torch.testing.assert_close(loaded.eval()(ids).logits, network.eval()(ids).logits)
-
-
-def test_packing_can_be_switched_off(tmp_path: Path) -> None:
-    folder, task = make_encoder(tmp_path / "encoder"), base.get("classification")
-    pads, packs = (model.build(folder, task, ("a", "b"), 0, pack=pack).double().eval() for pack in (False, True))
-    assert [packed.enabled(network) for network in (pads, packs)] == [False, True]
-    tokens = rows(LENGTHS)
-    assert packed.computed(pads, tokens.lengths) > packed.computed(packs, tokens.lengths)
-    answers = [step.forward(network, tokens, 0, "fp32") for network in (pads, packs)]
-    torch.testing.assert_close(answers[0], answers[1], rtol=1e-10, atol=1e-12)
-
-
 def test_other_architectures_are_padded() -> None:
     chosen = transformers.MPNetConfig(**SMALL)
     network = transformers.MPNetForSequenceClassification(chosen)
@@ -179,14 +157,6 @@ def test_a_mask_is_zero_or_the_inverse_of_what_is_kept(kind: torch.dtype) -> Non
     assert float(columns.std()) < 1.5 * (0.1 * 0.9 / 700) ** 0.5  # no column is kept more often than others
 
 
-def test_masks_are_a_function_of_torch_s_generator() -> None:
-    torch.manual_seed(7)
-    first, second = (dropout.mask((50,), 0.5, torch.float32) for _ in range(2))
-    assert not torch.equal(first, second)
-    torch.manual_seed(7)
-    assert torch.equal(dropout.mask((50,), 0.5, torch.float32), first)
-
-
 def test_a_network_s_dropout_layers_take_these_masks_and_their_gradients_pass_through_them() -> None:
     network = torch.nn.Sequential(torch.nn.Dropout(0.25), torch.nn.Dropout(0.0))
     dropout.replace(network)
@@ -199,24 +169,6 @@ def test_a_network_s_dropout_layers_take_these_masks_and_their_gradients_pass_th
     assert values.grad is not None
     assert torch.equal(values.grad, found.detach())
     assert torch.equal(network.eval()(values), values)
-
-
-def test_dropout_as_torch_draws_it_takes_as_many_and_leaves_the_rest_alone(tmp_path: Path) -> None:
-    """The same network and pack, with masks of two makers: equal without dropout, and with it unlike."""
-    folder, tokens, found = make_encoder(tmp_path / "encoder"), rows(LENGTHS), {}
-    for fast in (True, False):
-        network: Any = model.build(folder, base.get("classification"), ("a", "b"), 0, fast_dropout=fast).train()
-        assert packed.enabled(network)
-        torch.manual_seed(4)
-        drops = step.forward(network, tokens, 0, "fp32")
-        found[fast] = drops, step.forward(network.eval(), tokens, 0, "fp32")
-        taken = network.bert.embeddings.dropout.train()(torch.ones(200_000)) == 0
-        assert abs(float(taken.double().mean()) - 0.1) < 0.005
-    assert torch.equal(found[True][1], found[False][1])
-    assert not torch.equal(found[True][0], found[False][0])
-    torch.manual_seed(0)
-    taken = dropout.stock((700, 301), 0.1, torch.float32) == 0
-    assert abs(float(taken.double().mean()) - 0.1) < 5 * (0.1 * 0.9 / taken.numel()) ** 0.5
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -274,5 +226,5 @@ def test_layers_that_are_computed_again_give_the_same_gradient_bit_for_bit(tmp_p
 
 def test_a_network_that_cannot_compute_its_layers_again_says_so() -> None:
     network = transformers.MPNetForSequenceClassification(transformers.MPNetConfig(**SMALL))
-    with pytest.raises(ConfigError, match=r"MPNetForSequenceClassification cannot compute its layers again"):
+    with pytest.raises(ConfigError, check=lambda error: [one.code for one in error.problems] == ["unsupported"]):
         model.keep_inputs_alone(network)

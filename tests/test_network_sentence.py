@@ -1,7 +1,6 @@
 """Sentence encoders: how their folders say that they pool, and what an artefact in their layout is to others' code."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
-from rtrain import artifact, config, manifest, predict
+from rtrain import artifact, config, predict
 from rtrain.batch import Head
-from rtrain.checkpoints import replica
-from rtrain.compress import distill, student as starting
+from rtrain.compress import student as starting
 from rtrain.config import Distill, Model
 from rtrain.errors import ConfigError, UserError
 from rtrain.network import model, pooling, sentence
@@ -273,23 +270,6 @@ def test_ours_answers_with_it_and_trains_it_further(pooled: tuple[Any, Path], tm
     assert last.shape[0] == 2
 
 
-def test_artefacts_of_before_are_read_as_they_were(tmp_path: Path) -> None:
-    """Their heads had the shape of any other."""
-    network: Any = model.build(family("bert", tmp_path / "e"), TASK, LABELS, 0, Model(pooling="mean")).eval()
-    network.save_pretrained(tmp_path / "old")
-    make_tokenizer(tmp_path / "old")
-    facts = {pooling.FACT: "mean"}
-    made = artifact.Artifact("x", "classification", LABELS, 32, "torch", facts=facts)
-    artifact.write(tmp_path / "old", made, predict.golden_logits)
-    old, new = (
-        predict.Predictor.load(folder).logits(TEXTS)
-        for folder in (tmp_path / "old", exported(network, tmp_path / "e", tmp_path / "new", mean=True))
-    )
-    np.testing.assert_array_equal(old, new)
-    chosen = config.load("intent", {"model.name": str(tmp_path / "old")})
-    assert model.resolved(chosen, tmp_path / "old").recipe.model.pooling == "mean"
-
-
 def test_with_its_own_pooling_it_is_a_folder_of_transformers(tmp_path: Path) -> None:
     network: Any = model.build(make_encoder(tmp_path / "encoder"), TASK, LABELS, 0, Model(pooling="own"))
     folder = exported(network, tmp_path / "encoder", tmp_path / "artifact", mean=False)
@@ -305,43 +285,5 @@ def test_a_head_of_another_shape_is_no_artefact_s(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "a" / "config.json").read_text())
     document["id2label"] = {"0": "x", "1": "y"}
     (tmp_path / "a" / "config.json").write_text(json.dumps(document))
-    with pytest.raises(UserError, match=r"classifier\.bias is \[3\] in place of \[2\], classifier\.weight is"):
+    with pytest.raises(UserError, check=lambda error: error.code == "damaged"):
         pooling.load(transformers.AutoModelForSequenceClassification, tmp_path / "a")
-
-
-def test_the_manifest_has_the_layout_s_files(pooled: tuple[Any, Path]) -> None:
-    folder = pooled[1]
-    recorded = json.loads((folder / manifest.NAME).read_text())["files"]
-    layout = {"1_Pooling/config.json", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"}
-    assert set(recorded) >= layout
-    assert load_file(folder / "model.safetensors")
-    assert manifest.damage(folder) is None
-
-
-def test_a_student_of_another_pooling_is_refused(pooled: tuple[Any, Path], tmp_path: Path) -> None:
-    shutil.copytree(pooled[1], tmp_path / "teacher" / "artifact")
-    chosen = config.load("intent", {"model.pooling": "own"})
-    with pytest.raises(ConfigError) as caught:
-        distill.run(chosen, tmp_path / "teacher", tmp_path / "student")
-    assert str(caught.value) == "model.pooling=own: the teacher was trained with mean; write mean, or leave it out"
-
-
-def test_a_replica_of_it_has_the_folders_in_it(pooled: tuple[Any, Path], tmp_path: Path) -> None:
-    shutil.copytree(pooled[1], tmp_path / "run" / "artifact")
-    for name in replica.FILES:
-        (tmp_path / "run" / name).touch()
-    replica.Replica(f"file://{tmp_path}/storage", "run", "").push_artifact(tmp_path / "run")
-    copy = tmp_path / "storage" / "run" / "artifact"
-    assert (copy / "1_Pooling" / "config.json").is_file()
-    assert artifact.read(copy) == artifact.read(pooled[1])
-
-
-def test_a_changed_layout_is_damage(tmp_path: Path) -> None:
-    sentence.write(tmp_path, "cls", 8, 16)
-    manifest.write(tmp_path)
-    assert sentence.pooling_of(tmp_path) == "cls"
-    path = tmp_path / "1_Pooling" / "config.json"
-    path.write_text(path.read_text().replace("true", "false"))
-    assert manifest.damage(tmp_path) == f"1_Pooling/config.json has {path.stat().st_size} bytes instead of " + str(
-        path.stat().st_size - 1
-    )

@@ -10,7 +10,6 @@ import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import models, pre_tokenizers
 
 from rtrain.errors import UserError
 from rtrain.network import trimming, vocabulary
@@ -107,42 +106,6 @@ def test_weights_that_do_not_fit_the_tokenizer_are_refused(tmp_path: Path) -> No
     weights = load_file(whole / "model.safetensors")
     name = "embeddings.word_embeddings.weight"
     save_file({**weights, name: weights[name][:190].clone()}, whole / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=rf"{name} has 190 lines and the tokenizer a piece 199; copy it whole"):
+    with pytest.raises(UserError, check=lambda error: error.code == "damaged"):
         trimming.trim(whole, list(range(200)), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
-
-
-def test_a_large_vocabulary_shrinks_checkpoints_and_the_optimizer(tmp_path: Path) -> None:
-    """250,000 made-up pieces, as those of a multilingual encoder, of which the rows use a few."""
-    total, width = 250_000, 4
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"p{place}" for place in range(5, total))]
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    made = tokenizers.Tokenizer(models.WordPiece({name: place for place, name in enumerate(names)}, unk_token="[UNK]"))
-    made.add_special_tokens(names[:5])
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.save(str(whole / "tokenizer.json"))
-    sizes: dict[str, Any] = {
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "intermediate_size": 8,
-        "max_position_embeddings": 16,
-    }
-    config = transformers.BertConfig(vocab_size=total, hidden_size=width, **sizes)
-    transformers.BertModel(config, add_pooling_layer=False).save_pretrained(whole)
-    out, ids = trimmed(whole, tmp_path / "out", [f"p{place} p{total - place}" for place in range(10, 1010)])
-    assert len(ids) == 2005
-
-    def measured(folder: Path) -> tuple[int, int]:
-        network = transformers.AutoModel.from_pretrained(folder, add_pooling_layer=False)
-        optimizer = torch.optim.AdamW(network.parameters())
-        network(torch.tensor([[5, 6, 7]])).last_hidden_state.sum().backward()
-        optimizer.step()
-        moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
-        return sum(value.nbytes for value in moments), (folder / "model.safetensors").stat().st_size
-
-    before, after = measured(whole), measured(out)
-    gone = (total - len(ids)) * width * 4
-    assert before[0] - after[0] == 2 * gone  # two moments of fp32 for each weight
-    assert abs(before[1] - after[1] - gone) <= 64  # but for the header's digits
-    assert after[0] < before[0] / 50

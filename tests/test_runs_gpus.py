@@ -5,20 +5,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from rtrain import config, env, ray_internals
-from rtrain.cluster import demand, feasible, supply
-from rtrain.cluster.supply import Host, Needs
+from rtrain import config, env
+from rtrain.cluster import supply
+from rtrain.cluster.supply import Needs
 from rtrain.errors import ConfigError
 from rtrain.run import Run
-from rtrain.runs import group, preparing
+from rtrain.runs import preparing
 from tests.conftest import STARTUP
+from tests.root import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 NOTHING = supply.startable({})
 
 
@@ -28,43 +26,6 @@ NOTHING = supply.startable({})
 )
 def test_no_worker_takes_parts_of_two_gpus(share: float, gpus: float, places: int) -> None:
     assert Needs("gpu", share=share).places({"CPU": 8.0, "GPU": gpus}) == places
-
-
-def test_trials_share_a_gpu_and_their_data_tasks_share_its_node() -> None:
-    half, hosts = Needs("gpu", share=0.5), [Host({"CPU": 8.0, "GPU": 2.0})]
-    assert feasible.runs(hosts, NOTHING, half, 1) == 4
-    assert feasible.runs([Host({"CPU": 5.0, "GPU": 2.0})], NOTHING, half, 1) == 2  # two CPUs each for data
-    asked = demand.places(1, half, hosts, NOTHING)
-    assert [(place.resource, place.amount) for place in asked] == [("GPU", 0.5), ("CPU", 1.0), ("CPU", 1.0)]
-    kinds = {"gpu": {"resources": {"CPU": 8, "GPU": 1}}}
-    may = supply.startable({"max_workers": 2, "available_node_types": kinds})
-    assert demand.told(asked[:1], may, 5) == "the autoscaler is asked for 0.5 GPU on gpu nodes, for 5 s now"
-    assert feasible.runs([], may, half, 1) == 4
-
-
-def test_the_share_is_that_of_the_recipe_and_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = config.load("intent", {"train.workers": 1, "train.gpus_per_worker": 0.5})
-    assert (supply.needs(chosen, "gpu").share, supply.needs(chosen, "cpu").share) == (0.5, 1.0)
-    with pytest.raises(ConfigError, match=r"train\.gpus_per_worker=0\.5: NCCL takes no two of the 2 workers on"):
-        config.load("intent", {"train.workers": 2, "train.gpus_per_worker": 0.5})
-    assert chosen.recipe.identity() == config.load("intent", {"train.workers": 1}).recipe.identity()
-    monkeypatch.setattr(supply, "up_by_id", lambda: {"n": Host({"GPU": 1.0})})
-    monkeypatch.setattr(ray_internals, "available_by_node", lambda: {"n": {"GPU": 0.25}})
-    [host] = supply.free({"n": 1}, supply.needs(chosen, "gpu"))
-    assert host.has["GPU"] == 0.75
-
-
-@pytest.mark.parametrize(("device", "share", "taken"), [("gpu", 0.5, {"GPU": 0.5}), ("gpu", 1, None), ("cpu", 1, None)])
-def test_a_worker_group_is_given_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, share: float, taken: dict[str, float] | None
-) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(
-        ray_internals, "torch_trainer", lambda asks: lambda function, **named: seen.append(SimpleNamespace(**named))
-    )
-    group.trainer(lambda: None, group.Layout(1, device, share=share), tmp_path)
-    [made] = seen
-    assert (made.scaling_config.use_gpu, made.scaling_config.resources_per_worker) == (device == "gpu", taken)
 
 
 SCRIPT = """
@@ -94,7 +55,7 @@ def test_a_run_that_began_on_a_gpu_goes_on_by_none_elsewhere(tmp_path: Path, ray
     chosen, run = config.load("intent", {"train.workers": 2}), Run(tmp_path)
     assert preparing.device_of(chosen, run).device == "cpu"  # this cluster's
     run.decide(preparing.DEVICE, "gpu")
-    with pytest.raises(ConfigError, match="the cluster has 0 GPUs, and its autoscaler may start no more"):
+    with pytest.raises(ConfigError, check=lambda error: [one.code for one in error.problems] == ["too_few_gpus"]):
         preparing.device_of(chosen, run)
 
 

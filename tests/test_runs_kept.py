@@ -1,21 +1,17 @@
 """Worker processes that are kept: what they train equals, bit for bit, what new ones train; a death costs one start."""
 
-import json
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow.parquet
 import pytest
-from safetensors.numpy import load_file
 
 from rtrain import events
 from rtrain.checkpoints import checkpoint
 from rtrain.config import with_overrides
 from rtrain.network import tokenizer_files
-from rtrain.predict import Predictor
 from rtrain.proof import faults
 from rtrain.proof.faults import workers_left
 from rtrain.report.live import said
@@ -77,26 +73,6 @@ def test_a_run_frozen_at_rungs_and_thawed_in_used_workers_ends_like_one_that_nev
     scored = [event["update"] for event in events.read(mine) if event["kind"] == "evaluated"]
     assert scored == [event["update"] for event in events.read(trained.run) if event["kind"] == "evaluated"]
     assert not (mine / "report.html").exists()
-
-
-def test_a_run_in_float64_has_a_wide_checkpoint_and_an_artefact_as_every_run_s(
-    trained: Trained, workers: kept.Kept
-) -> None:
-    run = Run(trained.run.parent / "wide")
-    prepared = preparing.prepare(
-        with_overrides(trained.config, {"train.precision": "fp64", "train.epochs": 1}), run.folder
-    )
-    summary = driver.fit(prepared, workers=workers, reports=False)
-    assert (summary["status"], run.events("started")[0]["precision"]) == ("finished", "fp64")
-    last = checkpoint.path_of(run.checkpoints, summary["updates"])
-    kinds = {name: {str(one.dtype) for one in load_file(last / name).values()} for name in ("model.safetensors",)}
-    assert kinds == {"model.safetensors": {"float64"}}
-    exported = load_file(run.artifact / "model.safetensors")
-    assert {str(one.dtype) for one in exported.values()} == {"float32"}
-    assert json.loads((run.artifact / "config.json").read_text())["dtype"] == "float32"
-    predictions = pyarrow.parquet.read_table(run.predictions("test"))
-    answers = Predictor.load(run.artifact)(predictions["text"].to_pylist())
-    assert [answer[0]["label"] for answer in answers] == predictions["prediction"].to_pylist()
 
 
 @pytest.mark.slow

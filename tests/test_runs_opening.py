@@ -1,7 +1,5 @@
 """Run folders: a used name is refused, resumed or numbered, and a resume keeps what made the weights."""
 
-import shlex
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -10,13 +8,11 @@ import pytest
 import yaml
 
 from rtrain import config
-from rtrain.cli import options
 from rtrain.config import Config
 from rtrain.config.data import OneOf
 from rtrain.errors import ConfigError, UserError
 from rtrain.run import Run
 from rtrain.runs import opening, preparing
-from tests.tiny import make_artifact
 
 
 def made(**overrides: Any) -> Config:
@@ -35,26 +31,6 @@ def used(tmp_path: Path) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------------------- folders
-
-
-def test_without_out_a_run_is_named_by_recipe_and_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    assert opening.folder_for("intent", None, now=1_700_000_000) == tmp_path / "runs" / "intent-20231114-221320"
-
-
-@pytest.mark.parametrize("out", ["mine", "./mine", "a/../mine"])
-def test_out_is_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a").mkdir()
-    assert opening.folder_for("intent", out).is_absolute()
-    assert opening.folder_for("intent", out).resolve() == tmp_path / "mine"
-
-
-def test_the_home_folder_may_be_abbreviated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert opening.folder_for("intent", "~/mine") == tmp_path / "mine"
 
 
 def test_what_a_run_names_is_found_from_every_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -85,11 +61,8 @@ def test_a_free_name_is_taken(tmp_path: Path, reuse: opening.Reuse) -> None:
 
 
 def test_a_used_name_is_refused_with_both_ways_out(used: Path) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, check=lambda error: error.code == "already_exists"):
         opening.choose(used, made(), "refuse")
-    assert str(caught.value) == (
-        f"--out: {used} holds a run already; write --resume to continue it, or --new for run-2"
-    )
 
 
 def test_new_takes_the_next_free_number(used: Path) -> None:
@@ -107,11 +80,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_what_is_refused_leaves_the_run_that_is_trained_as_it_was(used: Path) -> None:
     before = contents(used)
     with opening.hold(Run(used)):
-        with pytest.raises(UserError, match="is being trained by process"):
+        with pytest.raises(UserError, check=lambda error: error.code == "in_use"):
             preparing.prepare(made(train__keep=7, **DECIDED), used, "resume")
         reuses: tuple[opening.Reuse, ...] = ("resume", "refuse")
         for reuse in reuses:
-            with pytest.raises(UserError, match="is being trained by process"), opening.claimed(Run(used), reuse):
+            with (
+                pytest.raises(UserError, check=lambda error: error.code == "in_use"),
+                opening.claimed(Run(used), reuse),
+            ):
                 pass
     assert contents(used) == before
 
@@ -126,7 +102,7 @@ def test_a_name_that_another_command_took_meanwhile_is_refused_or_numbered_on(tm
             opening.freeze(second, chosen[1][1])
     with opening.claimed(Run(chosen[2][0]), "new") as third:
         opening.freeze(third, chosen[2][1])
-    with pytest.raises(UserError, match="begun by another command meanwhile"), opening.claimed(first, "refuse"):
+    with pytest.raises(UserError, check=lambda error: error.code == "already_exists"), opening.claimed(first, "refuse"):
         pass
     assert [run.name for run in (first, second, third)] == ["run", "run-2", "run-3"]
     assert tuple(opening.stored(run.folder).recipe.optim.lr for run in (first, second, third)) == rates
@@ -142,24 +118,17 @@ def test_a_folder_with_something_else_in_it_is_never_used(tmp_path: Path) -> Non
     (tmp_path / "thesis.txt").touch()
     reuses: tuple[opening.Reuse, ...] = ("refuse", "resume", "new")
     for reuse in reuses:
-        with pytest.raises(UserError, match="is not empty and holds no run; name a new folder"):
+        with pytest.raises(UserError, check=lambda error: error.code == "not_empty"):
             opening.choose(tmp_path, made(), reuse)
 
 
 def test_nothing_to_resume_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no run to resume; leave --resume out to start one"):
+    with pytest.raises(UserError, check=lambda error: error.code == "not_a_run"):
         opening.choose(tmp_path / "none", made(), "resume")
     assert not (tmp_path / "none").exists()
 
 
 # --------------------------------------------------------------------------------------------------------------- resume
-
-
-def test_a_resume_with_the_same_recipe_is_the_stored_run(used: Path) -> None:
-    folder, opened = opening.choose(used, made(), "resume")
-    assert folder == used
-    assert opened == config.load(str(used / "config.yaml"))
-    assert opened.recipe.identity() == made(**DECIDED).recipe.identity()
 
 
 @pytest.mark.parametrize("pooling", ["own", "mean"])
@@ -171,41 +140,6 @@ def test_what_is_left_open_is_as_the_run_has_it(tmp_path: Path, pooling: str, pr
     _, opened = opening.choose(tmp_path / "run", made(model__pooling="auto", train__precision="auto"), "resume")
     assert (opened.recipe.model.pooling, opened.recipe.train.precision) == (pooling, precision)
     assert opened.recipe.identity() == had.recipe.identity()
-
-
-def test_a_strategy_is_chosen_once(tmp_path: Path) -> None:
-    """By a resume too, where the run was started without a choice; the settings that were chosen stay."""
-    run, auto = Run(tmp_path / "run"), made(train__strategy="auto")
-    opening.freeze(run, made())
-    assert opening.choose(run.folder, auto, "resume")[1].recipe.train.strategy == "auto"
-    opening.freeze(run, made(train__shard=2))
-    with pytest.raises(ConfigError, match=r"train\.shard=2: train\.strategy=auto chooses it"):
-        opening.choose(run.folder, auto, "resume")
-    run.append("strategy", why="it fits")
-    train = opening.choose(run.folder, auto, "resume")[1].recipe.train
-    assert (train.strategy, train.shard) == ("manual", 2)
-
-
-def test_a_strategy_that_was_chosen_is_left_open_without_the_recipe_s_name_too(tmp_path: Path) -> None:
-    run, auto = Run(tmp_path / "run"), ["train.strategy=auto", "train.keep=3"]
-    opening.freeze(run, made(train__shard=2, model__pooling="mean"))
-    with pytest.raises(ConfigError, match=r"train\.shard=2: train\.strategy=auto chooses it"):
-        options.opened(None, auto, str(run.folder), True, False)
-    run.append("strategy", why="it fits")
-    opened, folder, reuse = options.opened(None, auto, str(run.folder), True, False)
-    train = opened.recipe.train
-    assert (folder, reuse, train.strategy, train.shard, train.keep) == (run.folder, "resume", "manual", 2, 3)
-
-
-def test_a_run_of_before_there_was_a_choice_of_pooling_keeps_its_own(used: Path) -> None:
-    Run(used).append("created")
-    (used / "decisions.json").unlink()  # then, settings were not kept there
-    document = yaml.safe_load((used / "config.yaml").read_text())
-    del document["model"]["pooling"]
-    (used / "config.yaml").write_text(yaml.safe_dump(document))
-    assert config.load(str(used / "config.yaml")).recipe.model.pooling == "auto"
-    _, opened = opening.choose(used, made(), "resume")
-    assert opened.recipe.model.pooling == "own"
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -227,20 +161,6 @@ def test_what_nobody_names_stays_the_run_s_own(tmp_path: Path) -> None:
     frozen = opening.freeze(Run(tmp_path / "run"), config.load("intent", asked))
     _, opened = opening.choose(tmp_path / "run", made(train__keep=3), "resume")
     assert opened == config.with_overrides(frozen, {"train.keep": 3})
-
-
-def test_all_that_a_file_of_the_user_s_says_is_named(used: Path, tmp_path: Path) -> None:
-    """Also where it says what is the default anyway; its gaps are the run's own."""
-    opening.freeze(
-        Run(used),
-        config.with_overrides(made(**DECIDED), {"train.keep": 5, "train.log_every": 50}),
-    )
-    mine = tmp_path / "mine.yaml"
-    mine.write_text("name: intent\ntask: classification\ntrain: {keep: 2, epochs: 5}\n")
-    _, opened = opening.choose(used, config.load(str(mine)), "resume")
-    assert (opened.recipe.train.keep, opened.recipe.train.log_every) == (2, 50)
-    _, again = opening.choose(used, config.load(str(used / "config.yaml"), {"train.keep": 9}), "resume")
-    assert again == config.with_overrides(config.load(str(used / "config.yaml")), {"train.keep": 9})
 
 
 def test_another_recipe_is_refused(used: Path) -> None:
@@ -317,8 +237,6 @@ def test_every_setting_is_taken_by_a_resume_or_refused_by_name(tmp_path: Path, n
         opening.choose(tmp_path / "run", new, "resume")
     resolved = "train.rows_per_update" if name == "train.aggregation_frequency" else name
     assert resolved in [problem.field for problem in caught.value.problems]
-    assert "train.workers" in str(caught.value)
-    assert "the same command with --new in place of --resume starts another run, run-2" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -342,8 +260,8 @@ def test_what_would_change_the_weights_is_refused_by_name(
         opening.choose(used, made(**overrides), "resume")
     [problem] = caught.value.problems
     assert (problem.field, problem.value) == (field, after)
-    assert problem.reason == f"the run was started with {before!r}"
-    assert problem.fix.endswith(", or start another run")
+    assert problem.code == "changed_setting"
+    assert repr(before) in problem.reason
 
 
 def edit(run: Path, name: str, value: object) -> None:
@@ -376,46 +294,6 @@ def test_an_edited_setting_that_changes_no_weight_is_taken(used: Path, name: str
     assert config.flat(opening.choose(used, made(), "resume")[1])[name] == value
 
 
-@pytest.mark.parametrize(
-    ("schedule", "reason"),
-    [
-        ("linear", "the run was started with 5, over which its learning rate falls to 0"),
-        ("constant", "the run was started with 5"),
-    ],
-)
-@pytest.mark.parametrize("finished", [True, False])
-def test_more_epochs_are_refused_with_the_command_that_trains_on(
-    tmp_path: Path, schedule: str, reason: str, finished: bool
-) -> None:
-    folder = tmp_path / "my run"
-    opening.freeze(Run(folder), made(optim__schedule=schedule))
-    if finished:
-        make_artifact(folder / "artifact")
-    with pytest.raises(ConfigError) as caught:
-        opening.choose(folder, made(train__epochs=7), "resume")
-    [problem] = caught.value.problems
-    assert problem.reason == reason
-    ends, _, command = problem.fix.partition("train another run on from its weights: ")
-    assert ends == ("" if finished else "let it end, then ")
-    assert shlex.split(command) == [
-        *("rtrain", "train", f"{folder}/config.yaml", "--model", f"{folder}/artifact"),
-        *("--set", "train.epochs=2", "--out", f"{folder}-2"),
-    ]
-
-
-def test_all_changes_are_refused_at_once(used: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        opening.choose(used, made(optim__lr=1e-5, train__seed=3), "resume")
-    assert [problem.field for problem in caught.value.problems] == ["optim.lr", "train.seed"]
-
-
-def test_fewer_rows_than_the_new_workers_are_refused(tmp_path: Path) -> None:
-    folder, opened = opening.choose(tmp_path / "run", made(train__rows_per_update=4), "refuse")
-    opening.freeze(Run(folder), opened)
-    with pytest.raises(ConfigError, match="fewer rows than the 5 workers that share them"):
-        opening.choose(folder, made(train__workers=5), "resume")
-
-
 # --------------------------------------------------------------------------------------------------------------- freeze
 
 
@@ -436,13 +314,6 @@ def test_the_frozen_configuration_is_complete_and_replayable(tmp_path: Path, mon
     assert again == frozen
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/rows.csv", "banking77"])
-def test_urls_and_names_are_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert opening.absolute(made(data__path=path)).recipe.data.path == path
-    assert opening.absolute(made()).recipe.model.name == "minilm"
-
-
 def test_a_worker_s_hour_is_priced_by_the_file_where_no_setting_says_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -455,9 +326,9 @@ def test_a_worker_s_hour_is_priced_by_the_file_where_no_setting_says_it(
     own = opening.absolute(config.load("intent", {**asked, "tune.price": 0.1})).deploy
     assert own.tune.price == 0.1
     file.write_text("x9.large: {on_demand: 2}\n")
-    with pytest.raises(ConfigError, match="no price of a worker's hour"):
+    with pytest.raises(ConfigError, check=lambda error: [one.code for one in error.problems] == ["no_price"]):
         opening.absolute(config.load("intent", asked))
     assert opening.absolute(config.load("intent", {"cluster.prices": "prices.yaml"})).deploy.tune.price is None
     file.unlink()
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError):
         opening.absolute(config.load("intent", asked))

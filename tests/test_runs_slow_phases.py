@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests import slow_phases
+from tests.root import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PASSES = ["pass 0", "pass 1", "pass 2"]
 PHASES = ["artefact", "checkpoint", "download", "metric", "model", *PASSES, "predictions", "scores", "upload"]
 

@@ -54,9 +54,9 @@ def test_what_fits_is_in_the_configuration_and_told(ground: Path, monkeypatch: p
 def test_what_fits_nowhere_is_refused_and_so_is_what_nobody_knows(
     ground: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"train\.strategy=.*auto.*4 workers take .* MB of 90"):
+    with pytest.raises(ConfigError, check=lambda error: error.problems[0].field == "train.strategy"):
         decided(ground, monkeypatch, {"CPU": 4.0, "memory": 0.1 * GB}, strategy="auto")
-    with pytest.raises(ConfigError, match="nobody says how much memory the cluster's CPUs have"):
+    with pytest.raises(ConfigError, check=lambda error: [one.code for one in error.problems] == ["unknown_memory"]):
         decided(ground, monkeypatch, {"CPU": 4.0}, strategy="auto")
 
 
@@ -89,7 +89,7 @@ def test_settings_that_are_given_stay(ground: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("check", [search.check, study.check])
 def test_trials_that_share_nodes_leave_nothing_open(check: Callable[[Config], None]) -> None:
-    with pytest.raises(ConfigError, match=r"trials share the memory of nodes.*rtrain plan --search"):
+    with pytest.raises(ConfigError, check=lambda error: error.problems[0].field == "train.strategy"):
         check(configuration.load("intent", {"train.strategy": "auto"}))
 
 
@@ -109,8 +109,6 @@ def test_a_layout_that_does_not_fit_the_gpus_there_are_is_refused_before_rows_ar
     monkeypatch.setattr(nodes, "share", shared_by_all)
     rows = write_rows(tmp_path / "rows.csv", labelled_rows(60))
     asked = {"model.name": str(ground / "encoder"), "data.path": str(rows), "train.workers": 4, f"train.{layout}": 2}
-    with pytest.raises(
-        ConfigError, match=rf"train\.{layout}=2: it does not divide train\.workers=3 \(3 workers instead"
-    ):
+    with pytest.raises(ConfigError, check=lambda error: error.problems[0].field == f"train.{layout}"):
         preparing.prepare(configuration.load("intent", asked), tmp_path / "run")
     assert not (tmp_path / ".tokens").exists()

@@ -97,21 +97,6 @@ def test_from_rows_to_an_int8_student_s_answer(task: str, ray_session: Path, kep
         assert "," in artifact.read(Run(student).artifact).facts["cut_before"]  # commas are words of these rows
 
 
-@pytest.mark.slow
-def test_a_trimmed_student_of_tags_is_gated_by_its_answers(ray_session: Path, kept_workers: Kept) -> None:
-    """It reads the rows as other tokens than its teacher, and the tags stand at other places."""
-    chosen, run, _ = trained("token_tags", ray_session / "tasks-trimmed", kept_workers)
-    trim = {"compress.vocabulary": "trim", "compress.vocabulary_pieces": 0}
-    chosen = config.with_overrides(chosen, trim)
-    student, report = distill.run(chosen, run, run.parent / "student", workers=kept_workers)
-    store = Store(quantize.store_of(student))
-    assert store.folder != quantize.store_of(run)
-    assert report["gate"]["rows"] == store.rows("test")
-    assert report["gate"]["headline"] is not None
-    made = quantize.run(chosen.recipe, store.folder, student, student / "artifact-int8")
-    assert not any("other tokens" in reason for reason in made["gate"]["reasons"])
-
-
 def trained(task: str, folder: Path, workers: Kept) -> tuple[Config, Path, Store]:
     """Train on two workers, and look at what the run keeps of its rows."""
     folder.mkdir()

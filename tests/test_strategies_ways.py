@@ -9,7 +9,6 @@ import torch
 
 from rtrain import config
 from rtrain.config import Recipe
-from rtrain.errors import ConfigError
 from rtrain.exchange import whole
 from rtrain.strategies import choose, ways
 from rtrain.strategies.ways import Way
@@ -60,7 +59,7 @@ def test_a_way_is_what_its_settings_say() -> None:
     way = Way(3, 2, True)
     named = {"train.shard": 3, "train.tensor": 2, "train.gradient_checkpointing": True}
     assert way.settings == named
-    assert way.of(recipe(train__strategy="auto").train, 4) == recipe(**named, **{"train.workers": 4}).train
+    assert way.of(recipe().train, 4) == recipe(**named, **{"train.workers": 4}).train
     assert ways.own(recipe(**named).train, 4) == way
     staged = Way(2, 2, pipeline=2)
     assert ways.own(recipe(**staged.settings, **{"train.workers": 8}).train, 8) == staged
@@ -91,16 +90,6 @@ def test_the_rest_are_those_that_come_after() -> None:
     found = [Way(), Way(1), Way(2)]
     assert list(ways.beginning_with(Way(1), iter(found))) == [Way(1), Way(2)]
     assert list(ways.beginning_with(Way(3), iter(found))) == [Way(3), *found]
-
-
-def test_settings_beside_auto_are_refused_and_it_changes_no_identity() -> None:
-    plain, auto = recipe(), recipe(train__strategy="auto", train__gradient_checkpointing=True)
-    assert auto.identity() == plain.identity()
-    with pytest.raises(ConfigError) as caught:
-        recipe(train__strategy="auto", train__shard=2, train__tensor=2)
-    found = {problem.field: problem for problem in caught.value.problems}
-    assert found.keys() == {"train.shard", "train.tensor"}
-    assert "train.strategy=manual" in found["train.shard"].fix
 
 
 def test_a_network_is_put_on_its_device_in_parts_where_no_worker_has_all_of_it() -> None:

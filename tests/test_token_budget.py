@@ -11,20 +11,17 @@ import psutil
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rtrain import config, predict
+from rtrain import predict
 from rtrain.batch import Encoded, Floats, Head, Window
-from rtrain.compress import teacher as teaching
 from rtrain.config import Serve
 from rtrain.predict import Predictor, parts
-from rtrain.training.step import forward
 from serve.app import build_app
 from serve.batching.batcher import Batcher
 from serve.batching.scheduler import Limits
 from tests import quantizing
-from tests.conftest import labelled_rows, write_rows
-from tests.serving import call, client
-from tests.test_serve_batcher import Engine, deadline, held, numbers, queued, run
-from tests.tiny import CORPUS, make_store, make_task_artifact
+from tests.serving import client
+from tests.test_serve_batcher import deadline, numbers, run
+from tests.tiny import CORPUS, make_task_artifact
 
 WINDOWS = {"stride": 4, "max_windows": 64, "pooling": "mean"}
 HEADS = {
@@ -66,18 +63,6 @@ def calls_of(rows: list[Encoded], budget: int | None, most_rows: int = 32) -> tu
     return calls, answers
 
 
-def test_long_texts_are_cut_into_calls_by_tokens() -> None:
-    rows = [long(value, 64, 384) for value in range(32)]
-    calls, _ = calls_of(rows, None)
-    assert [padded_tokens(call) for call in calls] == [786_432]
-    calls, answers = calls_of(rows, 2 * 64 * 384)
-    assert [padded_tokens(call) for call in calls] == [49_152] * 16
-    assert [row.ids[0] for call in calls for row in call] == list(range(32))
-    assert numbers(answers) == [[2 * value] for value in range(32)]
-    calls, _ = calls_of(rows, 1000)
-    assert [len(call) for call in calls] == [1] * 32, "a row of more than the budget goes alone"
-
-
 @settings(max_examples=200, deadline=None)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40)), min_size=1, max_size=20),
@@ -91,25 +76,6 @@ def test_no_call_is_larger_than_the_budget(shapes: list[tuple[int, int]], budget
     assert all(len(call) <= most_rows for call in calls)
     assert sorted(row.ids[0] for call in calls for row in call) == list(range(len(rows)))
     assert numbers(answers) == [[2 * value] for value in range(len(rows))]
-
-
-def test_rows_that_nobody_awaits_take_no_part_of_the_budget() -> None:
-    engine = Engine()
-
-    async def main() -> None:
-        batcher = Batcher(engine, Limits(batch_rows=4, batch_tokens=24))
-        first = await held(batcher, engine)
-        gone = await queued(batcher, long(1, 3), long(2, 3))
-        stays = await queued(batcher, long(3, 3), long(4, 3))
-        gone.cancel()
-        await asyncio.sleep(0)
-        engine.gate.set()
-        assert numbers(await stays) == [[6], [8]]
-        await first
-        batcher.close()
-
-    run(main)
-    assert engine.calls == [[0], [3], [4]]
 
 
 # ------------------------------------------------------------------------------------------------------ the predictor
@@ -158,56 +124,6 @@ def test_answers_are_the_same_in_parts(tmp_path: Path, task: str) -> None:
         assert len(engine.sizes) > 3
         assert max(engine.sizes) <= most
         assert max(float(np.abs(a - b).max(initial=0)) for a, b in zip(whole, cut, strict=True)) < 1e-5
-
-
-def test_an_endpoint_keeps_its_budget_and_its_answers(tmp_path: Path) -> None:
-    folder = make_task_artifact(tmp_path / "artifact", "classification", HEADS["classification"], max_tokens=16)
-    predictor = Predictor.load(folder, threads=1)
-    engine = Recorded(predictor)
-    replies = {}
-    for most in (Serve().max_batch_tokens, 48):
-        engine.sizes.clear()
-        replies[most] = call(
-            build_app(predictor, Serve(max_batch_tokens=most)), "POST", "/predict", json={"inputs": TEXTS}
-        )
-        assert max(engine.sizes) <= most
-    scores = [
-        [sorted((one["label"], one["score"]) for one in row) for row in reply.json()] for reply in replies.values()
-    ]
-    for one, other in zip(*scores, strict=True):
-        assert [label for label, _ in one] == [label for label, _ in other]
-        assert [score for _, score in one] == pytest.approx([score for _, score in other], abs=1e-5)
-
-
-def test_the_endpoint_takes_as_much_at_a_time_as_evaluation() -> None:
-    assert Serve().max_batch_tokens == predict.MOST_TOKENS
-
-
-# -------------------------------------------------------------------------------------------------------- the teacher
-
-
-def test_a_teacher_s_passes_are_cut_by_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [(" and ".join([text] * (1 + number % 9)), label) for number, (text, label) in enumerate(labelled_rows(90))]
-    dotted = {"data.window": 16, "data.stride": 4, "data.path": str(write_rows(tmp_path / "rows.csv", rows))}
-    teacher = make_task_artifact(tmp_path / "artifact", "classification", HEADS["classification"], max_tokens=16)
-    store = make_store(config.load("intent", dotted).recipe, teacher, tmp_path)
-    sizes: list[int] = []
-
-    def recorded(network: Any, tokens: Any, *rest: Any) -> Any:
-        sizes.append(len(tokens.ids))
-        return forward(network, tokens, *rest)
-
-    monkeypatch.setattr(teaching, "forward", recorded)
-    batch = {"id": np.arange(store.rows("train"))[-teaching.TEACHER_ROWS :]}  # the longest last
-    whole = teaching._answer(batch, store.folder, teacher)
-    assert sizes == [int(np.sort(store.column("train", "length"))[-teaching.TEACHER_ROWS :].sum())]
-    monkeypatch.setattr(teaching, "TEACHER_TOKENS", 600)
-    sizes.clear()
-    cut = teaching._answer(batch, store.folder, teacher)
-    assert len(sizes) > 5
-    assert max(sizes) <= 600
-    assert cut["position"].tolist() == whole["position"].tolist()
-    assert np.abs(np.stack(cut["logits"]) - np.stack(whole["logits"])).max() < 1e-5
 
 
 # ------------------------------------------------------------------------------------- the memory of shapes (OpenVINO)

@@ -10,7 +10,7 @@ from rtrain import config as configuration
 from rtrain.batch import single
 from rtrain.network import model
 from rtrain.runs import decisions, worker
-from rtrain.runs.start import Start
+from rtrain.runs.worker import Start
 from rtrain.training import balance, pass_size
 from tests.test_training_step import LOSS, make_network, make_still_encoder
 

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rtrain import events
 from rtrain.batch import Ragged
-from rtrain.checkpoints.checkpoint import State
 from rtrain.data.stores.store import Store
 from rtrain.tasks import base
 from rtrain.training import best
@@ -59,25 +57,6 @@ def test_taken_one_after_another_the_best_is_the_best_of_all(pairs: list[tuple[f
 def test_a_better_one_whose_checkpoint_was_lost_is_not_counted() -> None:
     every = {2: Evaluated(2, 0.9, 0.1), 4: Evaluated(4, 0.1, 0.2), 6: Evaluated(6, 0.3, 0.2)}
     assert best.said(every[6], every) == {"update": 6, "score": 0.3, "loss": 0.2, "of": 2, "why": "score"}
-
-
-def test_a_state_keeps_the_best_and_forgets_it() -> None:
-    state = State(update=4, ledger="00", best_update=None, best_score=None)
-    assert best.of(state) is None
-    kept = best.kept(Evaluated(4, 0.5, 0.1), state)
-    assert best.of(kept) == Evaluated(4, 0.5, 0.1)
-    assert best.kept(None, kept) == state
-
-
-def test_the_evaluations_of_a_log_are_those_before_the_checkpoint_each_once(tmp_path: Path) -> None:
-    for update, score, loss in ((2, 0.5, 0.4), (4, 0.6, 0.3), (6, 0.7, 0.2), (4, 0.6, 0.3)):
-        events.append(tmp_path, "evaluated", split="valid", update=update, scores={"f1": score}, loss=loss)
-    events.append(tmp_path, "evaluated", split="valid", update=2, scores={"f1": 0.1}, chosen={"threshold": 0.2})
-    events.append(tmp_path, "evaluated", split="test", update=2, scores={"f1": 0.2})
-    found = best.evaluations(events.read(tmp_path), "f1", until=4)
-    assert found == {2: Evaluated(2, 0.5, 0.4), 4: Evaluated(4, 0.6, 0.3)}
-    events.append(tmp_path, "evaluated", split="valid", update=1, scores={"f1": 0.5})  # of an earlier version
-    assert best.evaluations(events.read(tmp_path), "f1", until=4)[1] == Evaluated(1, 0.5, None)
 
 
 def test_the_loss_is_the_mean_log_loss_of_the_rows_and_an_endless_one_is_bounded(ground: Path) -> None:

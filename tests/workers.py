@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.root import ROOT
+
 PRELOADED = [
     "tests.test_training_loop",
     "torch.distributed.pipelining",

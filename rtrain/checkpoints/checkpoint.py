@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import torch
 
 SCHEMA_VERSION = 3
-READ = (2, SCHEMA_VERSION)
-"""Formats that this version reads: the second knew no loss of the best weights."""
 FILES = ("model.safetensors", "optim.safetensors", "state.json")
 DAMAGED, REASON = "damaged", "REASON.txt"
 STATELESS = "stateless"
@@ -39,17 +37,25 @@ STEP = "step"
 class OtherWeights(UserError):
     """A checkpoint of a model with other weights than the one that is to take it up."""
 
+    code = "other_model"
+
 
 class Incomplete(UserError):
     """A checkpoint whose files are whole and which still lacks something that a resume needs."""
+
+    code = "incomplete_checkpoint"
 
 
 class OtherVersion(UserError):
     """A checkpoint that another version of rtrain wrote: it may be as good as ever, but this one cannot read it."""
 
+    code = "other_version"
+
 
 class OtherRun(UserError):
     """A checkpoint that is whole and of other settings than the run: to take it up would be wrong, to lose it too."""
+
+    code = "other_run"
 
     def __init__(self, place: object):
         self.place = place
@@ -77,7 +83,7 @@ class State:
     scale: Scale | None = None
     """Loss scale of the coming update, where the loss is scaled."""
     best_loss: float | None = None
-    """Mean loss of the validation rows by the best weights; None where an earlier version chose them."""
+    """Mean loss of the validation rows by the best weights; None where no row has one."""
 
 
 @dataclass(frozen=True)
@@ -205,12 +211,12 @@ def load(path: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer
 
 def read_state(path: Path) -> State:
     document = json.loads((path / "state.json").read_text())
-    if (version := document.pop("schema_version", None)) not in READ:
+    if (version := document.pop("schema_version", None)) != SCHEMA_VERSION:
         raise OtherVersion(
             f"{path} was written by another version of rtrain (checkpoint format {version}; this one reads "
-            f"{' and '.join(map(str, READ))}). Continue the run with that version, or start another run with --new."
+            f"{SCHEMA_VERSION}). Continue the run with that version, or start another run with --new."
         )
-    scale = document.pop("scale", None)
+    scale = document.pop("scale")
     return State(**document, scale=None if scale is None else Scale(**scale))
 
 

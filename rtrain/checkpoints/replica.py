@@ -43,9 +43,13 @@ Found = TypeVar("Found")
 class Unreachable(UserError):
     """The storage cannot be read or written; what was trained is in the run folder all the same."""
 
+    code = "unreachable"
+
 
 class Lost(UserError):
     """Another start has taken the run over: whatever this one would still write is not wanted."""
+
+    code = "taken_over"
 
 
 class Replica:
@@ -55,7 +59,7 @@ class Replica:
         """`owners` are the tokens of the starts from this run folder, this start's last: what one of them has claimed,
         this one may write to."""
         self.url = f"{storage.rstrip('/')}/{name}"
-        self._owners = tuple(owners)
+        self.owners = tuple(owners)
         self._logged: dict[str, int] = {}
         self._opened: tuple[Any, str] | None = None
         self._distrusted: set[str] = set()
@@ -71,13 +75,14 @@ class Replica:
         def read(files: Any, root: str) -> Mapping[str, Any]:
             owner = files.cat_file(f"{root}/{OWNER}").decode() if files.exists(f"{root}/{OWNER}") else None
             log = f"{root}/{events.NAME}"
-            return {} if owner in self._owners or not files.exists(log) else _created(files.cat_file(log))
+            return {} if owner in self.owners or not files.exists(log) else _created(files.cat_file(log))
 
         own, other = _created((run / events.NAME).read_bytes()), self._try(read)
         if any(own.get(name) != other[name] for name in TOLD_APART if name in other):
             raise UserError(
                 f"cluster.storage: {hide(self.url)} holds another run, of other settings or rows, which would be lost; "
-                "name another storage, or fetch it and remove it there"
+                "name another storage, or fetch it and remove it there",
+                code="other_run",
             )
 
     def claim(self) -> None:
@@ -121,11 +126,11 @@ class Replica:
         machine is written to.
         """
         if to.exists():
-            raise UserError(f"{to} is there already; name another folder with --to")
+            raise UserError(f"{to} is there already; name another folder with --to", code="already_exists")
 
         def read(files: Any, root: str) -> int:
             if not files.exists(f"{root}/config.yaml"):
-                raise UserError(f"{hide(self.url)} holds no run")
+                raise UserError(f"{hide(self.url)} holds no run", code="not_a_run")
             complete = _complete(files, f"{root}/checkpoints")
             with _draft(to) as draft:
                 for place in sorted(files.find(root)):
@@ -200,7 +205,7 @@ class Replica:
         self._distrusted.add(name)
 
     def _own(self, files: Any, root: str) -> None:
-        token = self._owners[-1].encode()
+        token = self.owners[-1].encode()
         files.makedirs(root, exist_ok=True)
         files.pipe_file(f"{root}/{OWNER}", token)
         if files.cat_file(f"{root}/{OWNER}") != token:
@@ -209,9 +214,9 @@ class Replica:
     def _keep_owned(self, files: Any, root: str, run: Path) -> None:
         """Raise `Lost` where another start has claimed the run; make up for a claim that failed."""
         owner = files.cat_file(f"{root}/{OWNER}").decode() if files.exists(f"{root}/{OWNER}") else None
-        if owner is None or owner in self._owners[:-1]:
+        if owner is None or owner in self.owners[:-1]:
             self._own(files, root)
-        elif owner != self._owners[-1]:
+        elif owner != self.owners[-1]:
             raise Lost(
                 f"another process has taken up the run at {hide(self.url)}; this one, in {run}, ends. "
                 "Write --new for a run of its own."
@@ -311,7 +316,8 @@ def _inner(place: str, root: str) -> PurePosixPath:
     begin, whole = f"/{root.strip('/')}/", f"/{place.lstrip('/')}"
     parts = whole.removeprefix(begin).split("/")
     if not whole.startswith(begin) or {"", ".", ".."} & set(parts):
-        raise UserError(f"{root} holds a file named {whole!r}, which leads out of the run; nothing was copied")
+        told = f"{root} holds a file named {whole!r}, which leads out of the run; nothing was copied"
+        raise UserError(told, code="unsafe_path")
     return PurePosixPath(*parts)
 
 

@@ -28,6 +28,8 @@ FETCHES = 2
 class Unwritten(UserError):
     """A checkpoint could not be written; the training before it is in the older ones."""
 
+    code = "not_writable"
+
 
 class Saver:
     """Saves the checkpoints of one run. At most one is being written, and another waits for it before it is taken.

@@ -44,11 +44,11 @@ def choose(wanted: str, workers: int, least: int | None, gpus: int, usable: bool
         if wanted == "auto":
             return Choice("cpu", workers, f"training on CPUs: {reason}; install a build of torch for them")
         fix = "install a build of torch for them, or write cpu"
-        raise ConfigError([Problem("train.device", wanted, reason, fix)])
+        raise ConfigError([Problem("train.device", wanted, reason, fix, code="unsupported")])
     if gpus < (least or 1):
         reason = f"the cluster has {has}, and its autoscaler may start no more"
         fix = "write train.device=cpu, or start nodes with GPUs" + (f"; train.min_workers is {least}" if least else "")
-        raise ConfigError([Problem("train.device", wanted, reason, fix)])
+        raise ConfigError([Problem("train.device", wanted, reason, fix, code="too_few_gpus")])
     if gpus < workers:
         why = f"{gpus} worker{'' if gpus == 1 else 's'} instead of {workers}: the cluster has {has}, one for each"
         return Choice("gpu", gpus, f"{why}. The rows of an update stay the same")

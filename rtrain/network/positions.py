@@ -35,7 +35,7 @@ def problems(settings: Mapping[str, Any], asked: int | None) -> list[Problem]:
     if asked is None or asked <= (reached(settings) or 0) or kind in TABLES:
         return []
     reason = f"{kind} has no table of positions that can be repeated (those that have: {', '.join(TABLES)})"
-    return [Problem("model.positions", asked, reason, "write null")]
+    return [Problem("model.positions", asked, reason, "write null", code="unsupported")]
 
 
 def lengthen(network: Any, asked: int) -> None:

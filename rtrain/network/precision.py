@@ -71,11 +71,11 @@ def measured(native: Native) -> Native:
     avx512_bf16 and no AMX: 82 of 151 billion operations a second. A GPU is not asked."""
     if native.device != "cpu" or "bf16" not in native.formats:
         return native
-    return replace(native, slower=frozenset({"bf16"} if _seconds("bfloat16") > _seconds("float32") else ()))
+    return replace(native, slower=frozenset({"bf16"} if time_product("bfloat16") > time_product("float32") else ()))
 
 
 @cache
-def _seconds(kind: str) -> float:
+def time_product(kind: str) -> float:
     """Processor time of a layer's product, the least of some: other work of the machine hardly changes it."""
     import torch
 
@@ -99,15 +99,17 @@ def resolve(wanted: str, native: Native) -> str:
 def problems(wanted: str, native: Native) -> list[Problem]:
     if wanted == WIDE and native.device == "cuda":
         reason = "is for comparisons on CPUs: most GPUs compute it at a small fraction of their speed"
-        return [Problem("train.precision", wanted, reason, "write train.device=cpu beside it, or another format")]
+        fix = "write train.device=cpu beside it, or another format"
+        return [Problem("train.precision", wanted, reason, fix, code="unsupported")]
     if wanted not in FLAGS or wanted in native.formats:
         return []
     if native.device == "cuda":
         reason = f"this GPU has no native {wanted} (compute capability {AMPERE[0]}.{AMPERE[1]})"
-        return [Problem("train.precision", wanted, reason, "write train.precision=fp16, or auto to choose by GPU")]
+        fix = "write train.precision=fp16, or auto to choose by GPU"
+        return [Problem("train.precision", wanted, reason, fix, code="unsupported")]
     reason = f"this processor has no native {wanted} (avx512_{wanted} or amx_{wanted})"
     fix = "write train.precision=fp32, or auto to choose by processor"
-    return [Problem("train.precision", wanted, reason, fix)]
+    return [Problem("train.precision", wanted, reason, fix, code="unsupported")]
 
 
 def refused_here(wanted: str) -> list[Problem]:

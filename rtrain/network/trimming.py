@@ -160,11 +160,15 @@ def _cut(folder: Path, ids: Sequence[int]) -> dict[str, "torch.Tensor"]:
     known = tables_of(folder)
     tables = {name for name in weights if any(name == one or name.endswith(f".{one}") for one in known)}
     if not tables:
-        raise UserError(f"{folder}: its weights have no word embedding, so compress.vocabulary=trim cannot cut it")
+        raise UserError(
+            f"{folder}: its weights have no word embedding, so compress.vocabulary=trim cannot cut it",
+            code="unsupported",
+        )
     short = next((name for name in sorted(tables) if len(weights[name]) <= max(ids)), None)
     if short is not None:
         raise UserError(
-            f"{folder}: {short} has {len(weights[short])} lines and the tokenizer a piece {max(ids)}; copy it whole"
+            f"{folder}: {short} has {len(weights[short])} lines and the tokenizer a piece {max(ids)}; copy it whole",
+            code="damaged",
         )
     chosen = torch.tensor(ids)
     return {name: value[chosen].contiguous() if name in tables else value for name, value in weights.items()}

@@ -55,7 +55,8 @@ def kept(
     if most is not None and len(wanted) > most:
         raise UserError(
             f"compress.vocabulary_most={most}: single characters and special tokens alone are {len(wanted)} pieces; "
-            "write more, or null"
+            "write more, or null",
+            code="out_of_range",
         )
     limit = len(found) if most is None else most
     _fill(wanted, (number for number in used if number in found), parents, limit, limit)
@@ -99,12 +100,14 @@ def _refuse(document: Document) -> None:
     kind = model.get("type")
     if kind not in MODELS:
         raise UserError(
-            f"compress.vocabulary=trim: a tokenizer of model {kind} is not cut (only {', '.join(MODELS)}); write keep"
+            f"compress.vocabulary=trim: a tokenizer of model {kind} is not cut (only {', '.join(MODELS)}); write keep",
+            code="unsupported",
         )
     if kind == "Unigram" and model.get("unk_id") is None and not model.get("byte_fallback"):
         raise UserError(
             "compress.vocabulary=trim: the Unigram tokenizer has no piece for what is unknown (unk_id), so a character "
-            "without a piece would be an error; write keep"
+            "without a piece would be an error; write keep",
+            code="unsupported",
         )
 
 

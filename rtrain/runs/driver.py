@@ -4,25 +4,24 @@ import hashlib
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rtrain import events, ray_internals
 from rtrain.checkpoints import checkpoint, replica
-from rtrain.cluster import preflight, prices, supply
+from rtrain.cluster import prices, supply
 from rtrain.cluster.demand import Demand, Place, of_worker, places
 from rtrain.config import Cluster
 from rtrain.errors import TryAgain, UserError
 from rtrain.report import baseline, cost, html, summary
 from rtrain.report.live import trackers
 from rtrain.run import Run
-from rtrain.runs import failures, group, machines, nodes, notice, opening, placement
+from rtrain.runs import failures, group, machines, notice, opening, placement
 from rtrain.runs.preparing import Prepared, said_of_rows
 from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_memory
-from rtrain.runs.start import ALL, Shortcuts, Start
+from rtrain.runs.worker import Start
 
 OnEvent = Callable[[dict[str, Any]], None]
 LOST_S = 10.0
@@ -40,7 +39,6 @@ class _Plan:
     until: int | None
     rung: bool
     profile: bool
-    shortcuts: Shortcuts
     workers: group.Workers
 
 
@@ -52,7 +50,6 @@ def fit(
     profile: bool = False,
     workers: group.Workers | None = None,
     reports: bool = True,
-    shortcuts: Shortcuts = ALL,
     on_event: OnEvent | None = None,
 ) -> dict[str, Any]:
     """Train from the newest checkpoint to update `until` (default: the last) and return the run's summary.
@@ -63,7 +60,7 @@ def fit(
     where the run was asked to end (`notice.Asked`) before that, and where it is finished and the storage of its copy
     does not answer.
     """
-    plan = _Plan(until, rung, profile, shortcuts, workers or group.Fresh())
+    plan = _Plan(until, rung, profile, workers or group.Fresh())
     run = prepared.run
     if run.finished:
         trackers.fill(prepared.config, run, on_event or (lambda event: None))
@@ -82,13 +79,12 @@ def fit(
         told[1],
         notice.Asked(run) as asked,
         _Asking(prepared) as asking,
-        _joined(prepared, asking, say) as joined,
     ):
         if known:
             run.append(cost.PRICES, prices={name: asdict(price) for name, price in known.items()})
         try:
             plan.workers.taken(run)
-            _attempts(prepared, plan, say, asked, asking, joined)
+            _attempts(prepared, plan, say, asked, asking)
         except (KeyboardInterrupt, SystemExit, TryAgain):
             run.append("interrupted")
             summary.write(run)
@@ -151,19 +147,11 @@ def copy_out(run: Run, cluster: Cluster) -> None:
     except replica.Unreachable as error:
         run.append("uncopied", error=str(error))
         way_on = "the same command with --resume copies the rest"
-        raise TryAgain(f"{run} is finished, and its copy is not whole ({error}); {way_on}") from error
+        told = f"{run} is finished, and its copy is not whole ({error}); {way_on}"
+        raise TryAgain(told, code="unreachable") from error
 
 
-def _joined(prepared: Prepared, asking: "_Asking", say: OnEvent) -> nodes.Joined:
-    shared, root = prepared.shared, prepared.run.folder.parent
-    if shared is None:
-        return nodes.Joined(root, {}, preflight.nodes_up(), asking.needs, say)
-    return nodes.Joined(root, shared.needed, shared.asked, asking.needs, say)
-
-
-def _attempts(
-    prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked, asking: "_Asking", joined: nodes.Joined
-) -> None:
+def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked, asking: "_Asking") -> None:
     """Start the workers again and again until they have come to the end, or until that makes no sense.
 
     Each start is a worker group with a controller of its own, and resumes from the newest checkpoint, which the workers
@@ -176,11 +164,11 @@ def _attempts(
     waiting = notice.Waiting(run, asking.needs, asking.places)
     if prepared.device.why:
         run.append("device", device=kind, why=prepared.device.why)
-    recovery, owners = Recovery(cluster.max_crashes), _owners(run, cluster)
+    recovery, owners = Recovery(cluster.max_crashes), claim_storage(run, cluster)
     while True:
         notice.take(run)  # one that was left by a driver that died is of no concern to the workers of this one
         asking()
-        workers = 0 if asked.given else min(ceiling, _workers(run, wanted, waiting, asking, asked))
+        workers = 0 if asked.given else min(ceiling, count_workers(run, wanted, waiting, asking, asked))
         if not workers:  # a search gives its trials notice
             raise _asked_to_end(prepared)
         start = Start(
@@ -195,7 +183,6 @@ def _attempts(
             head=machines.head(),
             owners=owners,
             halvings=halvings(run.events()),
-            shortcuts=plan.shortcuts,
         )
         say(events.doing(f"starting {workers} worker{'' if workers == 1 else 's'}", "start of workers"))
         layout = group.Layout(
@@ -216,9 +203,7 @@ def _attempts(
             plan.workers.lost(run)
             placed = not failures.is_unplaced(error)
             if placed:
-                with _failed(run):
-                    joined.refuse(error)
-                _recover(run, error, recovery, held)
+                recover(run, error, recovery, held)
             else:  # nothing was lost, and the cluster has had time to see which nodes are gone
                 waiting.say(workers)
             ceiling = most_after(placed, workers, least, most)
@@ -240,18 +225,7 @@ def _asked_to_end(prepared: Prepared) -> notice.AskedToEnd:
     return notice.AskedToEnd(f"{run} was asked to end: {saved}. The same command with --resume goes on")
 
 
-@contextmanager
-def _failed(run: Run) -> Iterator[None]:
-    """A run that is refused in the block has failed."""
-    try:
-        yield
-    except UserError as error:
-        run.append("failed", error=str(error)[:2000])
-        summary.write(run)
-        raise
-
-
-def _owners(run: Run, cluster: Cluster) -> tuple[str, ...]:
+def claim_storage(run: Run, cluster: Cluster) -> tuple[str, ...]:
     """The tokens of all starts from this run folder. The last one is this start's: only it may write to the replica.
 
     Where the storage fails and there are checkpoints here, the run goes on; its next save claims the replica then.
@@ -313,7 +287,9 @@ class _Asking:
             self.demand.end()
 
 
-def _workers(run: Run, wanted: notice.Wanted, waiting: notice.Waiting, asking: _Asking, asked: notice.Asked) -> int:
+def count_workers(
+    run: Run, wanted: notice.Wanted, waiting: notice.Waiting, asking: _Asking, asked: notice.Asked
+) -> int:
     """How many workers the next start has, by what is free. While that is too little for the least number, it waits and
     says so; where it is asked to end, it waits no more.
 
@@ -333,7 +309,7 @@ def _workers(run: Run, wanted: notice.Wanted, waiting: notice.Waiting, asking: _
     return 0
 
 
-def _recover(run: Run, error: Exception, recovery: Recovery, held: Collection[str] = ()) -> None:
+def recover(run: Run, error: Exception, recovery: Recovery, held: Collection[str] = ()) -> None:
     """Return if the run should start again; otherwise raise the error that the user should read. `held`: the nodes that
     had its workers."""
     if summary.status(run.events()) == "stopped":  # a search ends the workers of a trial that it stops

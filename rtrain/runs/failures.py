@@ -7,15 +7,16 @@ from pathlib import Path
 from rtrain.errors import UserError
 from rtrain.exchange.ranks import Elsewhere
 from rtrain.run import Run
-from rtrain.runs.recovery import memory_told
+from rtrain.runs.recovery import memory_told, out_of_memory
 
 
 def explain(run: Run, error: Exception) -> UserError:
     """A worker's own UserError as it is; anything else with its traceback in a file of the run."""
     found = causes(error)
-    if (told := user_error(found)) is not None:
-        return told
-    return UserError(f"training failed: {first_line(found)}\nThe traceback is in {keep_traceback(run, 'error', error)}")
+    if (known := user_error(found)) is not None:
+        return known
+    told = f"training failed: {first_line(found)}\nThe traceback is in {keep_traceback(run, 'error', error)}"
+    return UserError(told, code="out_of_memory" if out_of_memory(map(str, found)) else "training_failed")
 
 
 def keep_traceback(run: Run, name: str, error: Exception) -> Path:

@@ -10,7 +10,7 @@ from rtrain import env, ray_internals
 from rtrain.network.device import backend
 from rtrain.run import Run
 from rtrain.runs import placement, worker
-from rtrain.runs.start import Start
+from rtrain.runs.worker import Start
 
 if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer

@@ -19,7 +19,7 @@ from rtrain.data import ingest
 from rtrain.ray_internals import HEAD_RESOURCE
 from rtrain.run import Run
 from rtrain.runs import group, placement, worker
-from rtrain.runs.start import Start
+from rtrain.runs.worker import Start
 
 LOOK_EVERY_S = 0.5
 """How soon a group that has died is noticed."""

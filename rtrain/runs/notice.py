@@ -85,6 +85,8 @@ class Look:
 class AskedToEnd(TryAgain):
     """The command was asked to end, and what it trains is saved."""
 
+    code = "asked_to_end"
+
 
 class Asked:
     """While it is entered, SIGUSR1 asks the run to end after the coming update: a batch system sends a signal some time

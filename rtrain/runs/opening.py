@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import shlex
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,6 @@ Reuse = Literal["refuse", "resume", "new"]
 SETTINGS = "settings"
 """The name under which a run or a search keeps the settings that change its weights, as it was started with them."""
 ROWS, FREQUENCY = "train.rows_per_update", "train.aggregation_frequency"
-EPOCHS = "train.epochs"
 LEFT_OPEN = ("model.pooling", "train.precision", "distill.teacher_layers")
 """Settings whose `auto` is decided once for a run. A resume that names `auto` again asks for nothing new."""
 
@@ -46,13 +44,15 @@ def choose(folder: Path, config: Config, reuse: Reuse) -> tuple[Path, Config]:
     used = run.exists
     begun = {run.lock, *folder.glob(f".{run.config.name}.*")}  # what a command that was killed in `claimed` leaves
     if not used and folder.is_dir() and set(folder.iterdir()) - begun:
-        raise UserError(f"--out: {folder} is not empty and holds no run; name a new folder")
+        raise UserError(f"--out: {folder} is not empty and holds no run; name a new folder", code="not_empty")
     if not used and reuse == "resume":
         fix = meant(folder) or "leave --resume out to start one"
-        raise UserError(f"--resume: {folder} holds no run to resume; {fix}")
+        raise UserError(f"--resume: {folder} holds no run to resume; {fix}", code="not_a_run")
     if used and reuse == "refuse":
         raise UserError(
-            f"--out: {folder} holds a run already; write --resume to continue it, or --new for {_numbered(folder).name}"
+            f"--out: {folder} holds a run already; write --resume to continue it, or --new for "
+            f"{_numbered(folder).name}",
+            code="already_exists",
         )
     if used and reuse == "resume":
         resumed = _resumed(folder, config)
@@ -106,7 +106,8 @@ def _priced(config: Config, file: str) -> dict[str, object]:
     worker, tune = prices.read(Path(file)).get(prices.WORKER), config.deploy.tune
     if tune.money is not None and tune.price is None and worker is None:
         fix = f"add a line to it: {prices.WORKER}: {{on_demand: 0.04}}"
-        raise ConfigError([Problem("tune.money", tune.money, f"{file} has no price of a worker's hour", fix)])
+        reason = f"{file} has no price of a worker's hour"
+        raise ConfigError([Problem("tune.money", tune.money, reason, fix, code="no_price")])
     own = worker.on_demand if worker and tune.price is None else tune.price
     return {"cluster.prices": file, "tune.price": own or None}
 
@@ -114,7 +115,8 @@ def _priced(config: Config, file: str) -> dict[str, object]:
 def stored(folder: Path, overrides: Mapping[str, Any] | None = None) -> Config:
     """The configuration that a run was started with, changed by `overrides`. Only these count as named by the user."""
     if not Run(folder).exists:
-        raise UserError(f"{folder} holds no run; {meant(folder) or 'name the folder that --out named'}")
+        fix = meant(folder) or "name the folder that --out named"
+        raise UserError(f"{folder} holds no run; {fix}", code="not_a_run")
     found = configuration.load(str(Run(folder).config))
     # A run decides it when it is created, so one that has not is older than the setting. A search leaves it to trials.
     if Run(folder).first("created") is not None:
@@ -158,7 +160,10 @@ def claimed(run: Run, reuse: Reuse) -> Iterator[Run]:
                 yield run
                 return
             if reuse == "refuse":
-                raise UserError(f"--out: {run} was begun by another command meanwhile; write --new for another run")
+                raise UserError(
+                    f"--out: {run} was begun by another command meanwhile; write --new for another run",
+                    code="already_exists",
+                )
         run = Run(_numbered(run.folder))
 
 
@@ -176,7 +181,8 @@ def hold(run: Run) -> Iterator[None]:
             file.seek(0)
             raise UserError(
                 f"--out: {run} is being trained by {file.read() or 'another process'}; wait until it has ended, "
-                "or write --new for another run"
+                "or write --new for another run",
+                code="in_use",
             ) from None
         except OSError:
             pass  # storage without locks
@@ -267,8 +273,19 @@ def _resumed(folder: Path, new: Config) -> Config:
     if recipe.name != old.recipe.name:  # it changes no weight, and shows that another run was meant
         changed.insert(0, "name")
     if changed:
-        problems = [_changed(name, was[name], wanted[name], folder, old) for name in changed]
-        raise ConfigError(problems, _ways_on(folder, old))
+        fixes = {ROWS: f"set {ROWS}={was.get(ROWS)} and {FREQUENCY}=null, or start another run"}
+        problems = [
+            Problem(
+                name,
+                wanted[name],
+                f"the run was started with {was[name]!r}",
+                fixes.get(name, "leave it out, or start another run"),
+                code="changed_setting",
+            )
+            for name in changed
+        ]
+        way_on = f"The same command with --new in place of --resume starts another run, {_numbered(folder).name}."
+        raise ConfigError(problems, way_on)
     asked |= {ROWS: old.recipe.rows_per_update, FREQUENCY: None}
     return replace(configuration.with_overrides(old, asked), named=new.named)
 
@@ -279,7 +296,7 @@ def _refuse_edited(run: Run, recipe: Recipe) -> None:
     after = configuration.dotted(recipe.weights())
     fix = f"put it back in {run.config}, or start another run from that file with --new"
     problems = [
-        Problem(name, after.get(name), f"the run was started with {before.get(name)!r}", fix)
+        Problem(name, after.get(name), f"the run was started with {before.get(name)!r}", fix, code="changed_setting")
         for name in sorted(before.keys() | after.keys() if before else ())
         if before.get(name) != after.get(name)
     ]
@@ -301,7 +318,8 @@ def _refuse_cleaned(run: Run, config: Config) -> None:
     )
     raise UserError(
         f"--resume: the checkpoints of {run} were {why}, so there is nothing to go on from; "
-        f"write --new in place of --resume to train {_numbered(run.folder).name} from the start"
+        f"write --new in place of --resume to train {_numbered(run.folder).name} from the start",
+        code="no_checkpoints",
     )
 
 
@@ -309,39 +327,3 @@ def _lost_checkpoints(event: Mapping[str, Any]) -> bool:
     """Whether checkpoints went with it: a removal may have been of leftovers alone, and one of a whole run names `.`"""
     removed = event.get("removed", [])
     return event["kind"] == "imported" or any(name == "." or name.startswith("checkpoints") for name in removed)
-
-
-def _changed(name: str, before: Any, after: Any, folder: Path, old: Config) -> Problem:
-    reason, fix = f"the run was started with {before!r}", "leave it out, or start another run"
-    if name == ROWS:
-        fix = f"set {ROWS}={before} and {FREQUENCY}=null, or start another run"
-    if name == EPOCHS and after > before and old.recipe.distill.teacher is None:
-        if old.recipe.optim.schedule != "constant":
-            reason += ", over which its learning rate falls to 0"
-        ends = "" if Run(folder).finished else "let it end, then "
-        fix = f"{ends}train another run on from its weights: {_more(Run(folder), after - before)}"
-    return Problem(name, after, reason, fix)
-
-
-def _more(run: Run, epochs: int) -> str:
-    """The command that trains another run from a run's weights, with the same settings and a new schedule."""
-    words = ["rtrain", "train", run.config, "--model", run.artifact, "--set", f"{EPOCHS}={epochs}"]
-    return shlex.join(map(str, [*words, "--out", _numbered(run.folder)]))
-
-
-def _ways_on(folder: Path, old: Config) -> str:
-    """What a resume may change, and how to start another run instead."""
-    settings = [
-        *(name for name in configuration.LOCATION if name != "name"),
-        *(f"train.{name}" for name in configuration.SPEED if name != "aggregation_frequency"),
-    ]
-    sections = [
-        *([] if old.recipe.distill.teacher else ["distill"]),
-        "quantize",
-        "gate",
-        *sorted(configuration.DEPLOY_FIELDS),
-    ]
-    return (
-        f"A resume may change {', '.join(settings)}, and all of {', '.join(sections)}; "
-        f"the same command with --new in place of --resume starts another run, {_numbered(folder).name}."
-    )

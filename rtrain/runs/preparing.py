@@ -3,7 +3,6 @@
 import importlib.metadata
 import platform
 import shlex
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 from rtrain import documents
 from rtrain.checkpoints import replica
 from rtrain.cluster import feasible, preflight, supply
-from rtrain.config import Config, Recipe
+from rtrain.config import Config
 from rtrain.data import quarantine, records, refusals, tokens, unlabelled
 from rtrain.data.formats import files
 from rtrain.data.order import Order
@@ -55,8 +54,6 @@ class Prepared:
     device: device.Choice
     teacher: Path | None = None
     """The artefact that a student learns from."""
-    shared: nodes.Shared | None = None
-    """What every node must read, and which have been asked; None where nodes that join are not asked."""
 
     @property
     def order(self) -> Order:
@@ -120,15 +117,13 @@ def prepare(
     source: records.Source | None = None,
     taught: tokens.Taught | None = None,
     begun: bool = False,
-    say: Callable[[dict[str, Any]], None] = lambda event: None,
 ) -> Prepared:
     """Check, make or reuse the token store, and open the run folder. The folder is written only when nothing is wrong,
     and while no other process holds the run; the store is made before that, since other runs share it.
 
     The store lies under `tokens_root`, by default the folder that holds the run, so that runs side by side share it.
     `source` is what `check` found, where that was asked already: there may be thousands of files. `taught` has a
-    student's teacher answer the rows. A run that is a part of what has `begun` is checked as that is. `say` is told of
-    nodes that join meanwhile and cannot take part.
+    student's teacher answer the rows. A run that is a part of what has `begun` is checked as that is.
     """
     chosen_folder, config = chosen(config, folder, reuse)
     run, root = Run(chosen_folder), tokens_root or chosen_folder.parent
@@ -137,12 +132,10 @@ def prepare(
             pass
     created = run.first("created")
     begun = begun or created is not None
-    shared = nodes.share(config, *check(config, root, source, begun=begun), root)
-    source, weights = shared.source, shared.weights
+    source, weights = nodes.share(config, *check(config, root, source, begun=begun), root)
     source = source.beside(root)
     config = model.resolved(config, weights)
-    joined = nodes.Joined(root, shared.needed, shared.asked, supply.needs(config, "cpu"), say)
-    with joined.explaining(), supply.data_tasks_on(config.deploy.cluster.data_labels):
+    with supply.data_tasks_on(config.deploy.cluster.data_labels):
         whole, weights = weights, smaller.trimmed(config.recipe, source, weights, root)
     origin = commit.origin(config.recipe, source, weights)
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
@@ -153,7 +146,7 @@ def prepare(
     chosen_device = device_of(config, run)
     if problems := allowed.of_devices(config.recipe, chosen_device, weights):
         raise ConfigError(problems)
-    with joined.explaining(), supply.data_tasks_on(config.deploy.cluster.data_labels):
+    with supply.data_tasks_on(config.deploy.cluster.data_labels):
         store, made = tokens.ensure(config.recipe, source, weights, root, taught)
     if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, chosen_device.device)]:
         raise ConfigError(problems)
@@ -200,7 +193,7 @@ def prepare(
             run.append("head", **head)
         for found in label_counts.told(store, task.output):
             run.append("labels", **found)
-        for found in _overlaps(frozen.recipe, store):
+        for found in find_overlaps(store):
             run.append("overlap", **found)
         if not task.packs:  # blocks of text fill the model's window
             reading, tokenizer = reading_of(task, config.recipe.data), shards.tokenizer_of(config.recipe, weights)
@@ -210,7 +203,7 @@ def prepare(
             run.append("texts", **text_facts.describe_texts(store, tokenizer), limit=limit)
         if conflicts := text_facts.find_conflicts(store, task.output):
             run.append("conflicts", **conflicts)
-    return Prepared(run, frozen, store, weights, chosen_device, shared=shared.once_read(joined.asked))
+    return Prepared(run, frozen, store, weights, chosen_device)
 
 
 def _versions() -> dict[str, str]:
@@ -226,7 +219,8 @@ def _refuse_copied(config: Config, run: Run) -> None:
     """Refuse a new run under the name of one that the storage holds: its copies would be overwritten."""
     if (copy := replica.of(config.deploy.cluster, run.folder)) and copy.exists():
         raise UserError(
-            f"cluster.storage: {copy.url} holds a run already; write --resume to continue it, or another --out"
+            f"cluster.storage: {copy.url} holds a run already; write --resume to continue it, or another --out",
+            code="already_exists",
         )
 
 
@@ -246,11 +240,12 @@ def refuse_lost(config: Config, folder: Path, reuse: opening.Reuse, *words: obje
     one = shlex.join(["rtrain", *map(str, words), *options])
     raise UserError(
         f"cluster.storage: {storage} holds the trials of a search whose folder is gone, and it cannot be gone on with "
-        f"without; to start another, name another --out, without --resume. One of its trials goes on by itself: {one}"
+        f"without; to start another, name another --out, without --resume. One of its trials goes on by itself: {one}",
+        code="lost_folder",
     )
 
 
-def _overlaps(recipe: Recipe, store: Store) -> list[dict[str, Any]]:
+def find_overlaps(store: Store) -> list[dict[str, Any]]:
     """The splits with rows that are training rows too."""
     found: list[dict[str, Any]] = []
     for split in ("valid", "test"):
@@ -294,15 +289,18 @@ def bring_back(config: Config, folder: Path) -> None:
 
 def _other_rows(run: Run, created: dict[str, Any], origin: dict[str, dict[str, str]]) -> UserError:
     """The error of a resume on other rows: the order of a run and its scores belong to the rows it was started on."""
-    changes = refusals.changes(created.get("origin", origin), origin)
+    changes = refusals.changes(created["origin"], origin)
     if not changes:
         return UserError(
             f"--resume: {run} was started with a version of rtrain that makes other rows of the same files; "
-            "continue it with that version, or start another run with --new"
+            "continue it with that version, or start another run with --new",
+            code="other_version",
         )
     listed = "\n  ".join([*changes[:10], *([f"and {len(changes) - 10} more"] if len(changes) > 10 else [])])
     return UserError(
-        f"--resume: {run} was started on other rows:\n  {listed}\nRestore these files, or start another run with --new."
+        f"--resume: {run} was started on other rows:\n  {listed}\n"
+        "Restore these files, or start another run with --new.",
+        code="rows_changed",
     )
 
 

@@ -32,7 +32,7 @@ def decided(config: Config, chosen: device.Choice, store: Store, model: Path) ->
         if room is None:
             reason = f"nobody says how much memory the cluster's {supply.NEEDS[chosen.device]}s have for workers"
             fix = "write manual, with train.shard or train.tensor"
-            raise ConfigError([Problem("train.strategy", "auto", reason, fix)])
+            raise ConfigError([Problem("train.strategy", "auto", reason, fix, code="unknown_memory")])
         tried = ways.possible(recipe, model, workers)
         found = fitting.first(fitting.needs(recipe, model, tried, passes, workers, chosen.device), room)
         taken = {"bytes": round(room.taken(found.need)), "room": round(room.bytes)}

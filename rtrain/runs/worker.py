@@ -5,7 +5,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from rtrain import artifact, engines, env, predict, reference
 from rtrain.batch import Head, Ragged, Tokens
 from rtrain.checkpoints import replica
 from rtrain.cluster import supply
-from rtrain.config import Model, Recipe
+from rtrain.config import Config, Model, Recipe
 from rtrain.data import ingest
 from rtrain.data.order import Order
 from rtrain.data.stores.store import Store, open_store
@@ -39,7 +39,6 @@ from rtrain.network import (
 from rtrain.report import cost
 from rtrain.run import Run
 from rtrain.runs import decisions, machines, notice, predictions, recovery, running_text, smaller
-from rtrain.runs.start import Start
 from rtrain.strategies import choose as strategies, ways
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer, reading_of
@@ -48,6 +47,29 @@ from rtrain.training import balance, evaluate, inner, loop, losses, pass_size
 if TYPE_CHECKING:
     import torch
     import transformers
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run, up to `until` updates or to its end: what the driver hands to each worker."""
+
+    config: Config
+    run: Path
+    store: Path
+    model: Path
+    teacher: Path | None = None
+    """The artefact that a student learns from."""
+    until: int | None = None
+    rung: bool = False
+    """Keep the answers to the validation rows at `until`."""
+    head: Mapping[str, Any] | None = None
+    """The head's machine (`machines.head`), which is paid for too."""
+    owners: tuple[str, ...] = ()
+    """Tokens of the run folder's starts, this one's last; see `checkpoints.replica`."""
+    halvings: int = 0
+    """How often passes were made half as large, since a start ran out of memory."""
+    profile: bool = False
+    """Keep where the time of each update goes, on each worker (`training.watched`)."""
 
 
 class _TrainReporter:
@@ -98,7 +120,8 @@ class _Worker:
         self._run, self._rank, self._world = Run(start.run), context.get_world_rank(), context.get_world_size()
         if not start.run.is_dir():  # on a node that came after the driver had asked all nodes
             raise UserError(
-                f"--out: {start.run} is not there on {os.uname().nodename}; name one on storage that every node mounts"
+                f"--out: {start.run} is not there on {os.uname().nodename}; name one on storage that every node mounts",
+                code="not_shared",
             )
         self.watch = Watch(self._run.stalled(self._rank), start.config.deploy.cluster.stall_s)
         self.reporter = _TrainReporter(self._run, self._rank)
@@ -118,7 +141,6 @@ class _Worker:
         self._speeds = self._timed(store, task, loss, precision)
         self.exchange = strategies.build(
             *(self.network, recipe.train, self.watch, self.reporter.event),
-            touched_rows=start.shortcuts.touched_rows,
             device=self._device,
         )
         if self._in_parts:
@@ -158,10 +180,9 @@ class _Worker:
             self.reporter.event("tokenizer", model=str(self._source), differing=differing, texts=texts)
 
     def _network(self, store: Store, task: base.Task) -> "transformers.PreTrainedModel":
-        recipe, shortcuts = self._start.config.recipe, self._start.shortcuts
-        labels, how = store.manifest.labels, {"pack": shortcuts.packed, "fast_dropout": shortcuts.fast_dropout}
+        recipe = self._start.config.recipe
         read = self.watch.busy()(
-            lambda: model.build(self._source, task, labels, recipe.train.seed, recipe.model, **how)
+            lambda: model.build(self._source, task, store.manifest.labels, recipe.train.seed, recipe.model)
         )
         network = ranks.together(self.watch, read)
         if (begun := quantizers(recipe, self._run)) is not None:
@@ -184,8 +205,7 @@ class _Worker:
             )
         made, trimmed = artifact.read(folder, verify=False), trimming.read(self._source)
         chosen = Model(pooling=made.facts.get(pooling.FACT, "own"))
-        pack = self._start.shortcuts.packed
-        read = self.watch.busy()(lambda: model.build(folder, task, made.labels, 0, chosen, pack=pack))
+        read = self.watch.busy()(lambda: model.build(folder, task, made.labels, 0, chosen))
         teacher = ranks.together(self.watch, read)
         model.place(teacher, self._device)
         teacher.requires_grad_(False).eval()
@@ -290,7 +310,8 @@ def quantizers(recipe: Recipe, run: Run) -> rounding.Quantizers | None:
     if not run.quantizers.is_file():
         raise UserError(
             f"{run.quantizers} is missing, by which the student of distill.quantization_aware rounds: train it with "
-            "`rtrain distill` and the teacher's run"
+            "`rtrain distill` and the teacher's run",
+            code="not_found",
         )
     return rounding.Quantizers.read(run.quantizers)
 

@@ -27,7 +27,7 @@ def factors(network: "torch.nn.Module", decay: float) -> "dict[torch.nn.Paramete
     found = layers(encoder)
     if found is None:
         reason = f"{type(network).__name__} has no list of layers, by which the learning rate could fall"
-        raise ConfigError([Problem("optim.layer_decay", decay, reason, "write 1.0")])
+        raise ConfigError([Problem("optim.layer_decay", decay, reason, "write 1.0", code="unsupported")])
     places = {parameter: place for place, layer in enumerate(found, 1) for parameter in layer.parameters()}
     head, passed = len(found) + 1, False
     for parameter in encoder.parameters():  # in the order of the path, as every encoder registers them

@@ -1,7 +1,9 @@
 """A run's loop: updates, cadence, evaluation, checkpoints. Talks to a small Reporter, not to Ray."""
 
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,9 +22,7 @@ from rtrain.network import device, dropout
 from rtrain.run import Run
 from rtrain.tasks import base
 from rtrain.training import best, losses, optim, rungs, stages, step
-from rtrain.training.cadence import Cadence
 from rtrain.training.evaluate import evaluate, gathered
-from rtrain.training.totals import Clock as Clock, Totals
 from rtrain.training.watched import Watched
 
 if TYPE_CHECKING:
@@ -32,6 +32,68 @@ GENESIS = bytes(32)
 """The ledger before the first update."""
 NONE = -1
 """Stands for 'no update' in what ranks tell each other."""
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When to evaluate and save. Pure: asked with the number of updates that are done."""
+
+    last: int
+    """Updates of the whole run."""
+    until: int
+    """Updates at which this start ends. Where that is before the run's last, nothing is evaluated for it: the best
+    weights of a run must not depend on where it paused."""
+    evaluate_every: int
+    save_every: int | None
+
+    def due(self, done: int) -> frozenset[str]:
+        evaluates = done == self.last or done % self.evaluate_every == 0
+        saves = evaluates or done == self.until or (self.save_every is not None and done % self.save_every == 0)
+        return frozenset(name for name, is_due in (("evaluate", evaluates), ("save", saves)) if is_due)
+
+
+@dataclass
+class Totals:
+    rows_seen: int = 0
+    real_tokens: int = 0
+    padded_tokens: int = 0
+    passes: int = 0
+    updates: int = 0
+
+    def add(self, done: step.Done) -> None:
+        self.rows_seen += done.rows
+        self.real_tokens += done.real_tokens
+        self.padded_tokens += done.padded_tokens
+        self.passes += done.passes
+        self.updates += 1
+
+    def over_workers(self, exchange: Exchange) -> "Totals":
+        """The sums over all workers, `updates` included. Called on every rank."""
+        import torch
+
+        # The tensor is on the CPU wherever the model is: the process group has a transport for both.
+        sums = exchange.sum(torch.tensor(astuple(self), dtype=torch.int64)).tolist()
+        return Totals(**{one.name: value for one, value in zip(fields(self), sums, strict=True)})
+
+
+@dataclass
+class Clock:
+    """Seconds of this start, by section."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> float:
+        """What updates have taken: no evaluation, no checkpoint, no waiting for rows."""
+        return round(self.seconds.get("train", 0.0), 3)
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 class Reporter(Protocol):

@@ -120,7 +120,7 @@ def problems(recipe: Recipe) -> list[Problem]:
     if not smoothing or task.smooths:
         return []
     reason = f"{task.name} does not choose one label out of several"
-    return [Problem("train.label_smoothing", smoothing, reason, "set it to 0")]
+    return [Problem("train.label_smoothing", smoothing, reason, "set it to 0", code="conflicting_settings")]
 
 
 def for_run(

@@ -61,12 +61,6 @@ def optimizer_class() -> "type[torch.optim.AdamW]":
     import torch
 
     class RAdam(torch.optim.AdamW):
-        def __init__(self, *args: Any, **settings: Any):
-            super().__init__(*args, **settings)
-            # A gradient scaler then leaves out the whole step where a gradient is infinite: the number of the update,
-            # which is read before the kernel runs, is that which the kernel counts.
-            self._step_supports_amp_scaling = False
-
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             """One update. `closure`, where given, computes the loss and its gradients anew."""
             loss = None

@@ -59,6 +59,8 @@ class Observer:
 class NonFinite(UserError):
     """The gradient is not a number: training cannot go on from here."""
 
+    code = "not_finite"
+
 
 class WrongRows(RuntimeError):
     """The workers together hold other rows than the update's: a bug, or a mixed-up store, never to be trained on."""
@@ -142,7 +144,8 @@ def forward(
         return logits.flatten(0, 1)[places]
     if logits.shape[:2] != (1, len(places)):
         kind = type(network).__name__
-        raise UserError(f"model.name: {kind} has a language-model head that reads more than its encoder's last answers")
+        told = f"model.name: {kind} has a language-model head that reads more than its encoder's last answers"
+        raise UserError(told, code="unsupported")
     return logits.squeeze(0)  # a view: the gradient of an index is a copy, here of a whole vocabulary for each token
 
 
