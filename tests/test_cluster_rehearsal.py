@@ -160,24 +160,3 @@ def test_trials_and_replicas_land_on_the_nodes_that_are_labelled_for_them(tmp_pa
     found = on_machines("labels", tmp_path)
     assert (found["status"], found["trials"], found["left"]) == ("SUCCEEDED", 2, [])
     assert found["on"] == {"ray::RayTrainWorker": ["training"], "ray::ServeReplica": ["answers"]}
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(1600)
-def test_many_small_nodes_join_train_and_are_drained(tmp_path: Path) -> None:
-    """The benchmark of 64 nodes, with eight."""
-    command = [sys.executable, "-m", "benchmarks.many_nodes", str(tmp_path / "many"), "--json"]
-    done = subprocess.run(
-        [*command, "--nodes", "8", "--workers", "2"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["joined"]["nodes"], found["joined"]["broke"], found["left"]) == (8, None, [])
-    run = found["run"]
-    assert (run["status"], run["workers"], run["updates_lost"], run["drained"]) == ("SUCCEEDED", [2, 2], 0, 1)

@@ -52,8 +52,6 @@ SMALLER = {
     "make demo": "test_every_stage_ran_there_and_the_endpoint_answered",
     "make demo TORCH_INDEX": "test_torch_comes_from_the_named_index",
     "make test": "test_a_failed_installation_is_explained_and_tried_again",
-    "python -m benchmarks.large_store": "test_a_store_made_of_numbers_is_resumed_from_the_shards_of_one_update",
-    "python -m benchmarks.many_nodes": "test_many_small_nodes_join_train_and_are_drained",
     "rtrain distill": "test_its_trials_are_students_of_that_teacher_with_the_settings_asked_for",
     "rtrain drill": "test_a_drilled_run_ends_like_one_that_was_never_touched",
     "rtrain profile": "test_a_recipe_is_profiled_as_it_trains",

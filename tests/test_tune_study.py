@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import slow_network
 from rtrain import config
 from rtrain.config import Config
 from rtrain.errors import ConfigError, TryAgain, UserError
@@ -214,18 +213,6 @@ def test_networks_that_were_measured_stay_in_the_study(tmp_path: Path) -> None:
         "seconds over sockets, measured (saved)",
         "seconds over a link, measured (saved)",
     ]
-
-
-def test_the_benchmark_of_a_link_leaves_its_times_in_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The link itself needs root: its times are made up."""
-    (made := Run(tmp_path)).study_table.write_text(
-        json.dumps(study_table.table([FIRST, TENTH], "accuracy").document), encoding="utf-8"
-    )
-    monkeypatch.setattr(slow_network, "both", lambda mbit, given: {given[1]: [0.45] if mbit else [0.02, 0.01, 0.03]})
-    found = slow_network.of_study(made, 1000, 3)
-    kept = json.loads(made.study_table.read_text())
-    assert study_table.measured(kept) == found["exchange_s"] == {"sockets": 0.02, "1000 Mbit/s": 0.45}
-    assert "seconds over 1000 Mbit/s, measured (saved)" in Page(made.study_page.read_text()).text
 
 
 def test_a_worker_alone_exchanges_nothing() -> None:

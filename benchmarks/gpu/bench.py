@@ -89,14 +89,17 @@ class Bench:
     model: Path
     """The carried model, in fp32."""
     scratch: Path
-    gpu: bool
-    start: str = "fork"
-    """How processes are started: by fork, or by spawn if forked processes could not use the GPU."""
     seconds: float | None = None
     """Length of a timed stretch; None for that of the size."""
     ends: float = 0.0
-    """The time at which the section is killed, by time.monotonic."""
+    """The time at which a section is killed, by time.monotonic."""
     report: Report = field(default_factory=lambda: Report(Path("/dev/null"), ""))
+
+    @property
+    def gpu(self) -> bool:
+        import torch
+
+        return torch.cuda.is_available()
 
     @property
     def size(self) -> Size:
@@ -105,7 +108,7 @@ class Bench:
 
     @property
     def left(self) -> float:
-        """Seconds that the section has left."""
+        """Seconds that the sections have left."""
         return self.ends - time.monotonic()
 
     @property
@@ -296,16 +299,15 @@ def flops(network: Any, lengths: Any) -> float:
     Each weight that a token (or a row) meets takes six. In the attention of every layer each token meets each token of
     its text, in two products of 2 x hidden operations, three times.
     """
-    from benchmarks import probe
-    from benchmarks.figures import linear_flops
+    import torch
 
-    per_token, per_row = probe.weights(network)
-    linear = linear_flops(
-        {"weights_per_token": per_token, "weights_per_row": per_row}, float(lengths.sum()), float(len(lengths))
-    )
+    linear = {name: part.weight.numel() for name, part in network.named_modules() if isinstance(part, torch.nn.Linear)}
+    per_token = sum(size for name, size in linear.items() if ".layer." in name)
+    per_row = sum(linear.values()) - per_token
     config = network.config
     squares = float((lengths.astype(np.float64) ** 2).sum())
-    return linear + 12 * int(config.num_hidden_layers) * int(config.hidden_size) * squares
+    met = per_token * float(lengths.sum()) + per_row * len(lengths)
+    return 6 * met + 12 * int(config.num_hidden_layers) * int(config.hidden_size) * squares
 
 
 def peak(bench: Bench, precision: str) -> tuple[float, str]:

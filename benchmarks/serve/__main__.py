@@ -10,9 +10,6 @@ shadow    p99 while a candidate answers a fifth of the texts too, over p99 witho
 overload  4 and 20 times the load: answers, rejections, memory
 kills     ten replicas killed at 70 % load
 soak      70 % load for minutes: memory and errors
-floods    500 slow bodies, 500 half heads, a body of 1 GiB: good clients' p99, memory of HAProxy and of the replica
-keys      the times of wrong keys: whether they tell how much of one is right
-drift     rows until a tenth of foreign texts raises an alarm, and alarms without (--foreign)
 
 `results` are written after each part; wrk has to be installed, and h2load for `overload`.
 """
@@ -24,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Found, Keep, Results
-from benchmarks.serve import hostile, models, parts, unknown
+from benchmarks.serve import models, parts
 from benchmarks.serve.parts import Work
 
 PARTS: dict[str, Callable[[Work], Found]] = {
@@ -34,12 +31,7 @@ PARTS: dict[str, Callable[[Work], Found]] = {
     "overload": parts.overload,
     "kills": parts.kills,
     "soak": parts.soak,
-    "floods": hostile.floods,
-    "keys": hostile.keys,
-    "drift": unknown.drift,
 }
-OPTIONAL = ("drift",)
-"""Parts that need what no default is for."""
 AIMS = {
     "overhead_ms_p50": (1.2, 0.6),
     "rps_vs_raw": (0.8, 1.3),
@@ -48,7 +40,6 @@ AIMS = {
     "vs_uvicorn": (0.9, 1.3),
     "tail": (4.0, 2.5),
     "shadow_p99": (1.10, 1.05),
-    "drift_flagged_within_500": (0.95, 1.0),
 }
 """Floor and goal of a figure."""
 TEXTS = (
@@ -69,7 +60,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("parent", type=Path, nargs="?", help="the float artefact that it comes from")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("--rows", type=Path, help="csv file whose column `text` is asked (default: five texts)")
-    parser.add_argument("--foreign", type=Path, help="csv file whose column `text` is of another kind, for `drift`")
     parser.add_argument("--rounds", type=int, default=5, help="rounds, interleaved")
     parser.add_argument("--seconds", type=float, default=5.0, help="seconds of a loop")
     parser.add_argument("--minutes", type=float, default=15.0, help="minutes of the soak")
@@ -118,11 +108,8 @@ def main() -> None:
     named = (chosen.student, chosen.parent) if chosen.student else models.made(results.folder / "models")
     student, parent = (folder.absolute() for folder in named)
     settings = tuple(chosen.set)
-    foreign = texts_of(chosen.foreign) if chosen.foreign else []
-    work = Work(
-        student, parent, texts, chosen.rounds, chosen.seconds, results.folder, settings, chosen.minutes, foreign
-    )
-    for name in chosen.only or [part for part in PARTS if foreign or part not in OPTIONAL]:
+    work = Work(student, parent, texts, chosen.rounds, chosen.seconds, results.folder, settings, chosen.minutes)
+    for name in chosen.only or PARTS:
         results.measure(name, at_once(PARTS[name], work))
     print(results if chosen.json else table(results.parts))
 

@@ -39,8 +39,6 @@ class Work:
     settings: Sequence[str] = ()
     minutes: float = 15.0
     """How long the soak lasts."""
-    foreign: Sequence[str] = ()
-    """Texts of another kind than the model was made for."""
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
