@@ -7,7 +7,7 @@ import pytest
 
 from rtrain import artifact, config, predict
 from rtrain.batch import Head
-from rtrain.compress import calibrate, int4, openvino_graph, quantize, vocabulary
+from rtrain.compress import calibrate, int4, openvino_graph, quantize
 from rtrain.config.recipe import Quantize
 from rtrain.errors import ConfigError, UserError
 from rtrain.gate import inspection
@@ -55,17 +55,6 @@ def test_a_graph_s_word_table_has_half_the_bytes_and_its_answers_are_near(
     assert tables[0]["i8 weights"] == tables[1].get("i8 weights", 0) + 1  # the others are as before
     one, other = (np.stack(predict.Predictor.load(folder).logits(CORPUS)) for folder in (whole, half))
     assert 0 < np.abs(one - other).max() < 0.2 * np.abs(one).max()
-
-
-def test_a_table_of_4_bits_is_cut_too(half: Path, tmp_path: Path) -> None:
-    """A text of kept pieces is answered bit for bit as before (`vocabulary.prove` refuses any other)."""
-    texts = CORPUS[:6]
-    ids = trimming.kept(half, trimming.used_by(predict.Predictor.load(half).tokenizer, texts))
-    assert len(ids) < trimming.size(half)
-    proof = vocabulary.trim(half, ids, tmp_path / "small", texts)
-    assert proof.changed == ()
-    table = inspection.inspect(tmp_path / "small")["parts"]["word table"]
-    assert table["precisions"]["u4"] == len(ids) * 33  # 32 numbers and a zero point
 
 
 def test_the_table_goes_back_to_float_as_others_do(made: Made, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from rtrain import artifact, config, predict, score
 from rtrain.batch import Head
-from rtrain.compress import vocabulary
 from rtrain.config import Data, Gate
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, UserError
@@ -50,7 +49,8 @@ def pair_of(folder: Path, task: str, overrides: dict[str, Any]) -> Pair:
     head = Head(whole.manifest.labels, facts)
     made = make_task_artifact(folder / "made", task, head, max_tokens=most)
     trained = owned(made, folder / "base", whole)
-    vocabulary.trim(trained, ids, folder / "cut")
+    trimming.trim(trained, ids, folder / "cut")
+    shutil.copyfile(trained / artifact.NAME, folder / "cut" / artifact.NAME)
     return Pair(trained, owned(folder / "cut", folder / "small", store), whole, store)
 
 

@@ -150,16 +150,14 @@ def test_the_commands_have_the_settings_that_made_it(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     opening.freeze(run, with_overrides(reports.settings(tmp_path, labelled_rows(60)), distilled))
     made = artifact.read(make_artifact(run.artifact))
-    cut = {"pieces": 100, "at_least": 70, "unlabelled": {"path": "/rows.csv", "digest": "ab"}}
-    student = {"teacher": "0123456789ab", "calibration_rows": 64, "flips": 0.01, "vocabulary": cut}
+    student = {"teacher": "0123456789ab", "calibration_rows": 64, "flips": 0.01}
     first, second = reproduction.reproduce(run.int8, replace(made, engine="onnxruntime", lineage=student))
     assert first.endswith("  # TEACHER: the run of artefact 0123456789ab")
     assert "rtrain distill TEACHER --set data.path=" in first
     assert "--set distill.layers=1 --set distill.hidden=0.5" in first
     assert second == (
         f"rtrain quantize {run}-again --set quantize.calibration_rows=64 --set quantize.engine=onnxruntime"
-        f" --set compress.vocabulary=trim --set compress.vocabulary_pieces=70"
-        f" --set compress.unlabelled=/rows.csv --out {run}-again/artifact-int8"
+        f" --out {run}-again/artifact-int8"
     )
     weights = reproduction.reproduce(run.int8, replace(made, engine="openvino", lineage={"kind": "weights"}))
     assert weights[-1] == (

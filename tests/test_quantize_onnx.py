@@ -13,7 +13,7 @@ import pytest
 from rtrain import artifact, config
 from rtrain.compress import export_check, quantize
 from rtrain.config import Recipe
-from rtrain.errors import ConfigError, UserError
+from rtrain.errors import UserError
 from rtrain.gate import inspection
 from rtrain.predict import Predictor
 from tests import quantizing
@@ -103,14 +103,6 @@ def test_it_answers_without_openvino_and_what_trains(made: Made, report: dict[st
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_its_vocabulary_is_trimmed_before_not_after(made: Made, tmp_path: Path) -> None:
-    reason = r"compress\.vocabulary=trim: a finished graph of onnxruntime is not trimmed; trim before rtrain train"
-    chosen = recipe(**{"compress.vocabulary": "trim"})
-    with pytest.raises(ConfigError, match=reason):
-        quantize.run(chosen, made.store.folder, made.folder.parent, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_where_it_is_not_installed_the_extra_is_named(

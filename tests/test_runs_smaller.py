@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from rtrain import artifact, config as configuration, events, score
-from rtrain.batch import Head
 from rtrain.checkpoints import checkpoint
-from rtrain.compress import distill, quantize, vocabulary
+from rtrain.compress import distill, quantize
 from rtrain.config import Config, with_overrides
 from rtrain.data import records
 from rtrain.data.stores.store import SPLITS, Store
@@ -23,7 +22,7 @@ from rtrain.run import Run
 from rtrain.runs import driver, opening, preparing, smaller
 from tests import stock
 from tests.conftest import write_rows
-from tests.tiny import CORPUS, make_artifact, make_store, make_task_artifact
+from tests.tiny import CORPUS, make_store
 from tests.trained import Trained, settings
 
 TRIM = {"compress.vocabulary": "trim", "compress.vocabulary_pieces": 0}
@@ -128,50 +127,6 @@ def test_a_person_is_told_what_was_cut() -> None:
     assert said.of(event) == (
         "vocabulary: 4,354 of 30,522 pieces; rows that are read otherwise: 0 train, 12 valid, 187 test"
     )
-
-
-def test_a_finished_model_of_answers_by_token_is_trimmed_before_it_is_trained(tmp_path: Path) -> None:
-    chosen, _, _, store = stored_twice(tmp_path)
-    folder = make_task_artifact(tmp_path / "tags", "token_tags", Head(("O", "B-X", "I-X"), {}))
-    with pytest.raises(ConfigError, match=r"compress\.vocabulary='?trim'?: .*trim before rtrain train"):
-        vocabulary.trim_by(folder, store, chosen.recipe, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_finished_model_is_not_trimmed_where_its_test_rows_are_not_kept_whole(tmp_path: Path) -> None:
-    chosen = settings(tmp_path)
-    write_rows(tmp_path / "test.csv", [("a long story " * 200, "refund")])
-    store = make_store(chosen.recipe, Path(chosen.recipe.model.name), tmp_path)
-    with pytest.raises(ConfigError, match=r"scored anew by their texts alone.*trim before rtrain train"):
-        vocabulary.trim_by(make_artifact(tmp_path / "whole"), store, chosen.recipe, tmp_path / "out")
-
-
-def test_pieces_of_unlabelled_rows_stay_in_a_finished_model_too(tmp_path: Path) -> None:
-    """And its lineage says how many pieces were asked for, and by which rows."""
-    further = tmp_path / "requests.jsonl"
-    further.write_text("".join(json.dumps({"text": text}) + "\n" for text in CORPUS[:5]))
-    chosen, _, _, store = stored_twice(tmp_path, **{"compress.unlabelled": str(further)})
-    whole = make_task_artifact(tmp_path / "whole", "classification", store.manifest.head)
-    found = smaller.further(chosen.recipe)
-    assert found is not None
-    proof = vocabulary.trim_by(whole, store, chosen.recipe, tmp_path / "small", found)
-    assert proof.changed == ()  # the test rows have the same texts
-    told = artifact.read(tmp_path / "small").lineage["vocabulary"]
-    assert told["at_least"] == 0
-    assert told["unlabelled"] == {"path": str(further), "digest": found.digest()}
-    plain = with_overrides(chosen, {"compress.unlabelled": None, "compress.vocabulary_pieces": 170}).recipe
-    assert vocabulary.trim_by(whole, store, plain, tmp_path / "plain").changed != ()
-    told = artifact.read(tmp_path / "plain").lineage["vocabulary"]
-    assert (told["at_least"], "unlabelled" in told) == (170, False)
-
-
-def test_rows_whose_pieces_are_to_stay_are_looked_for_before_an_int8_model_is_made(tmp_path: Path) -> None:
-    chosen, _, _, store = stored_twice(tmp_path, **{"compress.unlabelled": str(tmp_path / "absent.csv")})
-    run = tmp_path / "run"
-    make_task_artifact(run / "artifact", "classification", store.manifest.head)
-    with pytest.raises(ConfigError, match=r"compress\.unlabelled=.*no such file, folder or glob"):
-        quantize.run(chosen.recipe, store.folder, run, tmp_path / "int8")
-    assert not (tmp_path / "int8").exists()
 
 
 def test_a_trimmed_model_goes_with_the_runs_that_use_it(tmp_path: Path) -> None:

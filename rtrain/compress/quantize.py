@@ -16,17 +16,15 @@ from typing import Any
 import numpy as np
 
 from rtrain import artifact, config as configuration, engines, events, predict, reference, score
-from rtrain.batch import Floats, Head, Ints, pack
-from rtrain.compress import calibrate, fallback, ranges, vocabulary
+from rtrain.batch import Floats, Head, Ints
+from rtrain.compress import calibrate, fallback, ranges
 from rtrain.config import Recipe
 from rtrain.config.recipe import Quantize
-from rtrain.data import records
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.gate import gate, told
 from rtrain.network import int8, rounding
 from rtrain.run import Run, artifact_of
-from rtrain.runs import smaller
 from rtrain.tasks import base
 
 SERVED = ("tokenizer.json", "tokenizer_config.json", "config.json")
@@ -58,13 +56,12 @@ def run(
     parent = artifact.read(parent_folder)
     if not engines.get(parent.engine).gradients:
         raise UserError(f"{parent_folder} is quantized already; name the run of its float parent")
-    trims = recipe.compress.vocabulary == "trim" and not _is_trimmed(parent_run, parent)
+    if recipe.compress.vocabulary == "trim" and not _is_trimmed(parent_run, parent):
+        reason, fix = "a finished model is not trimmed", "trim before rtrain train or rtrain distill"
+        raise ConfigError([Problem("compress.vocabulary", "trim", reason, fix, code="conflicting_settings")])
     learned = (parent_folder / rounding.FILE).is_file()
-    refuse(recipe.quantize, trims, learned=learned, words=base.get(parent.task).output == "tokens")
-    further = smaller.further(recipe) if trims else None
+    refuse(recipe.quantize, learned=learned, words=base.get(parent.task).output == "tokens")
     store = Store(store_folder)
-    if trims:
-        vocabulary.asked_anew(store, base.get(parent.task))
     started = time.perf_counter()
     whole = out.resolve()  # behind a link, the folder that it names: what is published there is renamed
     draft = whole.with_name(f".{whole.name}.{uuid.uuid4().hex[:8]}")
@@ -88,9 +85,6 @@ def run(
             predict.golden_logits,
             predict.golden_inputs(base.get(made.task), Head(made.labels, made.facts)),
         )
-        if trims:
-            on_event(events.doing("trimming the vocabulary", "vocabulary"))
-            report |= _trim(draft, store, recipe, further, report)
         if recipe.quantize.compressed:
             _pack(draft)
         report["size_mb"] = round(artifact.size_mb(draft, made.engine), 2)
@@ -98,7 +92,7 @@ def run(
         report["gate"] = gate.run(
             gate.Sides(draft, parent_folder, store, store, threads, answered), recipe.gate, on_event=on_event
         )
-        artifact.judged(draft, report["gate"], _reference(draft, store, anew=trims))
+        artifact.judged(draft, report["gate"], _reference(draft, store))
         artifact.publish(draft, out)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -121,7 +115,7 @@ def refuse_out(out: Path) -> None:
     )
 
 
-def refuse(settings: Quantize, trims: bool, learned: bool = False, words: bool = False) -> None:
+def refuse(settings: Quantize, learned: bool = False, words: bool = False) -> None:
     """Raise before anything is computed: `UserError` where the engine is not installed, `ConfigError` where it is asked
     for what it cannot do. `learned`: the model was trained to be rounded. `words`: it answers with pieces of its
     vocabulary."""
@@ -146,10 +140,6 @@ def refuse(settings: Quantize, trims: bool, learned: bool = False, words: bool =
     if learned and settings.overflow_fix:
         reason = "the model was trained to be rounded to the whole range of int8 (distill.quantization_aware)"
         raise ConfigError([Problem("quantize.overflow_fix", True, reason, "write quantize.overflow_fix=false")])
-    if trims and not entry.cuts_vocabulary:
-        reason = f"a finished graph of {engine} is not trimmed"
-        fix = "trim before rtrain train or rtrain distill, or take the engine openvino"
-        raise ConfigError([Problem("compress.vocabulary", "trim", reason, fix)])
 
 
 def _told(settings: Quantize, found: dict[str, Any]) -> dict[str, Any]:
@@ -179,16 +169,14 @@ def report_text(report: dict[str, Any]) -> str:
     width = max(len(name) for name, *_ in rows)
     table = [f"{name:<{width}}  {old:>10}  {new:>10}" for name, old, new in [("", "float", "int8"), *rows]]
     of = f" (of the first {report['flips_rows']:,} rows)" if "flips_rows" in report else ""
-    whole = ", with the whole vocabulary" if "vocabulary" in report else ""
     apart, moved = report["flips_alone_against_batch"], report["largest_logit_difference_alone_against_batch"]
     return "\n".join(
         [
             f"{after['rows']:,} test rows, {report['seconds']:.0f} s",
             *table,
-            f"answers that differ from the float model's{whole}: {report['flips_against_parent']:.2%}{of}",
-            f"answers that differ between alone and in a batch{whole}: {apart:.2%} (logits by {moved:.3f} at most)",
+            f"answers that differ from the float model's: {report['flips_against_parent']:.2%}{of}",
+            f"answers that differ between alone and in a batch: {apart:.2%} (logits by {moved:.3f} at most)",
             *aware_text(report),
-            *_vocabulary_text(report),
             *_graph_text(report),
             f"gate: {verdict}",
             *rivals,
@@ -243,36 +231,6 @@ def _graph_text(report: dict[str, Any]) -> list[str]:
     if (found := report.get("host")) is not None:
         lines.append(int8.Int8(**found).text)
     return lines
-
-
-def _vocabulary_text(report: dict[str, Any]) -> list[str]:
-    """What a trimmed vocabulary has changed; nothing where it was left as it is."""
-    if (cut := report.get("vocabulary")) is None:
-        return []
-    name = next(name for name in report["test"] if name != "rows")
-    return [
-        f"vocabulary: {cut['pieces']:,} of {cut['of']:,} pieces; {cut['identical']:,} of {cut['rows']:,} test rows "
-        f"have the same answers bit for bit, {cut['changed']:,} are read otherwise, {cut['flips']:,} of them with "
-        f"another answer; {name} with the whole vocabulary {report['whole'][name]:.4f}"
-    ]
-
-
-def _trim(
-    draft: Path, store: Store, recipe: Recipe, further: records.Source | None, report: dict[str, Any]
-) -> dict[str, Any]:
-    """Trim the int8 artefact of `draft` in its place; what its `report` is to say otherwise."""
-    whole = draft.with_name(f"{draft.name}-whole")
-    draft.rename(whole)
-    try:
-        vocabulary.trim_by(whole, store, recipe, draft, further)
-    finally:
-        shutil.rmtree(whole)
-    made = artifact.read(draft)
-    return {
-        "test": made.metrics["test"],
-        "whole": report["test"],
-        "vocabulary": made.lineage["vocabulary"],
-    }
 
 
 def _pack(draft: Path) -> None:
@@ -345,22 +303,12 @@ def farthest(left: Sequence[Floats], right: Sequence[Floats]) -> float:
     )
 
 
-def _reference(draft: Path, store: Store, anew: bool) -> dict[str, Any]:
-    """What the answers of the int8 artefact look like: they are not quite its parent's. `anew`: it reads texts as other
-    pieces than those of the store, which has the whole vocabulary's."""
+def _reference(draft: Path, store: Store) -> dict[str, Any]:
+    """What the answers of the int8 artefact look like: they are not quite its parent's."""
     made = predict.Predictor(draft, artifact.read(draft))
-    rows, unknown = np.arange(min(store.rows("valid"), REFERENCE_ROWS)), reference.unknown_id(made.tokenizer)
-    if not anew:
-        outcomes = score.on_split(made, store, "valid", rows).outcomes
-        return reference.measure(made.task, made.head, store, outcomes, unknown)
-    texts = vocabulary.known(store, made.task, "valid", rows)
-    readable = {place: text for place, text in texts.items() if made.flaw(text) is None}
-    if not readable:
-        return {}
-    tokens = pack(made.encode(list(readable.values())))
-    outcomes = score.answer(made, tokens.lengths_of_rows, tokens.pick).outcomes
-    targets = store.targets("valid", np.array(list(readable)))
-    return reference.of_rows(made.task, made.head, outcomes, tokens, targets, unknown)
+    rows = np.arange(min(store.rows("valid"), REFERENCE_ROWS))
+    outcomes = score.on_split(made, store, "valid", rows).outcomes
+    return reference.measure(made.task, made.head, store, outcomes, reference.unknown_id(made.tokenizer))
 
 
 def _is_trimmed(run: Path, parent: artifact.Artifact) -> bool:

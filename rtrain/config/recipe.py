@@ -308,7 +308,7 @@ class Compress(Section):
     vocabulary: Literal["keep", "trim"] = "keep"
     """`trim` cuts the model, before it is trained, to the pieces that its training rows use, with every single
     character and special token, into which other words fall apart. With `rtrain distill` the student is cut and its
-    teacher is not. With `rtrain quantize` the int8 model is cut, if its float one was not before."""
+    teacher is not."""
     unlabelled: str | None = None
     """File, folder or glob of further rows whose pieces are kept, with the columns of the training rows but for their
     labels: requests as they really come, say."""
