@@ -32,8 +32,6 @@ class Entry(NamedTuple):
     plans_by_shape: bool = False
     """Whether it keeps a plan of its graph, and memory for it, for each shape of inputs. Calls are then padded to few
     shapes, since clients choose the shapes."""
-    learns: bool = False
-    """Whether it makes a graph of what a network has learned to round (`rtrain.network.rounding`)."""
     on_gpu: bool = False
     """Whether its loader takes a device too, torch's `cuda`."""
 
@@ -61,7 +59,6 @@ ENGINES: Mapping[str, Entry] = {
         0.1,
         quantizer="rtrain.compress.openvino_graph:export",
         plans_by_shape=True,
-        learns=True,
         narrows=True,
     ),
     "onnxruntime": Entry(

@@ -15,7 +15,6 @@ from rtrain.config import with_overrides
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, UserError
 from rtrain.metrics import scores
-from rtrain.network import rounding
 from rtrain.predict import Predictor
 from rtrain.report import summary
 from rtrain.run import Run
@@ -155,28 +154,6 @@ def test_int8_artefact_answers_without_torch(student: Path, int8: dict[str, Any]
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=root, env=os.environ
     )
     assert done.stdout.strip() == "1 []"
-
-
-def test_a_student_as_large_learns_to_be_rounded(teacher: Path, kept_workers: Kept) -> None:
-    """In the loop of all runs; its int8 graph has the levels that it has learned, and is gated as others are."""
-    asked = {"distill.layers": None, "distill.quantization_aware": True, "distill.epochs": 1}
-    chosen = with_overrides(settings(teacher.parent), asked)
-    run, summary = distill.run(chosen, teacher, teacher.parent / "aware", workers=kept_workers)
-    began = rounding.Quantizers.read(Run(run).quantizers)
-    learned = rounding.Quantizers.read(run / "artifact" / rounding.FILE)
-    assert [one.layers for one in learned.activations] == [one.layers for one in began.activations]
-    assert all(one.step != other.step for one, other in zip(learned.activations, began.activations, strict=True))
-    assert summary["gate"]["against"]["version"] == artifact.read(teacher / "artifact").version
-    report = quantize.run(chosen.recipe, quantize.store_of(run), run, run / "artifact-int8")
-    assert report["quantization_aware"]
-    assert report["export"]["largest"] <= 1e-4
-    made = artifact.read(run / "artifact-int8")
-    assert made.lineage["quantization_aware"]
-    assert made.gate is not None
-    assert made.gate["version"] == made.version
-    # What the network scored while it rounded is what its graph scores.
-    rounded = artifact.read(run / "artifact").metrics["test"]["accuracy"]
-    assert report["test"]["accuracy"] == pytest.approx(rounded, abs=0.1)
 
 
 def test_quantizing_twice_is_refused(student: Path, int8: dict[str, Any], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rtrain import artifact, config as configuration
 from rtrain.batch import single
 from rtrain.compress import distill, student as starting
 from rtrain.config import Distill
-from rtrain.errors import ConfigError, UserError
+from rtrain.errors import ConfigError
 from rtrain.network import model
 from rtrain.run import Run
 from rtrain.runs import opening
@@ -112,19 +112,6 @@ def test_a_start_is_made_once_for_a_teacher_and_a_depth(teacher: Path, tmp_path:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []  # no draft is left
 
 
-def test_a_start_of_another_version_is_told_and_made_again_once_it_is_removed(tmp_path: Path) -> None:
-    """ModernBERT's of before kept the kinds of all of its teacher's layers, which transformers refuses."""
-    teacher = make_artifact(tmp_path / "teacher")
-    start = starting.start(teacher, Distill(layers=1), tmp_path / "starts")
-    document = json.loads((start / "config.json").read_text())
-    (start / "config.json").write_text(json.dumps({**document, "layer_types": ["full_attention"] * 2}))
-    with pytest.raises(UserError, match=rf"{start} was made by another version of rtrain; remove the folder"):
-        starting.start(teacher, Distill(layers=1), tmp_path / "starts")
-    shutil.rmtree(start)
-    starting.start(teacher, Distill(layers=1), tmp_path / "starts")
-    assert json.loads((start / "config.json").read_text()) == document
-
-
 @pytest.mark.parametrize(
     ("depth", "layers", "of"), [(6, 3, 4), (6, 1, 4), (6, 5, 5), (12, 3, 8), (12, 6, 8), (2, 1, 2), (6, None, 6)]
 )
@@ -166,7 +153,7 @@ def test_fewer_layers_than_the_student_has_and_more_than_its_teacher_has_are_ref
 def test_a_student_as_deep_as_its_teacher_is_refused(teacher: Path, tmp_path: Path, layers: int) -> None:
     with pytest.raises(ConfigError) as caught:
         starting.start(teacher, Distill(layers=layers), tmp_path)
-    as_many = "; as many learn more with distill.unlabelled or distill.quantization_aware alone" if layers == 2 else ""
+    as_many = "; as many learn more with distill.unlabelled alone" if layers == 2 else ""
     assert str(caught.value) == f"distill.layers={layers}: the teacher has 2 layers; write 1 or less{as_many}"
     assert list(tmp_path.iterdir()) == []
 

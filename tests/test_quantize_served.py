@@ -162,9 +162,3 @@ def test_a_processor_that_answers_otherwise_is_named(tmp_path: Path, monkeypatch
             predictor.check_golden()
         assert (int8.processor() in str(caught.value)) == named
         assert ("quantize.overflow_fix" in str(caught.value)) == named
-
-
-def test_a_model_that_was_trained_to_be_rounded_has_no_other_range() -> None:
-    with pytest.raises(ConfigError) as caught:
-        quantize.refuse(config.load("intent", {"quantize.overflow_fix": True}).recipe.quantize, False, learned=True)
-    assert [problem.field for problem in caught.value.problems] == ["quantize.overflow_fix"]

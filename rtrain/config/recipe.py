@@ -227,7 +227,7 @@ ADDED_TO_MODEL: dict[str, Any] = {
 ADDED_TO_DISTILL: dict[str, Any] = {
     **{"student": None, "width": None, "unlabelled": None, "confidence": 0.0},
     **{"relations": 0.0, "relation_heads": 12, "relation_layer": None, "hidden": 0.0},
-    **{"quantization_aware": False, "co_teachers": [], "copies": 0, "teacher_layers": "all"},
+    **{"co_teachers": [], "copies": 0, "teacher_layers": "all"},
 }
 """The same for `distill`."""
 
@@ -283,10 +283,6 @@ class Distill(Section):
     hidden: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared distance between the layers' hidden states, the student's through a learned linear map
     (TinyBERT, Jiao et al. 2020, arXiv:1909.10351). 0: off."""
-    quantization_aware: bool = False
-    """Train the student with its weights and activations rounded as `rtrain quantize` will round them (Jacob et al.
-    2018, arXiv:1712.05877), by levels whose widths it learns: where int8 costs a model more than it may. With
-    layers=null the student is as large as its teacher."""
     teacher: str | None = None
     """Version of the artefact whose answers are learned. `rtrain distill` sets it; it is null in any other run."""
     teachers: tuple[str, ...] = ()
