@@ -99,14 +99,15 @@ def overwrite_header(folder: Path) -> None:
 
 def test_the_verdict_is_told_with_date_and_host(tmp_path: Path) -> None:
     folder = openvino_artifact(tmp_path / "int8")
-    assert "gate: none has looked at it; serve asks for one" in inspection.text(inspection.inspect(folder))
+    assert inspection.inspect(folder)["needs_gate"]
     verdict = {"verdict": "hold", "reasons": ["a", "b"], "made": "2026-01-02T03:04:05Z", "host": {"name": "wren"}}
+    verdict |= {"headline": None, "rivals": []}
     made = artifact.judged(folder, {**verdict, "version": artifact.read(folder).version})
     found = inspection.inspect(folder)
     assert (found["gate"], found["gated"]) == (verdict, True)
-    assert "gate: hold: a; b (2026-01-02T03:04:05Z, on wren)" in inspection.text(found)
+    assert all(word in inspection.text(found) for word in ("hold", "a; b", "2026-01-02T03:04:05Z", "wren"))
     artifact.judged(folder, {**verdict, "version": made.version[::-1]})
-    assert "gate: hold: a; b (of another artefact, 2026-01-02T" in inspection.text(inspection.inspect(folder))
+    assert not inspection.inspect(folder)["gated"]
 
 
 # --------------------------------------------------------------------------------------------------- of a run, and int8

@@ -12,7 +12,7 @@ import pytest
 
 from rtrain import artifact, config, manifest
 from rtrain.data.stores.store import Store
-from rtrain.gate import gate, sides, told
+from rtrain.gate import gate, told
 from rtrain.run import Run
 from tests.conftest import write_rows
 from tests.test_cli import Cli, run
@@ -127,7 +127,7 @@ def test_a_file_without_a_test_row_is_refused(run: Cli, by_column: Made, tmp_pat
 
 def judged(made: Made, path: Path) -> dict[str, Any]:
     folder = Run(made.folder)
-    chosen, limits = sides.find(folder.int8, folder.artifact, {"data.path": str(path), "gate.seconds": 0.01})
+    chosen, limits = gate.find(folder.int8, folder.artifact, {"data.path": str(path), "gate.seconds": 0.01})
     return gate.run(replace(chosen, timed=False), limits)
 
 

@@ -25,7 +25,6 @@ Without a GPU all of this runs at a tiny size, as a test of itself.
 """
 
 import argparse
-import importlib
 import json
 import multiprocessing
 import os
@@ -40,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import prepare, report
-from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.bench import Bench, run_section
 
 FOLDER = Path(".gpu")
 SECTIONS = ("right", "resume", "speed", "memory", "serving_peers")
@@ -73,7 +72,7 @@ def measure(name: str, bench: Bench) -> dict[str, Any]:
     begun, lines = time.monotonic(), bench.scratch / f"{name}.jsonl"
     lines.unlink(missing_ok=True)
     process = multiprocessing.get_context("spawn").Process(
-        target=_run, args=(name, replace(bench, report=report.Report(lines, name)))
+        target=run_section, args=(name, replace(bench, report=report.Report(lines, name)))
     )
     process.start()
     try:
@@ -85,14 +84,6 @@ def measure(name: str, bench: Bench) -> dict[str, Any]:
         process.kill()
         process.join()
     return {"status": status, "seconds": round(time.monotonic() - begun, 1), "lines": report.lines(lines)}
-
-
-def _run(name: str, bench: Bench) -> None:
-    os.setpgid(0, 0)  # so that processes that the section starts end with it
-    with bench.report.attempt("section"):
-        importlib.import_module(f"benchmarks.gpu.{name}").run(bench)
-        return
-    sys.exit(1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,5 +1,8 @@
 """Parts that the sections share: sizes, networks, texts, clocks, and the peak of a device."""
 
+import importlib
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -129,6 +132,19 @@ class Bench:
 
         (folder,) = (self.data / name / ".tokens").iterdir()
         return open_store(folder)
+
+
+def run_section(name: str, bench: Bench) -> None:
+    """Run the module of that name in this process, which leads a process group of its own, so that what the section
+    starts ends with it."""
+    import transformers
+
+    os.setpgid(0, 0)
+    transformers.utils.logging.set_verbosity_error()
+    with bench.report.attempt("section"):
+        importlib.import_module(f"benchmarks.gpu.{name}").run(bench)
+        return
+    sys.exit(1)
 
 
 def synchronize(bench: Bench) -> None:
