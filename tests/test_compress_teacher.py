@@ -66,8 +66,9 @@ def test_answers_that_do_not_fit_on_the_disk_are_refused_before_they_are_compute
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(UserError, match=r"the teacher's answers take 0 MB, and .* has no room"):
+    with pytest.raises(UserError) as error:
         teacher.carry(store, store, "v1")
+    assert error.value.code == "disk_full"
     assert left(store) == ["teacher-v1.npy"]
 
 
@@ -93,23 +94,14 @@ def test_answers_are_those_of_whole_precision(store: Store, tmp_path: Path) -> N
     assert np.abs(np.stack([row.reshape(-1) for row in found["logits"]]) - np.stack(expected)).max() <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("labels", "told"),
-    [
-        (
-            ("login", "parcels", "refund"),
-            r"3 labels, .* trained on 3 \(rows alone: 'parcel'; teacher alone: 'parcels'\);",
-        ),
-        (("login", "parcel"), r"3 labels, .* trained on 2 \(rows alone: 'refund'\);"),
-        (("refund", "parcel", "login"), r"trained on 3, in another order;"),
-    ],
-)
-def test_rows_with_other_labels_than_the_teacher_s_are_refused_with_their_names(
-    store: Store, tmp_path: Path, labels: tuple[str, ...], told: str
+@pytest.mark.parametrize("labels", [("login", "parcels", "refund"), ("login", "parcel"), ("refund", "parcel", "login")])
+def test_rows_with_other_labels_than_the_teacher_s_are_refused(
+    store: Store, tmp_path: Path, labels: tuple[str, ...]
 ) -> None:
     made = artifact.Artifact("a", "classification", labels, 16, "torch")
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError) as error:
         teacher.teach(tmp_path, made, store, tmp_path, lambda weights: store, alike=True)
+    assert error.value.code == "other_labels"
 
 
 def test_a_teacher_s_numbers_are_kept_on_the_scale_of_the_student_s_rows(tmp_path: Path) -> None:

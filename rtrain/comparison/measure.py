@@ -130,7 +130,7 @@ def _headline(output: str, first: Judged, other: Judged) -> tuple[Difference, Fl
     """(the headline with the p that decides, McNemar's test of classes, every score)."""
     scores = chance.differences(first.scores, other.scores)
     found = next(one for one in scores if one.name == first.headline)
-    flipped = _flipped(first.right, other.right) if output == "classes" else None
+    flipped = count_flips(first.right, other.right) if output == "classes" else None
     return (found if flipped is None else replace(found, p=max(found.p, flipped.p))), flipped, scores
 
 
@@ -170,7 +170,8 @@ def _against(
     )
 
 
-def _flipped(first: Bools | None, other: Bools | None) -> Flipped | None:
+def count_flips(first: Bools | None, other: Bools | None) -> Flipped | None:
+    """Right answers lost and won; None where answers are not right or wrong."""
     if first is None or other is None:
         return None
     lost, won = int((first & ~other).sum()), int((~first & other).sum())

@@ -13,8 +13,8 @@ from typing import Any
 
 from rtrain import artifact, engines
 from rtrain.artifact import Artifact, ArtifactError
-from rtrain.gate import graph as graphs, told
-from rtrain.gate.graph import Graph, Part, part_of
+from rtrain.gate import told
+from rtrain.gate.graph import Graph, Part, of_openvino, part_of
 from rtrain.gate.reproduction import reproduce
 from rtrain.network import compiled
 
@@ -56,10 +56,10 @@ def inspect(folder: Path) -> dict[str, Any]:
 
 
 def _model(folder: Path, made: Artifact) -> tuple[Graph | None, dict[str, Part]]:
-    """(the graph of an int8 artefact, the model's numbers by part). None and nothing where the file cannot be read."""
+    """(the graph of an int8 artefact, the model's numbers by part). None and nothing of ONNX."""
     path = next(iter(engines.get(made.engine).present(folder)), folder)
-    graph = graphs.read(path)
-    if graph is not None:
+    if path.name.removesuffix(engines.PACKED).endswith(".xml"):
+        graph = of_openvino(path)
         return graph, graph.parts()
     return None, _tensors(path) if path.name.endswith(".safetensors") else {}
 
@@ -111,7 +111,7 @@ def text(found: dict[str, Any]) -> str:
         numbers, kinds = ("", "") if part is None else (f"{part['numbers']:,}", _kinds(part["precisions"]))
         lines.append(f"{name:<18}{size / 1e6:>9.2f}{numbers:>14}  {kinds}".rstrip())
     total = sum(found["bytes"].values())
-    numbers = "not told (the extra onnx reads it)" if found["numbers"] is None else f"{found['numbers']:,}"
+    numbers = "not told of ONNX" if found["numbers"] is None else f"{found['numbers']:,}"
     lines.append(f"{'all':<18}{total / 1e6:>9.2f}{numbers:>14}")
     if found["operators"] is not None:
         lines += ["", "operators"]

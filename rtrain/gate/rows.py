@@ -18,8 +18,9 @@ from rtrain import score
 from rtrain.artifact import Artifact
 from rtrain.batch import Encoded, Head, Int32s, Ints, Ragged, Tokens, pack
 from rtrain.comparison import chance
+from rtrain.comparison.by_row import keep_scores
 from rtrain.comparison.chance import Difference
-from rtrain.comparison.measure import Flipped, Slice, slices
+from rtrain.comparison.measure import Flipped, Slice, count_flips, slices
 from rtrain.config import Data
 from rtrain.data import overlap, records
 from rtrain.data.formats import digests
@@ -27,7 +28,6 @@ from rtrain.data.records import Record
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError, quoted
 from rtrain.metrics import per_class
-from rtrain.metrics.additive import Additive
 from rtrain.metrics.by_output import ACCURACY_WITH_REFUSALS, metric_for
 from rtrain.metrics.scores import LENGTH
 from rtrain.metrics.slices import quantiles
@@ -438,25 +438,22 @@ def judge(both: Both) -> Judged:
         return Judged(None, (), None, 0, (), reason)
     sides = (both.base, both.candidate)
     first, other = (metric.additive(side.answered.outcomes, side.targets, side.head) for side in sides)
-    rights = None
+    rights: tuple[npt.NDArray[np.bool_] | None, ...] = (None, None)
     if metric.right is not None:
-        rights = [metric.right(side.answered.outcomes, side.targets, side.head) & ~side.unknown for side in sides]
+        rights = tuple(metric.right(side.answered.outcomes, side.targets, side.head) & ~side.unknown for side in sides)
     scores = {one.name: one for one in chance.differences(first, other)}
     # Where both sides refuse rows, the score of the rows that McNemar's test counts: those outside of all classes too.
     name = ACCURACY_WITH_REFUSALS if ACCURACY_WITH_REFUSALS in scores else metric.headline
     if name not in scores:
         return Judged(None, tuple(scores.values()), None, 0, (), f"{name} is no finite number")
     headline = scores[name]
-    flipped = None
-    if rights is not None:
-        lost, won = int((rights[0] & ~rights[1]).sum()), int((~rights[0] & rights[1]).sum())
-        flipped = Flipped(lost, won, chance.mcnemar(lost, won))
-        if both.base.predictor.task.output == "classes":
-            headline = replace(headline, p=max(headline.p, flipped.p))
+    flipped = count_flips(rights[0], rights[1])
+    if flipped is not None and both.base.predictor.task.output == "classes":
+        headline = replace(headline, p=max(headline.p, flipped.p))
     columns = {name: [value or "" for value in values] for name, values in both.columns.items()}
     if LENGTH not in columns:
         columns[LENGTH] = quantiles(both.lengths)
-    only = [_alone(side, name) for side in (first, other)]
+    only = [keep_scores(side, (name,)) for side in (first, other)]
     classes: list[dict[str, Any]] = []
     if metric.tables is not None:
         tables = (metric.tables(side.answered.outcomes, side.targets, side.head) for side in sides)
@@ -465,12 +462,7 @@ def judge(both: Both) -> Judged:
         headline,
         tuple(scores.values()),
         flipped,
-        0 if rights is None else int(rights[0].sum()),
+        0 if rights[0] is None else int(rights[0].sum()),
         tuple(slices(only[0], only[1], name, columns)),
         classes=classes,
     )
-
-
-def _alone(additive: Additive, name: str) -> Additive:
-    """The headline alone: slices are resampled by hundreds."""
-    return Additive(additive.rows, lambda sums: {name: additive.score(sums)[name]})

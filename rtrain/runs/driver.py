@@ -22,7 +22,7 @@ from rtrain.run import Run
 from rtrain.runs import failures, group, machines, nodes, notice, opening, placement
 from rtrain.runs.preparing import Prepared, said_of_rows
 from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_memory
-from rtrain.runs.start import ALL, Shortcuts, Start
+from rtrain.runs.start import Start
 
 OnEvent = Callable[[dict[str, Any]], None]
 LOST_S = 10.0
@@ -40,7 +40,6 @@ class _Plan:
     until: int | None
     rung: bool
     profile: bool
-    shortcuts: Shortcuts
     workers: group.Workers
 
 
@@ -52,7 +51,6 @@ def fit(
     profile: bool = False,
     workers: group.Workers | None = None,
     reports: bool = True,
-    shortcuts: Shortcuts = ALL,
     on_event: OnEvent | None = None,
 ) -> dict[str, Any]:
     """Train from the newest checkpoint to update `until` (default: the last) and return the run's summary.
@@ -63,7 +61,7 @@ def fit(
     where the run was asked to end (`notice.Asked`) before that, and where it is finished and the storage of its copy
     does not answer.
     """
-    plan = _Plan(until, rung, profile, shortcuts, workers or group.Fresh())
+    plan = _Plan(until, rung, profile, workers or group.Fresh())
     run = prepared.run
     if run.finished:
         trackers.fill(prepared.config, run, on_event or (lambda event: None))
@@ -208,7 +206,6 @@ def _attempts(
             head=machines.head(),
             owners=owners,
             halvings=halvings(run.events()),
-            shortcuts=plan.shortcuts,
         )
         say(events.doing(f"starting {workers} worker{'' if workers == 1 else 's'}", "start of workers"))
         layout = group.Layout(

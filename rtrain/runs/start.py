@@ -9,21 +9,6 @@ from rtrain.config import Config
 
 
 @dataclass(frozen=True)
-class Shortcuts:
-    """Ways to compute the same in less time, all of them taken. A benchmark leaves one out to measure its gain."""
-
-    packed: bool = True
-    """Compute no padding, where the architecture can (`rtrain.network.packed`)."""
-    fast_dropout: bool = True
-    """On a CPU, draw the masks of dropout many at a time (`rtrain.network.dropout`)."""
-    touched_rows: bool = True
-    """Exchange only the touched rows of the word embedding's gradient (`rtrain.exchange.touched_rows`)."""
-
-
-ALL = Shortcuts()
-
-
-@dataclass(frozen=True)
 class Start:
     """One start of a run, up to `until` updates or to its end."""
 
@@ -42,6 +27,5 @@ class Start:
     """Tokens of the run folder's starts, this one's last; see `checkpoints.replica`."""
     halvings: int = 0
     """How often passes were made half as large, since a start ran out of memory."""
-    shortcuts: Shortcuts = ALL
     profile: bool = False
     """Keep where the time of each update goes, on each worker (`training.watched`)."""

@@ -117,7 +117,6 @@ class _Worker:
         self._speeds = self._timed(store, task, loss, precision)
         self.exchange = strategies.build(
             *(self.network, recipe.train, self.watch, self.reporter.event),
-            touched_rows=start.shortcuts.touched_rows,
             device=self._device,
         )
         if self._in_parts:
@@ -155,11 +154,8 @@ class _Worker:
             self.reporter.event("tokenizer", model=str(self._source), differing=differing, texts=texts)
 
     def _network(self, store: Store, task: base.Task) -> "transformers.PreTrainedModel":
-        recipe, shortcuts = self._start.config.recipe, self._start.shortcuts
-        labels, how = store.manifest.labels, {"pack": shortcuts.packed, "fast_dropout": shortcuts.fast_dropout}
-        read = self.watch.busy()(
-            lambda: model.build(self._source, task, labels, recipe.train.seed, recipe.model, **how)
-        )
+        recipe, labels = self._start.config.recipe, store.manifest.labels
+        read = self.watch.busy()(lambda: model.build(self._source, task, labels, recipe.train.seed, recipe.model))
         network = ranks.together(self.watch, read)
         if recipe.train.gradient_checkpointing:
             model.keep_inputs_alone(network)
@@ -179,8 +175,7 @@ class _Worker:
             )
         made, trimmed = artifact.read(folder, verify=False), trimming.read(self._source)
         chosen = Model(pooling=made.facts.get(pooling.FACT, "own"))
-        pack = self._start.shortcuts.packed
-        read = self.watch.busy()(lambda: model.build(folder, task, made.labels, 0, chosen, pack=pack))
+        read = self.watch.busy()(lambda: model.build(folder, task, made.labels, 0, chosen))
         teacher = ranks.together(self.watch, read)
         model.place(teacher, self._device)
         teacher.requires_grad_(False).eval()

@@ -29,7 +29,6 @@ def build(
     watch: Watch | None = None,
     say: Say = unsaid,
     *,
-    touched_rows: bool = True,
     device: "torch.device | None" = None,
 ) -> Exchange:
     """The exchange of a network. Called on every worker. `device`: where the network is to compute, if not where it is;
@@ -42,7 +41,7 @@ def build(
             return Context(network, watch, say, context=train.context)
         kind = OptimizerShares if train.shard else Replicated
         by, compressed = train.transport, train.gradient_compression
-        return kind(network, watch, say, touched_rows=touched_rows, by=by, compressed=compressed)
+        return kind(network, watch, say, by=by, compressed=compressed)
     cut: dict[str, Any] = {"tensor": train.tensor, "sequence": train.sequence, "device": device}
     shared = train.shard > 1 and workers > train.within
     if shared:
