@@ -75,6 +75,7 @@ def test_what_is_carried_is_half_as_large_and_needs_no_ray(carried: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_no_line_failed_and_every_check_is_met_without_ray(carried: Path, tmp_path: Path) -> None:
     """Minutes, as each section is a process that loads torch."""
     out = tmp_path / "gpu.json"

@@ -197,7 +197,7 @@ def _slices_of(a: str, one: Against) -> Iterator[Block]:
     unit = 100 if verdict.is_share(one.headline) else 1
     bars = [
         Bar(
-            f"{slice_.column}: {slice_.value}",
+            f"{slice_.column}: {slice_.value}" + (" (beyond chance)" if slice_.verdict else ""),
             unit * slice_.difference.difference,
             f"{verdict.figures(slice_.difference)}, {slice_.difference.rows:,} rows",
             (unit * slice_.difference.low, unit * slice_.difference.high),
@@ -206,17 +206,7 @@ def _slices_of(a: str, one: Against) -> Iterator[Block]:
     ]
     name = verdict.named(one.headline)
     gain = f"{name} of {b} less {a}, in points" if unit == 100 else f"by how much {b} has less {name} than {a}"
-    yield Figure(f"{b} beside {a} by slice", charts.bars(bars, gain), "Right of 0 is better; whiskers: 95 % intervals.")
-    rows: list[Sequence[Cell]] = [
-        (
-            f"{slice_.column}: {short(slice_.value, 40)}",
-            slice_.difference.rows,
-            verdict.change(slice_.difference),
-            {1: "better", -1: "worse", 0: "-"}[slice_.verdict],
-        )
-        for slice_ in shown
-    ]
-    yield Table(title, ("slice", "rows", f"{b} less {a}", "beyond chance"), rows)
+    yield Figure(title, charts.bars(bars, gain), "Right of 0 is better; whiskers: 95 % intervals.")
 
 
 # ------------------------------------------------------------------------------------------- how they came to be, cost

@@ -32,8 +32,9 @@ def brief(found: dict[str, Any]) -> list[str]:
 
 def rivals(found: dict[str, Any]) -> Iterator[str]:
     """`TF-IDF and a linear model: 0.909 at 0.85 ms; 1.2 points ahead of it, at no cost of time`. Nothing where the
-    candidate could not be asked."""
+    candidate could not be asked. Milliseconds are of texts of all lengths, with the tokenizer."""
     own, *others = found["rivals"] or [None]
+    sign = as_read(found["headline"]["name"] if found["headline"] else "")[1]
     for one in others:
         if one["absent"]:
             yield f"{one['name']}: not measured: {one['absent']}"
@@ -42,7 +43,7 @@ def rivals(found: dict[str, Any]) -> Iterator[str]:
         each = one["points_per_ms"]
         price = "at no cost of time" if each is None else f"{each:.2f} for each further millisecond"
         side = "ahead of" if ahead >= 0 else "behind"
-        score = _sign(found) * one["score"]
+        score = sign * one["score"]
         yield f"{one['name']}: {score:.3f} at {one['ms']:.2f} ms; {abs(ahead):.1f} points {side} it, {price}"
 
 
@@ -82,29 +83,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         yield "whether the candidate was trained on these rows is not known: a token store or its keys are gone"
     elif trained_on:
         yield f"{trained_on:,} more rows are left out: the candidate was trained on them, or one side was tuned by them"
-    yield from _rivals(found["rivals"], _sign(found))
+    yield from (f"beside it, {line}" for line in rivals(found))
     yield ""
     yield from (f"{one['word']:<8} {one['text']}" for one in found["findings"])
     yield ""
     yield f"{sentence(found)} ({found['seconds']:.0f} s)"
-
-
-def _sign(found: dict[str, Any]) -> int:
-    """Of the headline's values, as they are shown."""
-    return as_read(found["headline"]["name"] if found["headline"] else "")[1]
-
-
-def _rivals(rivals: list[dict[str, Any]], sign: int) -> Iterator[str]:
-    if not rivals:
-        return
-    yield ""
-    yield f"{'on the same rows':<42}{'score':>9}{'ms/text':>9}  the candidate's points per millisecond beside it"
-    for one in rivals:
-        if one["absent"]:
-            yield f"{one['name']:<42}not measured: {one['absent']}"
-        if one["score"] is None:
-            continue
-        bought = "it is no slower" if one["points_per_ms"] is None else f"{one['points_per_ms']:.2f}"
-        own = "" if one is rivals[0] else f"  {bought}"
-        yield f"{one['name']:<42}{sign * one['score']:>9.4f}{one['ms']:>9.3f}{own}"
-    yield "ms/text is measured apart from p50: of texts of all lengths, with the tokenizer, up to the model's outputs"
