@@ -4,6 +4,7 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -100,7 +101,12 @@ def overwrite_header(folder: Path) -> None:
 def test_the_verdict_is_told_with_date_and_host(tmp_path: Path) -> None:
     folder = openvino_artifact(tmp_path / "int8")
     assert inspection.inspect(folder)["needs_gate"]
-    verdict = {"verdict": "hold", "reasons": ["a", "b"], "made": "2026-01-02T03:04:05Z", "host": {"name": "wren"}}
+    verdict: dict[str, Any] = {
+        "verdict": "hold",
+        "reasons": ["a", "b"],
+        "made": "2026-01-02T03:04:05Z",
+        "host": {"name": "wren"},
+    }
     verdict |= {"headline": None, "rivals": []}
     made = artifact.judged(folder, {**verdict, "version": artifact.read(folder).version})
     found = inspection.inspect(folder)

@@ -76,7 +76,7 @@ def run(
         lineage = {**parent.lineage, "parent": parent.version, **_told(recipe.quantize, found)}
         made = replace(parent, engine=recipe.quantize.engine, lineage=lineage, golden=(), metrics={})
         on_event(events.doing(f"scoring both models on {store.rows('test'):,} test rows", "scores"))
-        report, answered = _measure(parent_folder, draft, parent, made, store)
+        report, answered = measure(parent_folder, draft, parent, made, store)
         report |= {"engine": made.engine, "kind": recipe.quantize.kind, "host": asdict(int8.of_processor()), **found}
         made = replace(made, metrics={"test": report["test"]})
         artifact.write(
@@ -86,7 +86,7 @@ def run(
             predict.golden_inputs(base.get(made.task), Head(made.labels, made.facts)),
         )
         if recipe.quantize.compressed:
-            _pack(draft)
+            pack_graph(draft)
         report["size_mb"] = round(artifact.size_mb(draft, made.engine), 2)
         report["artefact_mb"] = round(sum(path.stat().st_size for path in draft.iterdir()) / 1e6, 2)
         report["gate"] = gate.run(
@@ -213,7 +213,7 @@ def _graph_text(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _pack(draft: Path) -> None:
+def pack_graph(draft: Path) -> None:
     """Compress the graph of a finished artefact, whose version is another one then."""
     made = artifact.read(draft)
     for path in engines.get(made.engine).present(draft):
@@ -225,7 +225,7 @@ def _pack(draft: Path) -> None:
     artifact.write(draft, made, predict.golden_logits, predict.golden_inputs(base.get(made.task), head))
 
 
-def _measure(
+def measure(
     parent_folder: Path, draft: Path, parent: artifact.Artifact, made: artifact.Artifact, store: Store
 ) -> tuple[dict[str, Any], tuple[score.Answered, score.Answered]]:
     """(scores of both artefacts on the test rows and the shares of int8 answers that differ from the parent's, and that

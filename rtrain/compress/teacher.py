@@ -180,7 +180,7 @@ def ensure_answers(
     ray_internals.without_data_actors()
     dataset = ray.data.range(rows, override_num_blocks=blocks).map_batches(
         partial(
-            _answer,
+            answer_rows,
             store=store.folder,
             folder=folder,
             ids=None if trimmed is None else trimming.old_ids(trimmed.kept),
@@ -250,7 +250,7 @@ def logical_cpus(nodes: Sequence[float], cores: int) -> float:
     return max(1.0, nodes[0] / cores) if len(nodes) == 1 else 1.0
 
 
-def _answer(batch: dict[str, Any], store: Path, folder: Path, ids: Ints | None = None) -> dict[str, Any]:
+def answer_rows(batch: dict[str, Any], store: Path, folder: Path, ids: Ints | None = None) -> dict[str, Any]:
     """A data task: outputs for the rows at places `id` of the length order, with their positions in the index; numbers
     on the scale of these rows."""
     import torch
