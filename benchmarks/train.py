@@ -94,7 +94,7 @@ def document(
 def main() -> None:
     chosen = parse()
     out = chosen.out.absolute()
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    versions = {one.name: one.version for one in importlib.metadata.distributions() if one.name in PACKAGES}
     about = {**machine(), "python": platform.python_version(), "versions": versions, "rows": chosen.rows}
     about |= {"processes": common.PROCESSES, "rows_per_pass": common.ROWS_PER_PASS}
     wanted = [figure for figure in figures.FIGURES if figure.key in (chosen.only or KEYS)]

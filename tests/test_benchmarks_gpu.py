@@ -91,9 +91,8 @@ def test_no_line_failed_and_every_check_is_met_without_ray(carried: Path, tmp_pa
     assert found["right.scaling.overflow"]["about"]["skipped"] > 0
     for way in ("dropout", "dropout.deterministic"):
         assert found[f"resume.bit_for_bit.{way}"]["about"]["resumed_from"] == 20
-    sides = ("packed", "padded", "hf", "hf_grouped")
-    padding = {side: found[f"speed.bert-large.squadshifts.{side}.tokens_per_s"]["about"]["padding"] for side in sides}
-    assert padding["packed"] == 1.0 < min(padding["padded"], padding["hf"])
+    speed = {side: found[f"speed.bert-large.squadshifts.{side}.tokens_per_s"]["about"] for side in ("packed", "padded")}
+    assert speed["packed"]["padding"] == 1.0 < speed["padded"]["padding"]
     assert found["memory.bert-base.fp32.recomputation"]["about"]["memory"] < 1
 
 

@@ -161,17 +161,17 @@ def test_a_wrong_command_line_is_refused(wrong: list[str]) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_round_beside_other_programs(tmp_path: Path) -> None:
+def test_a_round_beside_a_plain_loop(tmp_path: Path) -> None:
     (tmp_path / "banking77").mkdir()
     write_rows(
         tmp_path / "banking77" / "train.csv", [(f"t {n}", "ab"[n % 2]) for n in range(200)], ("text", "category")
     )
-    only = [word for key in ("vs_ddp", "vs_hf_grouped", "pad_ratio") for word in ("--only", key)]
+    only = ["--only", "vs_ddp", "--only", "pad_ratio"]
     given = [str(tmp_path), "--json", "--rounds", "1", "--rows", "128", *only, "--out", str(tmp_path / "train.json")]
     done = subprocess.run([sys.executable, "-m", "benchmarks.train", *given], cwd=ROOT, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
-    assert found["vs_ddp"]["median"] > 0 < found["vs_hf_grouped"]["median"]
+    assert found["vs_ddp"]["median"] > 0
     assert found["pad_ratio"]["median"] >= 1
-    assert set(found["sides"]) == {"ours", "ddp", "hf_grouped"}
+    assert set(found["sides"]) == {"ours", "ddp"}
     assert found == json.loads((tmp_path / "train.json").read_text())

@@ -141,7 +141,9 @@ def _cell(bench: Bench, model: str, kind: str, highest: float, precision: str) -
             most = _tokens_per_pass(bench, model, of, rows, precision, settings)
             sides[name] = _own_side(bench, model, of, rows, most, precision, settings)
             about[name] = {"tokens_per_pass": most, **settings}
-    for name, grouped in HF.items():
+    if importlib.util.find_spec("accelerate") is None:
+        bench.report.line(f"{model}.{kind}.hf", None, note="HF Trainer needs accelerate, which is not installed")
+    for name, grouped in HF.items() if importlib.util.find_spec("accelerate") else ():
         with bench.report.attempt(f"{model}.{kind}.{name}"):
             plan, attention = _best(bench, model, of, rows, precision, grouped)
             sides[name] = _hf_side(bench, model, of, plan, attention)
