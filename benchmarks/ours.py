@@ -1,6 +1,7 @@
 """rtrain's own side of a comparison: the command of a run, and the figures that the run's events give."""
 
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,16 +9,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers import common
-
-TECHNIQUES: dict[str, dict[str, Any]] = {}
-"""Settings that switch off one technique."""
-OPTIONS: dict[str, dict[str, Any]] = {
-    "gradient_compression": {"train.gradient_compression": "bf16"},
-    "sharded_optimizer": {"train.shard": 1},
-}
-"""Settings other than the default, each measured alone."""
-PLAIN: dict[str, Any] = {name: value for settings in TECHNIQUES.values() for name, value in settings.items()}
-"""All techniques switched off: rtrain's harness around what PyTorch and Transformers do."""
 
 Events = Sequence[Mapping[str, Any]]
 
@@ -43,11 +34,10 @@ def settings(workers: int, passes: int, seed: int) -> dict[str, Any]:
     }
 
 
-def command(python: str, rows: Path, test: Path, run: Path, settings: Mapping[str, Any]) -> list[str]:
-    shown = {name: str(value).lower() if isinstance(value, bool) else value for name, value in settings.items()}
-    chosen = [part for name, value in shown.items() for part in ("--set", f"{name}={value}")]
+def command(rows: Path, test: Path, run: Path, settings: Mapping[str, Any]) -> list[str]:
+    chosen = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
     files = ["--data", str(rows), "--test", str(test), "--out", str(run)]
-    return [python, "-m", "rtrain", "train", "intent", *files, *chosen, "--json"]
+    return [sys.executable, "-m", "rtrain", "train", "intent", *files, *chosen, "--json"]
 
 
 def measured(events: Events) -> dict[str, float]:
@@ -62,12 +52,9 @@ def measured(events: Events) -> dict[str, float]:
         "seconds": times[-1] - times[0],
         "updates": trained["updates"],
         "loss": common.last_quarter(losses),
-        "real_tokens": trained["real_tokens"],
         "pad_ratio": trained["padded_tokens"] / trained["real_tokens"],
         "input_wait_share": seconds.get("input_wait", 0.0) / busy,
         "first_batch_s": seconds["first_batch"],
-        # The same, without the loop's other work: events, ledger, cadence.
-        "seconds_in_updates": busy,
     }
 
 
@@ -86,23 +73,7 @@ def together(runs: Sequence[Events]) -> dict[str, float]:
     found = [progress(events) for events in runs]
     begin, end = max(times[0] for times, _ in found), min(times[-1] for times, _ in found)
     if end <= begin:
-        raise ValueError("the runs did not train at the same time: give them more rows (--rows)")
+        raise SystemExit("the runs did not train at the same time: give them more rows (--rows)")
     rows = (np.interp(end, *of) - np.interp(begin, *of) for of in found)
     losses = [measured(events)["loss"] for events in runs]
     return {"rows": float(sum(rows)), "seconds": end - begin, "loss": statistics.fmean(losses)}
-
-
-def seconds_until(events: Events, score: str, goal: float) -> float | None:
-    """Seconds of training until an evaluation finds `score` to be at least `goal`; None if none does.
-
-    Evaluations and checkpoints are left out: an interval with an evaluation counts as the median interval without one.
-    """
-    times, _ = progress(events)
-    found = [event for event in events if event["kind"] == "evaluated" and event["split"] == "valid"]
-    evaluated = {event["update"]: event["scores"][score] for event in found}
-    intervals = np.diff(times)
-    # An evaluation after update u lies between the ends of u and u + 1.
-    disturbed = [update for update in evaluated if update < len(intervals)]
-    intervals[disturbed] = np.median(np.delete(intervals, disturbed))
-    reached = [update for update, value in sorted(evaluated.items()) if value >= goal]
-    return float(intervals[: reached[0]].sum()) if reached else None

@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from benchmarks import budgets, ours
-from benchmarks.budgets import Budget
+from benchmarks import ours
 from benchmarks.peers import common
 from benchmarks.rows import Files
-from rtrain import events
+from rtrain import env, events
 
 ROOT = Path(__file__).resolve().parents[1]
+NOT_INHERITED = ("OMP_", "MKL_", "MALLOC_", "LD_PRELOAD", "TORCH_", "RAY_", "RANK", "WORLD_SIZE", "ACCELERATE_")
+"""Prefixes of environment variables that a side must not inherit from the caller's shell."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,11 @@ GROUPED = ("--sampling", "group_by_length")
 PEERS = {
     "hf_default": Peer("benchmarks.peers.hf_trainer"),
     "hf_grouped": Peer("benchmarks.peers.hf_trainer", GROUPED),
-    "hf_grouped_mean": Peer("benchmarks.peers.hf_trainer", (*GROUPED, "--pooling", "mean")),
     "hf_grouped_k4": Peer("benchmarks.peers.hf_trainer", (*GROUPED, "--passes", "4")),
     "hf_equal": Peer("benchmarks.peers.hf_trainer", equal=True),
     "ray_documented": Peer("benchmarks.peers.ray_documented", torchrun=False),
-    "accelerate": Peer("benchmarks.peers.accelerate_loop"),
     "ddp": Peer("benchmarks.peers.ddp_loop"),
 }
-SAME_BUDGET = {"hf_equal": "hf_default", "hf_grouped_mean": "hf_grouped"}
-"""Sides that are not swept themselves: each runs with the budget of the peer named here."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,6 @@ class Own:
     """A run of rtrain; with `apart`, as many independent runs at once as the peers have processes."""
 
     passes: int = 1
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     apart: bool = False
     equal: bool = False
 
@@ -60,13 +55,9 @@ OWN = {
     "ours": Own(),
     "ours_k4": Own(passes=4),
     "ours_equal": Own(equal=True),
-    "harness": Own(settings=ours.PLAIN),
     "apart": Own(apart=True),
     "apart_k4": Own(passes=4, apart=True),
-    **{f"with_{name}": Own(settings=settings) for name, settings in ours.OPTIONS.items()},
-    **{f"without_{name}": Own(settings=settings) for name, settings in ours.TECHNIQUES.items()},
 }
-PROBE = "probe"
 
 
 @dataclass(frozen=True)
@@ -85,59 +76,42 @@ class Work:
         return self.equal if equal else self.files
 
 
-def torchrun(module: str) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    return [*launcher, str(common.PROCESSES), "-m", module]
-
-
-def peer_command(name: str, work: Work, seed: int, budget: Budget, out: Path) -> list[str]:
+def peer_command(name: str, work: Work, seed: int, out: Path) -> list[str]:
     peer = PEERS[name]
-    command = torchrun(peer.module) if peer.torchrun else [sys.executable, "-m", peer.module]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(common.PROCESSES)]
+    command = [sys.executable, *(launcher if peer.torchrun else []), "-m", peer.module]
     files = ["--model", str(work.model), "--rows", str(work.of(peer.equal).train), "--out", str(out)]
     store = ["--store", str(work.store)] if name == "ddp" else []
-    loading = ["--loader-workers", str(budget.loader_workers), "--attention", budget.attention]
-    return [*command, *files, *store, *peer.arguments, *loading, "--seed", str(seed)]
-
-
-def probe_command(work: Work, out: Path) -> list[str]:
-    return [*torchrun("benchmarks.probe"), "--model", str(work.model), "--store", str(work.store), "--out", str(out)]
+    return [*command, *files, *store, *peer.arguments, "--seed", str(seed)]
 
 
 def own_commands(name: str, work: Work, seed: int) -> dict[Path, list[str]]:
     """The command of each run, by run folder. Runs apart have different seeds, and so different orders of rows."""
     side = OWN[name]
-    files = work.of(side.equal)
-    seeds = [seed + number for number in range(common.PROCESSES if side.apart else 1)]
+    files, workers = work.of(side.equal), 1 if side.apart else common.PROCESSES
     found = {}
-    for place, own_seed in enumerate(seeds):
-        chosen = ours.settings(1 if side.apart else common.PROCESSES, side.passes, own_seed) | dict(side.settings)
+    for place in range(common.PROCESSES if side.apart else 1):
         run = work.folder / "runs" / f"{name}-{place}"
-        found[run] = ours.command(sys.executable, files.train, files.test, run, chosen)
+        found[run] = ours.command(files.train, files.test, run, ours.settings(workers, side.passes, seed + place))
     return found
 
 
-def commands(name: str, work: Work, seed: int, budget: Budget) -> list[list[str]]:
+def commands(name: str, work: Work, seed: int) -> list[list[str]]:
     """The programs that a side runs at the same time."""
     if name in OWN:
         return list(own_commands(name, work, seed).values())
-    out = result_of(name, work)
-    return [probe_command(work, out) if name == PROBE else peer_command(name, work, seed, budget, out)]
+    return [peer_command(name, work, seed, work.folder / f"{name}.json")]
 
 
-def result_of(name: str, work: Work) -> Path:
-    return work.folder / f"{name}.json"
-
-
-def run(name: str, work: Work, seed: int, budget: Budget) -> dict[str, float]:
+def run(name: str, work: Work, seed: int) -> dict[str, float]:
     """Run a side to its end and return what it measured."""
     if name in OWN:
         return _run_own(name, work, seed)
-    out = result_of(name, work)
+    out = work.folder / f"{name}.json"
     out.unlink(missing_ok=True)
-    (command,) = commands(name, work, seed, budget)
-    run_all({name: command}, budgets.environment(budget, os.environ, ROOT), work)
+    run_all({name: peer_command(name, work, seed, out)}, environment(os.environ), work)
     found: dict[str, float] = json.loads(out.read_text(encoding="utf-8"))
-    return {key: value for key, value in found.items() if isinstance(value, int | float)}
+    return found
 
 
 def _run_own(name: str, work: Work, seed: int) -> dict[str, float]:
@@ -152,11 +126,26 @@ def _run_own(name: str, work: Work, seed: int) -> dict[str, float]:
     return ours.together(logs) if apart else ours.measured(logs[0])
 
 
+def environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a side's processes: one thread, rtrain's settings of the allocator, nothing is downloaded,
+    and no setting of the caller's shell counts."""
+    return {
+        **{name: value for name, value in inherited.items() if not name.startswith(NOT_INHERITED)},
+        **{name: value for name, value in env.SETTINGS.items() if name.startswith("MALLOC_")},
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TRAIN_V2_ENABLED": "1",
+    }
+
+
 def own_environment() -> dict[str, str]:
     """The environment of rtrain's runs: rtrain itself sets what its processes need."""
-    found = budgets.environment(Budget(), os.environ, ROOT)
-    del found["OMP_NUM_THREADS"]
-    return found
+    found = environment(os.environ)
+    return {name: value for name, value in found.items() if not name.startswith(("OMP_", "MALLOC_"))}
 
 
 def run_all(
@@ -168,7 +157,7 @@ def run_all(
     try:
         for place, (name, command) in enumerate(programs.items()):
             pin = partial(os.sched_setaffinity, 0, {work.cores[place]}) if apart else None
-            with log(name, work).open("wb") as output:
+            with (work.folder / f"{name}.log").open("wb") as output:
                 started[name] = subprocess.Popen(
                     command,
                     env=dict(environment),
@@ -179,16 +168,12 @@ def run_all(
                 )
         for name, process in started.items():
             if code := process.wait():
-                raise SystemExit(f"{name} ended with {code}; its output is in {log(name, work)}")
+                raise SystemExit(f"{name} ended with {code}; its output is in {work.folder / f'{name}.log'}")
     finally:
         for process in started.values():
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-
-
-def log(name: str, work: Work) -> Path:
-    return work.folder / f"{name}.log"
 
 
 def make_store(work: Work) -> Work:

@@ -29,13 +29,9 @@ class Entry(NamedTuple):
     None: it is the float model."""
     libraries: tuple[str, ...] = ()
     """Modules that `quantizer` and `loader` need and that not every installation of rtrain has."""
-    cuts_vocabulary: bool = False
-    """Whether a finished graph's vocabulary can be trimmed (`rtrain.compress.vocabulary`)."""
     plans_by_shape: bool = False
     """Whether it keeps a plan of its graph, and memory for it, for each shape of inputs. Calls are then padded to few
     shapes, since clients choose the shapes."""
-    learns: bool = False
-    """Whether it makes a graph of what a network has learned to round (`rtrain.network.rounding`)."""
     on_gpu: bool = False
     """Whether its loader takes a device too, torch's `cuda`."""
 
@@ -62,9 +58,7 @@ ENGINES: Mapping[str, Entry] = {
         ("model.int8.xml", "model.int8.bin"),
         0.1,
         quantizer="rtrain.compress.openvino_graph:export",
-        cuts_vocabulary=True,
         plans_by_shape=True,
-        learns=True,
         narrows=True,
     ),
     "onnxruntime": Entry(

@@ -60,11 +60,6 @@ class Run:
         return self.folder / "artifact-int8"
 
     @property
-    def quantizers(self) -> Path:
-        """What a student that is trained to be rounded began to round by (`rtrain.network.rounding`)."""
-        return self.folder / "quantizers.safetensors"
-
-    @property
     def summary(self) -> Path:
         return self.folder / "summary.json"
 

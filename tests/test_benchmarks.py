@@ -1,6 +1,5 @@
-"""The parts of the benchmarks that need no training: how sets are read, which commands are run, what is measured."""
+"""How published sets are read, which commands are run on them, the floors, and the file of results."""
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from benchmarks import floors, large_store, noise, questions, sets, tasks
+from benchmarks import floors, sets, tasks
+from benchmarks.results import Found, Keep, Results
 from rtrain import config
 from rtrain.cli.options import SHORT
 from rtrain.data import records
@@ -197,70 +197,25 @@ def test_passages_hold_the_clause_that_is_asked_for_or_none(tmp_path: Path) -> N
         assert bool(question["answers"]) != question["is_impossible"]
 
 
-def test_a_share_of_the_words_is_mistyped(tmp_path: Path) -> None:
-    texts = [f"please transfer several hundred pounds towards account {number}" for number in range(200)]
-    source = tmp_path / "test.csv"
-    source.write_text("text,category\n" + "".join(f"{text},pay\n" for text in texts), encoding="utf-8")
-
-    def words(share: float) -> list[list[str]]:
-        lines = noise.mistyped(source, tmp_path / "out.csv", share).read_text(encoding="utf-8").splitlines()[1:]
-        assert all(line.endswith(",pay") for line in lines)
-        return [line.removesuffix(",pay").split() for line in lines]
-
-    assert words(0.0) == [text.split() for text in texts]
-    pairs = [
-        pair for found, text in zip(words(0.2), texts, strict=True) for pair in zip(found, text.split(), strict=True)
-    ]
-    changed = [was for now, was in pairs if now != was]
-    assert 0.1 < len(changed) / len(pairs) < 0.25
-    assert not any(word.isdigit() for word in changed)
+def test_a_part_stands_with_its_machine_and_options_and_is_replaced_alone(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    results = Results(out, rows=10)
+    assert results.measure("speed", lambda keep: {"ratio": 2.0}) == json.loads(out.read_text())["speed"]
+    results.measure("size", lambda keep: {"mb": 5})
+    again = Results(out, rows=20)
+    again.measure("speed", lambda keep: {"ratio": 3.0})
+    parts = json.loads(out.read_text())
+    assert json.loads(str(again)) == parts
+    assert (parts["speed"]["ratio"], parts["size"]["mb"]) == (3.0, 5)
+    assert (parts["speed"]["about"]["rows"], parts["size"]["about"]["rows"]) == (20, 10)
 
 
-def test_every_so_many_paragraphs_of_a_squad_file(tmp_path: Path) -> None:
-    articles = [{"paragraphs": [{"context": f"{title}{number}"} for number in range(3)]} for title in "ab"]
-    (tmp_path / "all.json.gz").write_bytes(gzip.compress(json.dumps({"data": articles}).encode()))
-    for every, expected in ((1, ["a0", "a1", "a2", "b0", "b1", "b2"]), (2, ["a0", "a2", "b1"])):
-        found = json.loads(questions.thinned(tmp_path / "all.json.gz", tmp_path / "few.json", every).read_text())
-        assert [one["context"] for article in found["data"] for one in article["paragraphs"]] == expected
+def test_what_a_part_knew_is_kept_where_it_breaks_off(tmp_path: Path) -> None:
+    def broken(keep: Keep) -> Found:
+        keep({"rounds": [1, 2]})
+        raise KeyboardInterrupt
 
-
-def test_a_share_of_the_documents_has_validation_rows_among_it() -> None:
-    """Texts of the lowest hashes would have none: rtrain draws the validation rows by the same hash."""
-    rows = [{"text": f"document {number}", "split": "test" if number % 5 == 0 else "train"} for number in range(2000)]
-    few, more = ({row["text"] for row in sets.part(rows, share)} for share in (0.2, 0.4))
-    assert few < more
-    assert 400 + 250 < len(few) < 400 + 390
-    hashes = [sets.number(text) / 2**64 for text in few]
-    assert 0.45 < np.mean(hashes) < 0.55
-
-
-# ------------------------------------------------------------------------------------------------------- large stores
-
-
-def test_a_store_made_of_numbers_is_resumed_from_the_shards_of_one_update(tmp_path: Path) -> None:
-    rows = 20_000
-    order = large_store.order_of("numbers", rows, 64)
-    wanted = np.unique(order.positions(large_store.resumed(order)) // 8192)[:2]
-    made = large_store.make(tmp_path / "numbers", rows, shard_rows=8192, made=wanted)
-    assert len(made.manifest.shards) == 3
-    assert len(list((made.folder / "shards").iterdir())) == len(wanted) == 2
-    found = made.read("train", np.array([wanted[0] * 8192 + 5]))
-    assert (found.ids[0], found.row_ids[0]) == (wanted[0] * 8192 + 5, large_store.named(wanted[:1] * 8192 + 5)[0])
-
-
-def test_shards_are_opened_again_only_where_a_reader_does_not_keep_them() -> None:
-    needed = [np.array(shards) for shards in ([0, 1], [1, 2], [0, 1], [2, 0])]
-    assert [large_store.opened(needed, kept) for kept in (3, 2)] == [3, 7]
-
-
-# ----------------------------------------------------------------------------------------------------------- contracts
-
-
-def test_types_of_contracts_have_one_spelling_and_training_rows(tmp_path: Path) -> None:
-    kinds = [("Endorsement", "train"), ("Endorsement Agreement", "test"), ("Hosting", "test"), (None, "train")]
-    rows = [{"text": f"text {n}", "contract_type": kind, "split": split} for n, (kind, split) in enumerate(kinds)]
-    write_parquet(tmp_path / "contracts.parquet", rows)
-    assert sets.contract_types(tmp_path) == [
-        {"text": "text 0", "label": "Endorsement", "split": "train"},
-        {"text": "text 1", "label": "Endorsement", "split": "test"},
-    ]
+    with pytest.raises(KeyboardInterrupt):
+        Results(tmp_path / "figures.json").measure("speed", broken)
+    part = json.loads((tmp_path / "figures.json").read_text())["speed"]
+    assert (part["rounds"], part["unfinished"]) == ([1, 2], True)

@@ -2,8 +2,11 @@
 
 import asyncio
 import itertools
+import json
 import math
+import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serve import load, models, parts, sides
+from benchmarks.serve import load, parts
 from benchmarks.serve.__main__ import TEXTS, parse, table, texts_of
-from rtrain import config
-from rtrain.cli import app as cli
-from serve import schema
+from tests.root import ROOT
+from tests.tiny import make_artifact
 
 REPLY = b"HTTP/1.1 %d OK\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -93,7 +95,7 @@ def test_arrivals_are_those_of_the_rate_and_the_seed() -> None:
 
 def test_a_client_that_comes_late_has_measured_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "LATE_S", -1.0)
-    with answering([200]) as url, pytest.raises(load.Void, match=r"100\.0 %"):
+    with answering([200]) as url, pytest.raises(load.Void):
         load.opened(url, ["a text"], rate=50, seconds=0.2)
 
 
@@ -124,57 +126,30 @@ def test_ratios_are_made_within_a_round() -> None:
     assert "vs_stock_serve         2.50     4.00      4.000" in table({"beside": ratios})
 
 
-def test_all_sides_are_asked_for_the_best_label() -> None:
-    asked = schema.parse(schema.PredictRequest, load.body("a text"))
-    assert asked.parameters is not None
-    assert asked.parameters.top_k == 1
-    every = schema.parse(schema.PredictRequest, load.body("a text", {}))
-    assert every.parameters == schema.Parameters()
-
-
-def test_a_side_is_started_on_its_port() -> None:
-    found = sides.sides_of(Path("int8"), Path("float"), ["serve.threads=2"])
-    assert found["rtrain"].started_at(7)[-5:] == ["--ungated", "--set", "serve.threads=2", "--port", "7"]
-    assert found["alone"].started_at(7)[-6:] == ["--ungated", "--alone", "--set", "serve.threads=2", "--port", "7"]
-    assert found["pipeline"].started_at(7)[-3:] == ["pipeline", "float", "7"]
-
-
 def test_texts_are_our_own_or_a_column_of_a_file(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text('text,label\n"one, two",a\nthree,b\n')
-    assert texts_of(tmp_path / "rows.csv") == ["one, two", "three"]
-    assert texts_of(None) == list(TEXTS)
     (tmp_path / "rows.csv").write_text("text\n" + "\n".join(map(str, range(10))))
     assert texts_of(tmp_path / "rows.csv", most=4) == ["0", "3", "6", "9"]
+    assert texts_of(None) == list(TEXTS)
 
 
-def test_what_is_no_part_or_no_time_is_refused() -> None:
-    for wrong in (["--only", "nothing"], ["--rounds", "0"], ["--seconds", "0"], ["--minutes", "0"]):
-        with pytest.raises(SystemExit):
-            parse(["student", "parent", *wrong])
-
-
-def test_without_artefacts_both_are_made_once_by_commands_that_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (parse(["--json"]).student, parse(["--json"]).parent) == (None, None)
+@pytest.mark.parametrize("wrong", [["--only", "nothing"], ["--rounds", "0"], ["--seconds", "0"], ["--minutes", "0"]])
+def test_what_is_no_part_or_no_time_is_refused(wrong: list[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(["student"])
-    assert "name the float artefact" in capsys.readouterr().err.splitlines()[-1]
-    run: list[list[str]] = []
+        parse(["student", "parent", *wrong])
 
-    def done(line: list[str], **given: Any) -> None:
-        cli.main([*line[3:4], "--help"])
-        for value in (word for place, word in enumerate(line) if line[place - 1] == "--set"):
-            config.load("intent", dict([value.split("=")]))
-        Path(line[line.index("--out") + 1]).mkdir(parents=True)
-        run.append(line)
 
-    monkeypatch.setattr(subprocess, "run", done)
-    found = models.made(tmp_path / "models")
-    assert [line[3] for line in run] == ["train", "distill", "quantize"]
-    assert run[0][run[0].index("--data") + 1].endswith(".csv")
-    assert found == models.made(tmp_path / "models") == models.artifacts(tmp_path / "models")
-    assert len(run) == 3
+@pytest.mark.ray
+@pytest.mark.serve
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk is not installed")
+def test_all_sides_are_measured_beside_each_other(tmp_path: Path) -> None:
+    made, out = str(make_artifact(tmp_path / "model")), tmp_path / "serve.json"
+    given = [made, made, "--json", "--only", "beside", "--rounds", "1", "--seconds", "1", "--out", str(out)]
+    done = subprocess.run([sys.executable, "-m", "benchmarks.serve", *given], cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    measured = json.loads(done.stdout.splitlines()[-1])["beside"]
+    assert measured["errors"] == 0
+    assert min(measured[name] for name in ("rps_vs_raw", "vs_hf_pipeline", "vs_stock_serve", "vs_uvicorn")) > 0
 
 
 def test_a_flood_s_log_is_read_to_its_last_whole_line() -> None:

@@ -16,6 +16,7 @@ from rtrain.batch import Head
 from rtrain.cli import app as cli
 from rtrain.comparison import answers, compare, page, sides, text, training, verdict
 from rtrain.comparison.chance import Difference
+from rtrain.comparison.measure import Against
 from rtrain.errors import ConfigError, UserError
 from rtrain.run import Run
 from tests.reports import Page, answers_of, make_answered, make_run, write_predictions
@@ -53,6 +54,19 @@ def of(*runs: Path) -> compare.Compared:
     return compare.compare(runs)
 
 
+def against(*runs: Path) -> Sequence[Against]:
+    measured = of(*runs).measured
+    assert measured is not None
+    return measured.against
+
+
+def refused(*runs: Path) -> str:
+    """The code of the refusal."""
+    with pytest.raises(UserError) as error:
+        of(*runs)
+    return error.value.code
+
+
 # ------------------------------------------------------------------------------------------------------------- verdict
 
 
@@ -60,49 +74,33 @@ def test_the_better_run_is_named_first_with_its_figures(base: Path, tmp_path: Pa
     found = of(twin(base, tmp_path / "a", 0.8), twin(base, tmp_path / "wide", 0.9))
     assert found.measured is not None
     (one,) = found.measured.against
-    assert found.verdict.startswith("B (wide) is better: accuracy 0.")
-    assert found.verdict.endswith(", on 400 rows")
+    assert (one.side.name, one.headline.name, one.headline.verdict, one.headline.rows) == ("wide", "accuracy", 1, 400)
     assert one.mcnemar is not None
     assert one.mcnemar.lost == 0
     assert one.headline.p == pytest.approx(2 / 2001)  # not one of 2,000 resamples; McNemar's is smaller
     assert one.headline.difference == pytest.approx(one.mcnemar.won / 400)
     assert [kind.rows for kind in one.kinds] == [0, one.mcnemar.won, 0]
-    back = of(tmp_path / "wide", tmp_path / "a")
-    assert back.verdict.startswith("B (a) is worse: accuracy 0.")
-    assert "-" in back.verdict.partition("points")[0]
+    assert [one.headline.verdict for one in against(tmp_path / "wide", tmp_path / "a")] == [-1]
     assert {each["class"] for each in compare.document(found)["rows"]["against"][0]["classes"]} == set(LABELS)
     assert all(each["other"]["recall"] >= each["first"]["recall"] for each in one.classes)
-    lines = text.text(found).splitlines()
-    assert all(any(line.split()[:1] == [label] for line in lines) for label in LABELS)
 
 
-def test_runs_that_cannot_be_told_apart_say_how_many_rows_it_would_take(base: Path, tmp_path: Path) -> None:
-    found = of(twin(base, tmp_path / "a", 0.8, rows=60), twin(base, tmp_path / "b", 0.8, rows=60))
-    assert found.verdict.startswith("B (b) cannot be told apart on 60 rows: accuracy")
-    assert found.verdict.endswith("every row is answered as well by both")
+def test_runs_that_cannot_be_told_apart(base: Path, tmp_path: Path) -> None:
+    a, b = twin(base, tmp_path / "a", 0.8, rows=60), twin(base, tmp_path / "b", 0.8, rows=60)
+    assert [one.headline.verdict for one in against(a, b)] == [0]
     target, said = answers_of(LABELS, 60, 0.8)
     said[0], said[1] = target[0], next(label for label in LABELS if label != target[1])
-    said[2] = next(label for label in LABELS if label != target[2])
     write_predictions(tmp_path / "b", target, said)
-    told = of(tmp_path / "a", tmp_path / "b").verdict
-    assert "a difference below" in told
-    assert "needs more rows, one of" in told
-
-
-def test_a_handful_of_rows_tells_nothing(base: Path, tmp_path: Path) -> None:
-    found = of(twin(base, tmp_path / "a", 0.0, rows=8), twin(base, tmp_path / "b", 1.0, rows=8))
-    assert found.verdict.startswith("B (b) cannot be told apart on 8 rows")
-    assert found.verdict.endswith("fewer than 20 rows tell nothing")
+    assert [one.headline.verdict for one in against(a, b)] == [0]
+    # A handful of rows tells nothing, whatever they are.
+    few = twin(base, tmp_path / "few", 0.0, rows=8), twin(base, tmp_path / "none", 1.0, rows=8)
+    assert [(one.headline.verdict, one.headline.rows) for one in against(*few)] == [(0, 8)]
 
 
 def test_several_are_each_set_beside_the_first(base: Path, tmp_path: Path) -> None:
     runs = [twin(base, tmp_path / name, right) for name, right in (("a", 0.7), ("b", 0.9), ("c", 0.7))]
-    found = of(*runs)
-    assert found.measured is not None
-    better, same = found.measured.against
-    assert found.verdict.startswith("B (b) is better")
-    assert "; C (c) cannot be told apart" in found.verdict
-    assert found.verdict.endswith("(p by Holm for 2 comparisons)")
+    better, same = against(*runs)
+    assert (better.headline.verdict, same.headline.verdict) == (1, 0)
     assert better.headline.p == pytest.approx(2 * next(s.p for s in better.scores if s.name == "accuracy"))
     assert same.headline.p == 1.0
 
@@ -118,16 +116,6 @@ def test_only_common_rows_are_compared(base: Path, tmp_path: Path) -> None:
     target, said = answers_of(LABELS, 100, 0.6)
     right = [t == s for t, s in zip(target, said, strict=True)]
     assert one.headline.first == pytest.approx(np.mean(right[31:]))
-    assert "69 test rows that all have answered, of 100 in each" in text.text(found)
-
-
-def test_no_common_row_is_refused_with_what_to_do(base: Path, tmp_path: Path) -> None:
-    a, b = twin(base, tmp_path / "a", 0.6, rows=30), twin(base, tmp_path / "b", 0.6, rows=40)
-    with_ids(b, range(1000, 1040))
-    with pytest.raises(
-        UserError, match=r"none of the test rows is common to all \(A 30, B 40\), .* one data\.test file"
-    ):
-        of(a, b)
 
 
 def test_validation_rows_do_not_stand_in_for_test_rows_that_differ(base: Path, tmp_path: Path) -> None:
@@ -136,8 +124,7 @@ def test_validation_rows_do_not_stand_in_for_test_rows_that_differ(base: Path, t
     for run in (a, b):
         shutil.copyfile(Run(run).predictions("test"), Run(run).predictions("valid"))
     with_ids(b, range(1000, 1030))
-    with pytest.raises(UserError, match="none of the test rows is common to all"):
-        of(a, b)
+    assert refused(a, b) == "no_common_rows"
 
 
 def test_slices_in_which_a_run_is_worse_are_found(base: Path, tmp_path: Path) -> None:
@@ -151,7 +138,6 @@ def test_slices_in_which_a_run_is_worse_are_found(base: Path, tmp_path: Path) ->
     assert found.measured is not None
     slices = {one.value: one.verdict for one in found.measured.against[0].slices if one.column == "language"}
     assert slices == {"german": -1, "english": 0}
-    assert "B is worse where language is german: accuracy" in text.text(found)
 
 
 # --------------------------------------------------------------------------------------------------------- flipped rows
@@ -167,11 +153,7 @@ def test_flipped_rows_have_both_answers_and_their_place(base: Path, tmp_path: Pa
     found = of(a, b)
     assert found.measured is not None
     lost, won, both = found.measured.against[0].kinds
-    assert [(kind.name, kind.rows) for kind in (lost, won, both)] == [
-        ("right in A, wrong in B", 2),
-        ("wrong in A, right in B", 0),
-        ("wrong in both, differently", 0),
-    ]
+    assert [kind.rows for kind in (lost, won, both)] == [2, 0, 0]
     assert {flip.where for flip in lost.shown} == {"rows.csv:5", "rows.csv:9"}
     flip = next(flip for flip in lost.shown if flip.where == "rows.csv:5")
     assert (flip.target, flip.first, flip.other, flip.other_score) == (target[3], target[3], "nothing like it", 0.25)
@@ -182,14 +164,12 @@ def test_answers_that_are_more_or_less_good_are_worse_and_better(tmp_path: Path)
     found = of(make_answered(tmp_path / "a", "regression"), make_answered(tmp_path / "b", "regression", seed=4))
     assert found.measured is not None
     worse, better = found.measured.against[0].kinds
-    assert (worse.name, better.name) == ("worse in B than in A", "better in B than in A")
     assert 0 < worse.rows + better.rows <= found.measured.rows
     gaps = [
         abs(float(one.other) - float(one.target)) - abs(float(one.first) - float(one.target)) for one in worse.shown
     ]
     assert gaps == pytest.approx(sorted(gaps, reverse=True), abs=0.003)  # the answers are rounded
     assert min(gaps) > -0.002
-    assert "RMSE" in found.verdict
     assert "neg" not in text.text(found)
 
 
@@ -210,13 +190,10 @@ def test_settings_that_change_the_weights_stand_apart(tmp_path: Path) -> None:
     assert found.settings.versions == ()
     assert "files, train" not in {one.name for one in found.settings.digests}  # the same bytes in another folder
     assert found.measured is None
-    assert "not told apart: A (one/run), B (two/run) left no answers to test rows" in found.verdict
-    assert "settings that change the weights" in text.text(found)
+    assert "optim.lr" in text.text(found)
 
 
 def test_curves_leave_out_the_time_between_two_starts() -> None:
-    from rtrain.comparison.training import clock
-
     log = [
         {"kind": kind, "time": float(time)}
         for kind, time in (
@@ -225,7 +202,7 @@ def test_curves_leave_out_the_time_between_two_starts() -> None:
             *(("started", 1100), ("progress", 1101)),
         )
     ]
-    assert [seconds for _, seconds in clock(log)] == [0, 0, 5, 10, 10, 20, 21, 21, 22]
+    assert [seconds for _, seconds in training.clock(log)] == [0, 0, 5, 10, 10, 20, 21, 21, 22]
 
 
 def test_curves_are_over_the_rows_that_were_trained_on(base: Path) -> None:
@@ -244,39 +221,28 @@ def test_a_run_without_answers_is_compared_by_what_there_is(base: Path, tmp_path
     a, b = twin(base, tmp_path / "a", 0.6), tmp_path / "b"
     shutil.copytree(base, b)
     found = of(a, b)
-    assert found.verdict == (
-        "not told apart: B (b) left no answers to test rows; A (a), B (b) left no answers to validation rows; "
-        f"to end the training of A (a): rtrain train --resume --out {a}; "
-        f"to end the training of B (b): rtrain train --resume --out {b}"
-    )
+    assert found.measured is None
+    assert all(f"rtrain train --resume --out {run}" in found.lacking for run in (a, b))
     assert found.costs[0].rows_seen == found.costs[1].rows_seen > 0
     assert len(found.curves[1].loss) == 20
-    assert "Answers cannot be compared row by row" in Page(page.page(found)).text
+    assert found.lacking in Page(page.page(found)).text
 
 
 # ------------------------------------------------------------------------------------------------- which runs there are
 
 
-def test_what_is_no_run_is_refused(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"{tmp_path}/nowhere holds no run \(no config\.yaml\)"):
-        of(base, tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"runs=1: a comparison is of two to 8 runs; name the one"):
+def test_what_cannot_be_compared_is_refused(base: Path, tmp_path: Path) -> None:
+    assert refused(base, base / ".." / "run") == "named_twice"
+    with pytest.raises(ConfigError) as error:
         of(base)
-    with pytest.raises(UserError, match="are the same model"):
-        of(base, base / ".." / "run")
-    search = make_search(tmp_path / "s", [0.5, 0.6], ended=False)
-    with pytest.raises(
-        UserError, match="is a search that has not chosen its winner yet; go on with: rtrain tune --resume --out"
-    ):
-        of(base, search.folder)
-
-
-def test_runs_of_two_tasks_are_refused(base: Path, tmp_path: Path) -> None:
-    other = make_answered(tmp_path, "regression")
-    with pytest.raises(
-        UserError, match=r"answers by the task classification, .* by regression: .* name runs of one task"
-    ):
-        of(base, other)
+    assert [(one.field, one.code) for one in error.value.problems] == [("runs", "out_of_range")]
+    for other in (tmp_path / "nowhere", make_search(tmp_path / "s", [0.5, 0.6], ended=False).folder):
+        with pytest.raises(UserError):
+            of(base, other)
+    assert refused(base, make_answered(tmp_path, "regression")) == "other_task"
+    run = Run(make_answered(tmp_path / "run", "classification"))
+    shutil.copytree(run.artifact, tmp_path / "alone")
+    assert refused(base, tmp_path / "alone") == "not_a_run"
 
 
 def test_a_search_stands_for_its_winner(base: Path, tmp_path: Path) -> None:
@@ -308,20 +274,13 @@ def test_answers_are_had_from_an_artefact_where_no_file_has_them(
     run.predictions("test").unlink()
     found = of(run.folder, run.int8)
     assert [side.name for side in found.sides] == ["run", "run/artifact-int8"]
-    assert "every row is answered as well by both" in found.verdict
-    assert "A (run) answers 22 test rows" in capsys.readouterr().err
+    assert found.measured is not None
+    assert capsys.readouterr().err
     assert pyarrow.parquet.read_table(run.predictions("test")).equals(kept)
     of(run.folder, run.int8)
     assert capsys.readouterr().err == ""  # kept
     version = artifact.read(run.int8).version
     assert run.predictions(f"test-artifact-int8-{version}").is_file()
-
-
-def test_an_artefact_outside_of_a_run_is_refused(base: Path, tmp_path: Path) -> None:
-    run = Run(make_answered(tmp_path / "run", "classification"))
-    shutil.copytree(run.artifact, tmp_path / "alone")
-    with pytest.raises(UserError, match=r"alone is an artefact outside of its run, .* name the folder of its run"):
-        of(base, tmp_path / "alone")
 
 
 @pytest.mark.parametrize(
@@ -336,7 +295,6 @@ def test_every_task_has_text_json_and_a_page(task: str, tmp_path: Path) -> None:
     assert json.loads(json.dumps(compare.document(found), allow_nan=False))["rows"]["common"] == found.measured.rows
     drawn = Page(page.page(found))
     assert f"{found.verdict}." in drawn.text
-    assert "Answered otherwise" in drawn.text
     assert "script" not in drawn.tags
 
 
@@ -349,21 +307,19 @@ def test_the_verb_prints_the_outcome_and_writes_a_page(
     a, b = twin(base, tmp_path / "a", 0.7), twin(base, tmp_path / "b", 0.9)
     cli.main(["compare", str(a), str(b)])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("B (b) is better: accuracy ")
-    assert lines[-1] == f"page: {tmp_path}/compare-a-b.html"
+    assert (tmp_path / "compare-a-b.html").is_file()
     cli.main(["compare", str(a), str(b), "--json", "--out", str(tmp_path / "mine.html")])
     made: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert (made["verdict"], made["page"]) == (lines[0], str(tmp_path / "mine.html"))
     assert made["rows"]["against"][0]["headline"]["verdict"] == 1
     assert [one["side"] for one in made["sides"]] == ["A", "B"]
     drawn = Page((tmp_path / "mine.html").read_text(encoding="utf-8"))
-    assert "Training loss over seconds" in drawn.text
     assert not [value for name, value in drawn.attributes if name in ("src", "href") and not value.startswith("#")]
 
 
 def test_a_page_that_cannot_be_written_is_said(base: Path, tmp_path: Path) -> None:
     found = of(twin(base, tmp_path / "a", 0.7, rows=30), twin(base, tmp_path / "b", 0.9, rows=30))
-    with pytest.raises(UserError, match=r"no/page\.html cannot be written .* name another file with --out"):
+    with pytest.raises(UserError):
         page.write(found, tmp_path / "no" / "page.html")
 
 
@@ -377,7 +333,6 @@ def test_hostile_texts_and_labels_stay_text(base: Path, tmp_path: Path) -> None:
     drawn = page.page(found)
     assert "<script" not in drawn
     assert "\x1b" not in text.text(found)
-    assert "\\x1b" in text.text(found)
 
 
 def test_common_rows_are_in_the_order_of_the_first() -> None:
@@ -393,8 +348,7 @@ def test_texts_that_were_all_cut_otherwise_are_refused(tmp_path: Path) -> None:
         shorter = pa.array([row[:-1] for row in table[name].to_pylist()], table.schema.field(name).type)
         table = table.set_column(table.column_names.index(name), name, shorter)
     pyarrow.parquet.write_table(table, path)
-    with pytest.raises(UserError, match=r"none of the 13 common rows has targets .* one data\.max_tokens"):
-        of(a.folder, b.folder)
+    assert refused(a.folder, b.folder) == "no_common_rows"
 
 
 def test_answers_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
@@ -404,8 +358,7 @@ def test_answers_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     nothing = pa.array([float("nan")] * len(table), pa.float64())
     place = table.column_names.index("prediction")
     pyarrow.parquet.write_table(table.set_column(place, "prediction", nothing), path)
-    with pytest.raises(UserError, match=r"B \(b/run\) answers with what is no finite number"):
-        of(a.folder, b.folder)
+    assert refused(a.folder, b.folder) == "not_finite"
 
 
 def test_a_summary_whose_store_is_gone_is_compared_by_its_loss(tmp_path: Path) -> None:

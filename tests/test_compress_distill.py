@@ -16,7 +16,7 @@ from rtrain import artifact, config as configuration
 from rtrain.batch import single
 from rtrain.compress import distill, student as starting
 from rtrain.config import Distill
-from rtrain.errors import ConfigError, UserError
+from rtrain.errors import ConfigError
 from rtrain.network import model
 from rtrain.run import Run
 from rtrain.runs import opening
@@ -112,19 +112,6 @@ def test_a_start_is_made_once_for_a_teacher_and_a_depth(teacher: Path, tmp_path:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []  # no draft is left
 
 
-def test_a_start_of_another_version_is_told_and_made_again_once_it_is_removed(tmp_path: Path) -> None:
-    """ModernBERT's of before kept the kinds of all of its teacher's layers, which transformers refuses."""
-    teacher = make_artifact(tmp_path / "teacher")
-    start = starting.start(teacher, Distill(layers=1), tmp_path / "starts")
-    document = json.loads((start / "config.json").read_text())
-    (start / "config.json").write_text(json.dumps({**document, "layer_types": ["full_attention"] * 2}))
-    with pytest.raises(UserError, match=rf"{start} was made by another version of rtrain; remove the folder"):
-        starting.start(teacher, Distill(layers=1), tmp_path / "starts")
-    shutil.rmtree(start)
-    starting.start(teacher, Distill(layers=1), tmp_path / "starts")
-    assert json.loads((start / "config.json").read_text()) == document
-
-
 @pytest.mark.parametrize(
     ("depth", "layers", "of"), [(6, 3, 4), (6, 1, 4), (6, 5, 5), (12, 3, 8), (12, 6, 8), (2, 1, 2), (6, None, 6)]
 )
@@ -152,22 +139,23 @@ def test_a_student_may_begin_with_the_first_layers_of_its_teacher(
     assert start.name == f"{artifact.read(teacher).version}-{layers}" + ("" if of == "all" else f"-of{of}")
 
 
-@pytest.mark.parametrize("of", [1, 5])
-def test_fewer_layers_than_the_student_has_and_more_than_its_teacher_has_are_refused(of: int, tmp_path: Path) -> None:
-    teacher = make_artifact(tmp_path / "teacher", layers=4)
-    with pytest.raises(ConfigError) as caught:
-        starting.start(teacher, Distill(layers=2, teacher_layers=of), tmp_path / "starts")
-    told = "the student has 2 layers, and the teacher 4; write a number from 2 to 4"
-    assert str(caught.value) == f"distill.teacher_layers={of}: {told}"
-    assert not (tmp_path / "starts").exists()
-
-
-@pytest.mark.parametrize("layers", [2, 3, 12])
-def test_a_student_as_deep_as_its_teacher_is_refused(teacher: Path, tmp_path: Path, layers: int) -> None:
-    with pytest.raises(ConfigError) as caught:
-        starting.start(teacher, Distill(layers=layers), tmp_path)
-    as_many = "; as many learn more with distill.unlabelled or distill.quantization_aware alone" if layers == 2 else ""
-    assert str(caught.value) == f"distill.layers={layers}: the teacher has 2 layers; write 1 or less{as_many}"
+@pytest.mark.parametrize(
+    ("chosen", "field"),
+    [
+        *(({"layers": layers}, "distill.layers") for layers in (2, 3, 12)),
+        ({"layers": 3, "unlabelled": "more.csv"}, "distill.layers"),
+        *(
+            ({"layers": 1, "width": width}, "distill.width") for width in (32, 24, 64)
+        ),  # not whole heads, or not narrower
+        ({"layers": 1, "teacher_layers": 3}, "distill.teacher_layers"),
+    ],
+)
+def test_a_student_that_cannot_be_made_of_its_teacher_is_refused(
+    teacher: Path, tmp_path: Path, chosen: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        starting.start(teacher, Distill(**chosen), tmp_path)
+    assert [(one.field, one.code) for one in error.value.problems] == [(field, "out_of_range")]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -177,8 +165,6 @@ def test_a_student_may_be_as_deep_where_it_learns_other_rows(teacher: Path, tmp_
     one, other = (load_file(folder / "model.safetensors") for folder in (start, teacher))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    with pytest.raises(ConfigError, match=r"distill\.layers=3: the teacher has 2 layers"):
-        starting.start(teacher, Distill(layers=3, unlabelled="more.csv"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -211,14 +197,6 @@ def test_a_narrow_student_keeps_whole_heads_of_its_teacher(teacher: Path, layers
     assert {name: tuple(value.shape) for name, value in network.state_dict().items()} == {
         name: tuple(value.shape) for name, value in cut.items()
     }
-
-
-@pytest.mark.parametrize("width", [32, 24, 64])
-def test_a_width_without_whole_heads_is_refused(teacher: Path, width: int, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        starting.start(teacher, Distill(layers=1, width=width), tmp_path)
-    why = "the teacher has a width of 32, 2 heads of 16; write a multiple of 16 below 32"
-    assert str(caught.value) == f"distill.width={width}: {why}"
 
 
 def test_a_draft_that_a_crash_left_is_not_used(teacher: Path, tmp_path: Path) -> None:
@@ -261,8 +239,9 @@ def test_a_start_that_cannot_be_written_leaves_nothing(
 def test_fused_matrices_are_not_made_narrower(tmp_path: Path) -> None:
     """Parts of one would be kept that the next one does not read."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "modernbert", "num_hidden_layers": 4}))
-    with pytest.raises(ConfigError, match=r"distill\.width=32: its layers have several matrices in one"):
+    with pytest.raises(ConfigError) as error:
         starting.start(tmp_path, Distill(layers=2, width=32), tmp_path)
+    assert [(one.field, one.code) for one in error.value.problems] == [("distill.width", "unsupported")]
 
 
 def test_a_student_is_resumed_where_its_folder_of_runs_was_moved_to(teacher: Path, tmp_path: Path) -> None:
@@ -281,5 +260,5 @@ def test_a_student_is_resumed_where_its_folder_of_runs_was_moved_to(teacher: Pat
     begun = distill.started(asked, distill.Teacher.read(root / "teacher" / "artifact"), root)
     assert opening.choose(root / "student", begun, "resume")[1].recipe.model.name == str(start)
     for other in (start.with_name("0123456789ab-1"), tmp_path / start.name):
-        with pytest.raises(ConfigError, match=r"model\.name=.*the run was started with"):
+        with pytest.raises(ConfigError):
             opening.choose(root / "student", configuration.with_overrides(begun, {"model.name": str(other)}), "resume")

@@ -12,15 +12,12 @@ from rtrain import artifact, config as configuration
 from rtrain.batch import Head
 from rtrain.compress import distill, teacher as teaching
 from rtrain.config import Config, Recipe, with_overrides
-from rtrain.data import ingest, tokens, unlabelled
-from rtrain.data.order import Order
+from rtrain.data import tokens, unlabelled
 from rtrain.data.stores import joined
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, UserError
 from rtrain.network import trimming
 from rtrain.report import label_counts
-from rtrain.report.live import said
-from rtrain.report.sections import labels
 from rtrain.tasks import base
 from tests import test_runs_tasks
 from tests.conftest import labelled_rows, write_rows
@@ -138,11 +135,6 @@ def test_rows_that_the_teacher_is_less_sure_of_are_left_out(tmp_path: Path, enco
     taken = made.column("train", "row_id")[ROWS:]
     assert taken.tolist() == rows.column("train", "row_id")[:NEW][sure].tolist()
     assert np.array_equal(made.taught("v1", np.arange(ROWS, made.rows("train"))), rows.teacher("v1")[:NEW][sure])
-    event = {"kind": "unlabelled", **made.manifest.unlabelled, "confidence": 0.6}
-    assert said.of(event) == (
-        f"{sure.sum()} rows without a label are trained on; left out: {(~sure).sum()} of which the teacher is less "
-        "sure than 0.6; 4 with the texts of labelled rows; 1 that cannot be used"
-    )
 
 
 def test_answers_to_tokens_are_joined_row_by_row(tmp_path: Path) -> None:
@@ -179,38 +171,6 @@ def test_rows_that_were_cut_are_those_of_the_store(tmp_path: Path, encoder: Path
     made = joined.write(tmp_path / ".tokens" / "0123456789abcdef", own, rows, np.array([2, 5, 3]), {}, "v1")
     assert made.manifest.truncated == own.manifest.truncated + 3
     assert made.given == sum(own.manifest.rows.values()) == sum(made.manifest.rows.values()) - 3
-
-
-def test_a_report_of_several_labels_is_of_the_rows_that_have_some(tmp_path: Path) -> None:
-    config = test_runs_tasks.settings("multi_label", tmp_path)
-    further = {"distill.teacher": "v1", "distill.unlabelled": config.recipe.data.path}
-    recipe, encoder = with_overrides(config, further).recipe, Path(config.recipe.model.name)
-    own = make_store(recipe, encoder, tmp_path)
-    rows = make_store(unlabelled.recipe_of(recipe), encoder, tmp_path, own.manifest.head)
-    for number, store in enumerate((own, rows)):
-        shape = (store.rows("train"), len(store.manifest.labels))
-        np.save(store.teacher_file("v1"), np.random.default_rng(number).normal(size=shape).astype(np.float32))
-    made = joined.write(tmp_path / ".tokens" / "0123456789abcdef", own, rows, np.arange(4), {}, "v1")
-    assert made.rows("train") == own.rows("train") + 4
-    assert list(map(str, labels._labels(made))) == list(map(str, labels._labels(own)))
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_an_update_says_which_of_its_rows_have_labels(tmp_path: Path, encoder: Path, workers: int) -> None:
-    """Through the lines in which a data task hands passes to its worker."""
-    recipe = settings(tmp_path, encoder).recipe
-    own, rows = stores(recipe, encoder, tmp_path)
-    made = join(own, rows, recipe, tmp_path)
-    order, found = Order(made.manifest.digest, made.rows("train"), 32, 1, 0), dict[int, bool]()
-    for rank in range(workers):
-        share = ingest.Share(made.folder, order, workers, rank, 8, None, "v1")
-        for number in range(order.updates):
-            [update] = ingest.decoded([ingest.materialise({"id": np.array([number])}, share, 0)])
-            for passed in update.passes:
-                assert passed.unlabelled is not None
-                found |= dict(zip(passed.row_ids.tolist(), passed.unlabelled.tolist(), strict=True))
-    expected = dict(zip(made.column("train", "row_id").tolist(), [False] * ROWS + [True] * NEW, strict=True))
-    assert found == expected
 
 
 def test_the_address_of_a_joined_store_names_what_it_was_made_of(tmp_path: Path, encoder: Path) -> None:
@@ -307,34 +267,20 @@ def test_answers_are_carried_to_the_rows_of_another_tokenizer(tmp_path: Path, en
 def test_answers_to_other_rows_are_not_carried(tmp_path: Path, encoder: Path) -> None:
     recipe = settings(tmp_path, encoder).recipe
     own, rows = stores(recipe, encoder, tmp_path)
-    with pytest.raises(UserError, match="hold other rows"):
+    with pytest.raises(UserError) as error:
         teaching.carry(rows, own, "v1")
+    assert error.value.code == "other_rows"
 
 
-def test_a_store_with_answers_asks_nobody(tmp_path: Path, encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second student, another seed, a resume: all come to the same store."""
-    recipe = settings(tmp_path, encoder).recipe
-    own, rows = stores(recipe, encoder, tmp_path)
-    teacher = make_artifact(tmp_path / "teacher", LABELS)
-    made, asked = artifact.read(teacher), []
-
-    def ensure(store: Store, *arguments: Any) -> bool:
-        asked.append(store.folder)
-        np.save(store.teacher_file(made.version), np.zeros((store.rows("train"), 3), dtype=np.float32))
-        return True
-
-    monkeypatch.setattr(teaching, "ensure_answers", ensure)
-    for _ in range(3):
-        for store in (own, rows):
-            teaching.teach(teacher, made, store, encoder, Store, alike=True)
-    assert asked == [own.folder, rows.folder]
-
-
-def test_rows_of_other_labels_are_refused(tmp_path: Path, encoder: Path) -> None:
+def test_a_store_with_answers_asks_nobody(tmp_path: Path, encoder: Path) -> None:
+    """A second student, another seed, a resume: all come to the same store, without Ray."""
     own, _ = stores(settings(tmp_path, encoder).recipe, encoder, tmp_path)
-    teacher = make_artifact(tmp_path / "teacher", ("no", "yes"))
-    with pytest.raises(UserError, match="these rows have 3 labels, and the teacher"):
-        teaching.teach(teacher, artifact.read(teacher), own, encoder, Store, alike=True)
+    teacher = make_artifact(tmp_path / "teacher", LABELS)
+    made = artifact.read(teacher)
+    shutil.copyfile(own.teacher_file("v1"), own.teacher_file(made.version))
+    before = own.teacher_file(made.version).stat().st_mtime_ns
+    teaching.teach(teacher, made, own, encoder, Store, alike=True)
+    assert own.teacher_file(made.version).stat().st_mtime_ns == before
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
@@ -348,29 +294,28 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> distill.Teacher:
 
 def refused(config: Config, teacher: distill.Teacher, root: Path) -> list[str]:
     started = distill.started(config, teacher, root)
-    return [str(problem) for problem in distill.refused(started, teacher, Path(started.recipe.model.name))]
+    return [problem.field for problem in distill.refused(started, teacher, Path(started.recipe.model.name))]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "reason"),
+    ("overrides", "fields"),
     [
-        ({"distill.relations": 1.0}, "relation_heads=12: it does not divide both widths, 32 and 32"),
-        ({"distill.relations": 1.0, "distill.relation_heads": 4, "distill.relation_layer": 3}, "teacher has 2 layers"),
+        ({"distill.relations": 1.0}, ["distill.relation_heads"]),
         (
-            {"distill.hidden": 1.0, "train.gradient_checkpointing": True},
-            "it keeps nothing of what distill.hidden compares",
+            {"distill.relations": 1.0, "distill.relation_heads": 4, "distill.relation_layer": 3},
+            ["distill.relation_layer"],
         ),
-        ({"distill.confidence": 0.5, "distill.unlabelled": None}, "there are no rows to choose from"),
-        ({"distill.confidence": 0.5, "distill.unlabelled": None, "distill.copies": 1}, None),
-        ({"distill.hidden": 1.0}, None),
-        ({"distill.relations": 1.0, "distill.relation_heads": 4, "distill.width": 16}, None),
+        ({"distill.hidden": 1.0, "train.gradient_checkpointing": True}, ["train.gradient_checkpointing"]),
+        ({"distill.confidence": 0.5, "distill.unlabelled": None}, ["distill.confidence"]),
+        ({"distill.confidence": 0.5, "distill.unlabelled": None, "distill.copies": 1}, []),
+        ({"distill.hidden": 1.0}, []),
+        ({"distill.relations": 1.0, "distill.relation_heads": 4, "distill.width": 16}, []),
     ],
 )
 def test_settings_that_do_not_fit_the_teacher_are_refused(
-    overrides: dict[str, Any], reason: str | None, teacher: distill.Teacher, tmp_path: Path, encoder: Path
+    overrides: dict[str, Any], fields: list[str], teacher: distill.Teacher, tmp_path: Path, encoder: Path
 ) -> None:
-    found = refused(settings(tmp_path, encoder, **{"distill.layers": 1, **overrides}), teacher, tmp_path)
-    assert (found == []) if reason is None else (len(found) == 1 and reason in found[0]), found
+    assert refused(settings(tmp_path, encoder, **{"distill.layers": 1, **overrides}), teacher, tmp_path) == fields
 
 
 @pytest.mark.parametrize(
@@ -390,11 +335,7 @@ def test_another_tokenizer_is_refused_where_tokens_are_compared(
     stranger: Path,
 ) -> None:
     config = settings(tmp_path, encoder, **{"distill.student": str(stranger), **overrides})
-    found = refused(config, teacher, tmp_path)
-    assert len(found) == len(settings_named)
-    for name, problem in zip(settings_named, found, strict=True):
-        assert problem.startswith(f"distill.{name}=")
-        assert "has another tokenizer than the teacher" in problem
+    assert refused(config, teacher, tmp_path) == [f"distill.{name}" for name in settings_named]
 
 
 def test_a_student_by_name_starts_from_it_with_a_pooling_of_its_own(
@@ -408,8 +349,9 @@ def test_a_student_by_name_starts_from_it_with_a_pooling_of_its_own(
 
 
 def test_both_a_name_and_a_width_are_refused(tmp_path: Path, encoder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"distill\.width=16: .* has a width of its own; name one of the two"):
+    with pytest.raises(ConfigError) as error:
         settings(tmp_path, encoder, **{"distill.student": "minilm", "distill.width": 16})
+    assert [one.field for one in error.value.problems] == ["distill.width"]
 
 
 def test_other_architectures_are_refused_where_something_inside_is_learned(
@@ -421,11 +363,7 @@ def test_other_architectures_are_refused_where_something_inside_is_learned(
     transformers.AlbertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(folder)
     (folder / "tokenizer.json").write_bytes((teacher.folder / "tokenizer.json").read_bytes())
     config = settings(tmp_path, encoder, **{"distill.student": str(folder), "distill.hidden": 1.0})
-    [problem] = distill.refused(config, teacher, folder)
-    assert (problem.field, problem.reason.startswith("albert has other attention than bert")) == (
-        "distill.hidden",
-        True,
-    )
+    assert [problem.field for problem in distill.refused(config, teacher, folder)] == ["distill.hidden"]
 
 
 @pytest.mark.parametrize(("asked", "refuses"), [(128, False), (129, True)])
@@ -438,12 +376,12 @@ def test_longer_texts_than_the_teacher_reads_are_refused(
         json.dumps({**json.loads((encoder / "config.json").read_text()), "max_position_embeddings": 512})
     )
     config = settings(tmp_path, encoder, **{"distill.student": str(folder), "data.max_tokens": asked})
-    said = f"data.max_tokens=129: the teacher {teacher.folder} reads 128 tokens at most; write 128 or less"
-    assert refused(config, teacher, tmp_path) == ([said] if refuses else [])
+    assert refused(config, teacher, tmp_path) == (["data.max_tokens"] if refuses else [])
     if refuses:
         searched = students.begun(with_overrides(config, {"data.valid_share": 0.2}), teacher, tmp_path)
-        with pytest.raises(ConfigError, match="reads 128 tokens at most"):
+        with pytest.raises(ConfigError) as error:
             students.check(searched, teacher, tmp_path)
+        assert [(one.field, one.code) for one in error.value.problems] == [("data.max_tokens", "out_of_range")]
 
 
 def test_a_masked_language_model_teaches_what_is_inside_it_alone(tmp_path: Path, encoder: Path) -> None:

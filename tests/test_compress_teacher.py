@@ -66,18 +66,21 @@ def test_answers_that_do_not_fit_on_the_disk_are_refused_before_they_are_compute
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(UserError, match=r"the teacher's answers take 0 MB, and .* has no room"):
+    with pytest.raises(UserError) as error:
         teacher.carry(store, store, "v1")
+    assert error.value.code == "disk_full"
     assert left(store) == ["teacher-v1.npy"]
 
 
 def test_what_a_killed_process_has_left_goes_with_the_next_one(store: Store) -> None:
     np.save(store.teacher_file("v1"), np.zeros((store.rows("train"), 3), dtype=np.float32))
     lines = (
-        "import os, sys, signal; from pathlib import Path; from rtrain.compress import teacher",
-        "with teacher._written(Path(sys.argv[1]), (4, 3)): os.kill(os.getpid(), signal.SIGKILL)",
+        "import os, sys, signal; from pathlib import Path",
+        "from rtrain.compress import teacher; from rtrain.data.stores.store import Store",
+        "os.posix_fallocate = lambda *given: os.kill(os.getpid(), signal.SIGKILL)",
+        "store = Store(Path(sys.argv[1])); teacher.carry(store, store, 'v1')",
     )
-    killed = subprocess.run([sys.executable, "-c", "\n".join(lines), str(store.teacher_file("v1"))], check=False)
+    killed = subprocess.run([sys.executable, "-c", "\n".join(lines), str(store.folder)], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert len(left(store)) == 2
     teacher.carry(store, store, "v1")
@@ -88,28 +91,19 @@ def test_answers_are_those_of_whole_precision(store: Store, tmp_path: Path) -> N
     """They are kept under the teacher's version alone: those for a student in bf16 were taken for one in fp32 too."""
     folder = make_task_artifact(tmp_path / "teacher", "classification", store.manifest.head)
     rows = np.arange(store.rows("train"))
-    found = teacher._answer({"id": rows}, store.folder, folder)
+    found = teacher.answer_rows({"id": rows}, store.folder, folder)
     expected = score.on_split(predict.Predictor.load(folder), store, "train", found["position"]).outputs
     assert np.abs(np.stack([row.reshape(-1) for row in found["logits"]]) - np.stack(expected)).max() <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("labels", "told"),
-    [
-        (
-            ("login", "parcels", "refund"),
-            r"3 labels, .* trained on 3 \(rows alone: 'parcel'; teacher alone: 'parcels'\);",
-        ),
-        (("login", "parcel"), r"3 labels, .* trained on 2 \(rows alone: 'refund'\);"),
-        (("refund", "parcel", "login"), r"trained on 3, in another order;"),
-    ],
-)
-def test_rows_with_other_labels_than_the_teacher_s_are_refused_with_their_names(
-    store: Store, tmp_path: Path, labels: tuple[str, ...], told: str
+@pytest.mark.parametrize("labels", [("login", "parcels", "refund"), ("login", "parcel"), ("refund", "parcel", "login")])
+def test_rows_with_other_labels_than_the_teacher_s_are_refused(
+    store: Store, tmp_path: Path, labels: tuple[str, ...]
 ) -> None:
     made = artifact.Artifact("a", "classification", labels, 16, "torch")
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError) as error:
         teacher.teach(tmp_path, made, store, tmp_path, lambda weights: store, alike=True)
+    assert error.value.code == "other_labels"
 
 
 def test_a_teacher_s_numbers_are_kept_on_the_scale_of_the_student_s_rows(tmp_path: Path) -> None:
@@ -122,7 +116,7 @@ def test_a_teacher_s_numbers_are_kept_on_the_scale_of_the_student_s_rows(tmp_pat
     assert own.facts["std"] > 10
     for place, facts in enumerate((own.facts, {**own.facts, "mean": 3.0, "std": 1.0})):
         folder = make_task_artifact(tmp_path / f"teacher{place}", "regression", Head(own.labels, facts))
-        found = teacher._answer({"id": every}, store.folder, folder)
+        found = teacher.answer_rows({"id": every}, store.folder, folder)
         outputs = score.on_split(predict.Predictor.load(folder), store, "train", found["position"]).outputs
         said = np.stack(outputs).ravel() * facts["std"] + facts["mean"]
         learned = np.concatenate([row.ravel() for row in found["logits"]]) * own.facts["std"] + own.facts["mean"]

@@ -18,7 +18,7 @@ from rtrain.data.stores import shards
 from rtrain.data.stores.store import Store
 from rtrain.report import summary
 from rtrain.run import Run
-from rtrain.runs import predictions
+from rtrain.runs import predictions, preparing
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
 from tests.conftest import write_rows

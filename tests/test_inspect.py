@@ -4,6 +4,7 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -83,14 +84,20 @@ def overwrite_header(folder: Path) -> None:
 
 def test_the_verdict_is_told_with_date_and_host(tmp_path: Path) -> None:
     folder = openvino_artifact(tmp_path / "int8")
-    assert "gate: none has looked at it; serve asks for one" in inspection.text(inspection.inspect(folder))
-    verdict = {"verdict": "hold", "reasons": ["a", "b"], "made": "2026-01-02T03:04:05Z", "host": {"name": "wren"}}
+    assert inspection.inspect(folder)["needs_gate"]
+    verdict: dict[str, Any] = {
+        "verdict": "hold",
+        "reasons": ["a", "b"],
+        "made": "2026-01-02T03:04:05Z",
+        "host": {"name": "wren"},
+    }
+    verdict |= {"headline": None, "rivals": []}
     made = artifact.judged(folder, {**verdict, "version": artifact.read(folder).version})
     found = inspection.inspect(folder)
     assert (found["gate"], found["gated"]) == (verdict, True)
-    assert "gate: hold: a; b (2026-01-02T03:04:05Z, on wren)" in inspection.text(found)
+    assert all(word in inspection.text(found) for word in ("hold", "a; b", "2026-01-02T03:04:05Z", "wren"))
     artifact.judged(folder, {**verdict, "version": made.version[::-1]})
-    assert "gate: hold: a; b (of another artefact, 2026-01-02T" in inspection.text(inspection.inspect(folder))
+    assert not inspection.inspect(folder)["gated"]
 
 
 # --------------------------------------------------------------------------------------------------- of a run, and int8
@@ -134,16 +141,14 @@ def test_the_commands_have_the_settings_that_made_it(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     opening.freeze(run, with_overrides(reports.settings(tmp_path, labelled_rows(60)), distilled))
     made = artifact.read(make_artifact(run.artifact))
-    cut = {"pieces": 100, "at_least": 70, "unlabelled": {"path": "/rows.csv", "digest": "ab"}}
-    student = {"teacher": "0123456789ab", "calibration_rows": 64, "flips": 0.01, "vocabulary": cut}
+    student = {"teacher": "0123456789ab", "calibration_rows": 64, "flips": 0.01}
     first, second = reproduction.reproduce(run.int8, replace(made, engine="onnxruntime", lineage=student))
     assert first.endswith("  # TEACHER: the run of artefact 0123456789ab")
     assert "rtrain distill TEACHER --set data.path=" in first
     assert "--set distill.layers=1 --set distill.hidden=0.5" in first
     assert second == (
         f"rtrain quantize {run}-again --set quantize.calibration_rows=64 --set quantize.engine=onnxruntime"
-        f" --set compress.vocabulary=trim --set compress.vocabulary_pieces=70"
-        f" --set compress.unlabelled=/rows.csv --out {run}-again/artifact-int8"
+        f" --out {run}-again/artifact-int8"
     )
     weights = reproduction.reproduce(run.int8, replace(made, engine="openvino", lineage={"kind": "weights"}))
     assert weights[-1] == (

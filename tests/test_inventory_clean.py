@@ -169,7 +169,7 @@ def test_a_whole_run_goes_without_what_is_not_rtrain_s(tmp_path: Path) -> None:
     searched = stock.search(tmp_path / "s")
     trial = searched.trial(0)
     names = ("best.yaml", "search.html", "mlflow.json", ".ending", "error-20260101-000000.txt", "config.draft")
-    for path in (*(searched.folder / name for name in names), trial.quantizers, trial.profile(1)):
+    for path in (*(searched.folder / name for name in names), trial.profile(1)):
         path.write_text("rtrain's")
     (trial.folder / "wheels").mkdir()
     (trial.folder / "wheels" / "numpy-2-py3-none-any.whl").write_text("came with an import")

@@ -44,7 +44,7 @@ def test_a_damaged_unpacked_graph_is_unpacked_again_and_none_where_there_is_no_r
 ) -> None:
     folder = complete(quantizing.make(tmp_path, rows=40), tmp_path / "int8", calibration_rows=8)
     plain = Predictor.load(folder).logits(CORPUS)
-    quantize._pack(folder)
+    quantize.pack_graph(folder)
     packed = Predictor.load(folder)
     kept = cache / packed.artifact.version
     graph = next(kept.glob("*.bin"))

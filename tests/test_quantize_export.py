@@ -1,6 +1,7 @@
 """What is quantized answers as the PyTorch model does, on rows of every length; what travels with it; on which
 processor."""
 
+import copy
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from rtrain.network import int8
 from rtrain.network.int8 import Int8
 from tests import quantizing
 from tests.quantizing import Made
+from tests.root import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -74,18 +76,10 @@ def test_rows_of_every_length_hold_the_shortest_and_the_longest_of_each() -> Non
 
 def broken_weight(network: Any, sample: Sample) -> openvino_graph.Exported:
     """An export in which one number of one weight is another."""
-    from openvino import opset13
-
-    exported = openvino_graph.export(network, sample)
-    (weight,) = (
-        node
-        for node in exported._graph.get_ops()
-        if node.get_friendly_name() == "self.bert.encoder.layer.1.output.dense.weight"
-    )
-    data = np.array(weight.data)
-    data[0, 0] += 0.5
-    weight.output(0).replace(opset13.constant(data).output(0))
-    return exported
+    changed = copy.deepcopy(network)
+    with torch.no_grad():
+        changed.bert.encoder.layer[1].output.dense.weight[0, 0] += 0.5
+    return openvino_graph.export(changed, sample)
 
 
 @pytest.mark.parametrize("module", [openvino_graph, onnx_graph])
@@ -103,27 +97,32 @@ def test_a_model_without_token_types_is_exported_and_answers(module: Any) -> Non
     assert np.abs(found - logits).max() <= export_check.TOLERANCE
 
 
-class OfOneLength(predict.OpenVino):
+class OfOneLength:
     """Forgets what comes after 20 tokens, as a graph does whose trace kept a number of its sample."""
 
+    def __init__(self, engine: predict.Engine):
+        self.engine = engine
+
     def logits(self, inputs: Any) -> Any:
-        return super().logits({name: value[:, :20] for name, value in inputs.items()})
+        return self.engine.logits({name: value[:, :20] for name, value in inputs.items()})
 
 
 def cut_short(network: Any, sample: Sample) -> Any:
     exported = openvino_graph.export(network, sample)
-    exported.answering = lambda threads: OfOneLength(exported._graph, threads)  # type: ignore[method-assign]
+    whole = exported.answering
+    exported.answering = lambda threads: OfOneLength(whole(threads))  # type: ignore
     return exported
 
 
-@pytest.mark.parametrize(("export", "where"), [(broken_weight, r"up to \d+ tokens"), (cut_short, "up to 64 tokens")])
+@pytest.mark.parametrize("export", [broken_weight, cut_short])
 def test_a_graph_that_answers_otherwise_is_refused(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export: Any, where: str
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export: Any
 ) -> None:
     openvino = engines.ENGINES["openvino"]._replace(quantizer=f"{__name__}:{export.__name__}")
     monkeypatch.setattr(engines, "ENGINES", {**engines.ENGINES, "openvino": openvino})
-    with pytest.raises(UserError, match=rf"logits of training rows of {where} differ by \S+ \(at most 0\.0001\)"):
+    with pytest.raises(UserError) as error:
         quantizing.quantize(made, tmp_path / "int8", calibration_rows=8)
+    assert error.value.code == "other_answers"
     assert list((tmp_path / "int8").iterdir()) == []
 
 
@@ -142,26 +141,24 @@ def test_weights_alone_are_as_small_and_nothing_is_calibrated(made: Made, static
 def test_weights_alone_take_no_fall_back() -> None:
     from rtrain import config
 
-    with pytest.raises(ConfigError, match=r"quantize\.flips=0\.01: with quantize\.kind=weights every operation"):
+    with pytest.raises(ConfigError) as error:
         config.load("intent", {"quantize.kind": "weights", "quantize.flips": 0.01})
+    assert [one.field for one in error.value.problems] == ["quantize.flips"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "instructions", "text"),
+    ("flags", "instructions"),
     [
-        ("fpu avx512_vnni amx_int8 amx_tile", ("AMX", "VNNI"), "int8 by AMX and VNNI"),
-        ("fpu avx2 avx_vnni", ("VNNI",), "int8 by VNNI"),
-        ("fpu avx2", (), "neither VNNI nor AMX"),
+        ("fpu avx512_vnni amx_int8 amx_tile", ("AMX", "VNNI")),
+        ("fpu avx2 avx_vnni", ("VNNI",)),
+        ("fpu avx2", ()),
     ],
 )
-def test_the_processor_says_what_int8_is_computed_by(
-    tmp_path: Path, flags: str, instructions: tuple[str, ...], text: str
-) -> None:
+def test_the_processor_says_what_int8_is_computed_by(tmp_path: Path, flags: str, instructions: tuple[str, ...]) -> None:
     (tmp_path / "cpuinfo").write_text(f"model name\t: a processor\nflags\t\t: {flags}\n")
     found = int8.of_processor(tmp_path / "cpuinfo")
     assert (found.instructions, found.known) == (instructions, True)
-    assert text in found.text
-    assert "unknown" in int8.of_processor(tmp_path / "none").text
+    assert not int8.of_processor(tmp_path / "none").known
 
 
 @pytest.mark.parametrize(
@@ -172,7 +169,6 @@ def test_the_processor_says_what_int8_is_computed_by(
         (("AMX", "VNNI"), ("VNNI",), False),
         (("VNNI",), ("dot products",), False),
         ((), (), False),  # it was slow where it was measured, and the gate has seen that
-        (None, (), False),  # an older verdict does not say
     ],
 )
 def test_a_latency_of_other_instructions_does_not_hold_where_there_are_none(
@@ -191,8 +187,7 @@ def test_the_log_of_nncf_stays_off_stdout_and_nobody_is_told_of_the_model(made: 
         f"quantizing.quantize(made, Path({str(tmp_path / 'int8')!r}), calibration_rows=8)\n"
         "import sys; assert sys.modules['openvino_telemetry'] is None\n"
     )
-    root = Path(__file__).resolve().parents[1]
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=root)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == ""
 
 
@@ -203,5 +198,6 @@ def test_a_network_that_cannot_be_traced_is_refused_by_name(made: Made, tmp_path
     settings = transformers.AutoConfig.for_model("gpt2", **sizes)
     transformers.AutoModelForSequenceClassification.from_config(settings).save_pretrained(folder)
     manifest.write(folder)
-    with pytest.raises(UserError, match="gpt2"):
+    with pytest.raises(UserError) as error:
         quantizing.quantize(made, tmp_path / "int8", parent=folder, calibration_rows=8)
+    assert error.value.code == "unsupported"

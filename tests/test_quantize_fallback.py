@@ -184,48 +184,6 @@ def test_a_reverted_operation_has_its_float_weights_in_the_file(tmp_path: Path) 
     assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "int8.bin").read_bytes()
 
 
-def test_a_report_says_what_went_back_and_what_it_costs() -> None:
-    made: dict[str, Any] = {
-        "test": {"accuracy": 0.9, "rows": 100},
-        "parent": {"accuracy": 0.91, "rows": 100},
-        "flips_against_parent": 0.01,
-        "flips_alone_against_batch": 0.0,
-        "largest_logit_difference_alone_against_batch": 0.0,
-        "size_mb": 18.0,
-        "parent_size_mb": 87.0,
-        "seconds": 70.0,
-        "gate": {"verdict": "promote", "reasons": ["accuracy 0.900 against 0.910"]},
-        "artifact": "int8",
-        "export": {"largest": 5.72e-6, "bucket": "up to 16 tokens", "rows": 24, "buckets": 3},
-        "fallback": {
-            "rows": 256,
-            "operations": 46,
-            "reverted": ["encoder.layer.3.attention.self (ScaledDotProductAttention)"],
-            "flips_before": 0.215,
-            "flips": 0.004,
-            "most_flips": 0.005,
-            "reached": True,
-            "seconds": 47.6,
-            "megabytes_added": 0.04,
-            "latency": [{"bucket": "up to 16 tokens", "int8_ms": 2.0, "ms": 2.125}],
-        },
-        "host": {"instructions": ("VNNI",), "known": True},
-    }
-    assert quantize.report_text(made).splitlines()[5:-2] == [
-        "answers that differ between alone and in a batch: 0.00% (logits by 0.000 at most)",
-        "exported graph: logits as PyTorch's to 5.7e-06, on 24 training rows of 3 lengths",
-        "fall-back: 1 of 46 operations in float; of 256 training rows' answers 21.50% differed, now 0.40% (48 s)",
-        "  in float: encoder.layer.3.attention.self (ScaledDotProductAttention)",
-        "  it costs 0.0 MB; 2.12 ms in place of 2.00 (up to 16 tokens)",
-        "processor: int8 by VNNI",
-    ]
-    made["fallback"] |= {"flips": 0.05, "reached": False}
-    assert quantize.report_text(made).splitlines()[7] == (
-        "fall-back: 1 of 46 operations in float; of 256 training rows' answers 21.50% differed, now 5.00%, more than "
-        "the 0.50% that were asked for: not reached (48 s)"
-    )
-
-
 def test_rows_without_a_masked_token_are_no_farther_apart_than_others() -> None:
     """A short row of masked text may have no masked token."""
     none, two = np.zeros((0, 5), dtype=np.float32), np.zeros((2, 5), dtype=np.float32)

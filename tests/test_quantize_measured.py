@@ -31,7 +31,7 @@ def test_no_more_outputs_are_held_than_fit_and_all_rows_are_scored(made: Made, m
     """A row has one for each mask and piece of the vocabulary: of 10,000 rows of 512 tokens they would be 90 GB."""
     (parent, small), store = made
     sides = artifact.read(parent), artifact.read(small)
-    whole, answers = quantize._measure(parent, small, *sides, store)
+    whole, answers = quantize.measure(parent, small, *sides, store)
     rows = store.rows("test")
     assert [len(one.outputs) for one in answers] == [rows, rows]
     each = np.mean([one.nbytes for one in answers[0].outputs])
@@ -45,7 +45,7 @@ def test_no_more_outputs_are_held_than_fit_and_all_rows_are_scored(made: Made, m
     monkeypatch.setattr(score, "on_split", noted)
     monkeypatch.setattr(quantize, "OUTPUT_BYTES", int(each * 5))
     monkeypatch.setattr(quantize, "PROBED", 2)
-    cut, fewer = quantize._measure(parent, small, *sides, store)
+    cut, fewer = quantize.measure(parent, small, *sides, store)
     assert 2 <= max(held) < rows > 10
     assert [one.outputs for one in fewer] == [[], []]
     for name in ("test", "parent"):

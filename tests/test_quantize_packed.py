@@ -26,7 +26,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     made = quantizing.make(folder, rows=40)
     plain = quantizing.complete(made, folder / "plain", calibration_rows=8, engine=request.param)
     packed = shutil.copytree(plain, folder / "packed")
-    quantize._pack(packed)
+    quantize.pack_graph(packed)
     return plain, packed
 
 
@@ -82,5 +82,5 @@ def test_its_files_are_carried(both: tuple[Path, Path]) -> None:
 
 def test_the_same_graph_has_the_same_bytes(both: tuple[Path, Path], tmp_path: Path) -> None:
     again = shutil.copytree(both[0], tmp_path / "again")
-    quantize._pack(again)
+    quantize.pack_graph(again)
     assert artifact.read(again).version == artifact.read(both[1]).version

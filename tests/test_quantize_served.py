@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import artifact, config, reference
+from rtrain import artifact, config
 from rtrain.compress import quantize
 from rtrain.config import Recipe
 from rtrain.errors import ConfigError, UserError
@@ -23,9 +22,9 @@ from rtrain.predict import Predictor
 from rtrain.run import Run
 from rtrain.runs import opening
 from tests import quantizing, reports
+from tests.root import ROOT
 from tests.tiny import CORPUS, make_artifact, make_store, make_task_artifact
 
-ROOT = Path(__file__).resolve().parents[1]
 NOT_NEEDED = ("torch", "transformers", "ray", "datasets", "pandas", "pyarrow", "nncf", "scipy", "rtrain.config")
 THRESHOLD = 0.37
 
@@ -60,46 +59,18 @@ def test_tokenizer_labels_and_thresholds_travel(run: Path) -> None:
     assert [row.ids for row in int8.encode(asked)] == [row.ids for row in float_one.encode(asked)]
 
 
-def test_a_model_that_quantize_trims_knows_what_it_answers_itself(tmp_path: Path) -> None:
-    """The store has the pieces of the whole vocabulary, which stand for others in the trimmed one."""
-    drawn, words = random.Random(0), " ".join(CORPUS[:9]).split()
-    texts = [" ".join(drawn.choices(words, k=drawn.randint(3, 30))) for _ in range(300)]
-    rows = [(text, "abc"[number % 3]) for number, text in enumerate(texts)]
-    settings: dict[str, Any] = {"compress.vocabulary": "trim", "compress.vocabulary_pieces": 0, "gate.seconds": 0.1}
-    recipe = reports.settings(tmp_path, rows, **settings, **{"quantize.calibration_rows": 8}).recipe
-    store = make_store(recipe, tmp_path / "encoder", tmp_path)
-    run = tmp_path / "run"
-    make_task_artifact(run / "artifact", recipe.task, store.manifest.head)
-    assert quantize.run(recipe, store.folder, run, run / "int8")["vocabulary"]["pieces"] < 200
-    made = Predictor.load(run / "int8")
-    asked = [kept[0] for kept in store.texts("valid", np.arange(store.rows("valid"))) if kept is not None]
-    encoded = made.encode(asked)
-    unknown = reference.unknown_id(made.tokenizer)
-    own = reference.of_answers(made.task, made.head, made.outputs(encoded), encoded, unknown)
-    found = made.artifact.reference
-    assert found["rows"] == len(asked) == store.rows("valid") > 20
-    assert own.labels is not None
-    assert found["labels"] == dict(sorted(Counter(label for row in own.labels for label in row).items()))
-    for name, values in own.numbers().items():
-        edges = reference.EDGES[name]
-        assert found[name]["counts"] == np.bincount(reference.place(values, edges), minlength=len(edges) + 1).tolist()
-
-
-def test_what_cannot_be_trimmed_any_more_is_refused_first_and_what_is_trimmed_is_not(tmp_path: Path) -> None:
-    chosen = config.with_overrides(reports.settings_of("token_tags", tmp_path), {"compress.vocabulary": "trim"})
+def test_a_finished_model_is_not_trimmed_and_one_that_was_trimmed_is_quantized(tmp_path: Path) -> None:
+    chosen = config.with_overrides(reports.settings_of("classification", tmp_path), {"compress.vocabulary": "trim"})
     store = make_store(chosen.recipe, tmp_path / "encoder", tmp_path)
     run = Run(tmp_path / "run")
-    parent = make_task_artifact(run.artifact, "token_tags", store.manifest.head)
-    with pytest.raises(ConfigError, match="trim before rtrain train or rtrain distill"):
-        quantize.run(
-            chosen.recipe, store.folder, run.folder, run.folder / "int8", on_event=lambda event: pytest.fail(str(event))
-        )
-    assert not quantize._is_trimmed(run.folder, artifact.read(parent))
+    make_task_artifact(run.artifact, "classification", store.manifest.head)
+    with pytest.raises(ConfigError) as error:
+        quantize.run(chosen.recipe, store.folder, run.folder, run.int8)
+    assert [(one.field, one.code) for one in error.value.problems] == [("compress.vocabulary", "conflicting_settings")]
+    assert not run.int8.exists()
     # A student whose teacher was trimmed: nothing of its vocabulary had to go, so that its lineage says nothing.
     opening.freeze(run, chosen)
-    assert quantize._is_trimmed(run.folder, artifact.read(parent))
-    opening.freeze(run, config.with_overrides(chosen, {"compress.vocabulary": "keep"}))
-    assert not quantize._is_trimmed(run.folder, artifact.read(parent))
+    assert quantize.run(chosen.recipe, store.folder, run.folder, run.int8)["artifact"] == str(run.int8)
 
 
 def test_an_int8_artefact_is_asked_without_what_trains(run: Path) -> None:
@@ -140,8 +111,9 @@ def test_a_folder_of_anything_else_is_not_replaced(named: str, tmp_path: Path) -
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     held = sorted(path.name for path in (tmp_path / named).iterdir())
-    with pytest.raises(UserError, match="it holds something else than an int8 artefact, which would be lost; name"):
+    with pytest.raises(UserError) as error:
         quantize.run(config.load("intent").recipe, tmp_path / "store", tmp_path / "run", tmp_path / named)
+    assert error.value.code == "not_empty"
     assert sorted(path.name for path in (tmp_path / named).iterdir()) == held
 
 
@@ -191,9 +163,3 @@ def test_a_processor_that_answers_otherwise_is_named(tmp_path: Path, monkeypatch
             predictor.check_golden()
         assert (int8.processor() in str(caught.value)) == named
         assert ("quantize.overflow_fix" in str(caught.value)) == named
-
-
-def test_a_model_that_was_trained_to_be_rounded_has_no_other_range() -> None:
-    with pytest.raises(ConfigError) as caught:
-        quantize.refuse(config.load("intent", {"quantize.overflow_fix": True}).recipe.quantize, False, learned=True)
-    assert [problem.field for problem in caught.value.problems] == ["quantize.overflow_fix"]

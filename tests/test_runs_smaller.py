@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import artifact, events
-from rtrain.batch import Head
+from rtrain import artifact, config as configuration, events
 from rtrain.checkpoints import checkpoint
-from rtrain.compress import distill, vocabulary
+from rtrain.compress import distill
 from rtrain.config import Config, with_overrides
 from rtrain.data import records
 from rtrain.data.stores.store import SPLITS, Store
@@ -22,7 +21,7 @@ from rtrain.run import Run
 from rtrain.runs import driver, opening, preparing, smaller
 from tests import stock
 from tests.conftest import write_rows
-from tests.tiny import CORPUS, make_store, make_task_artifact
+from tests.tiny import CORPUS, make_store
 from tests.trained import Trained, settings
 
 TRIM = {"compress.vocabulary": "trim", "compress.vocabulary_pieces": 0}
@@ -111,12 +110,15 @@ def test_pieces_of_unlabelled_rows_stay_too(tmp_path: Path) -> None:
         smaller.trimmed(absent.recipe, source, model, tmp_path)
 
 
-def test_a_finished_model_of_answers_by_token_is_trimmed_before_it_is_trained(tmp_path: Path) -> None:
-    chosen, _, _, store = stored_twice(tmp_path)
-    folder = make_task_artifact(tmp_path / "tags", "token_tags", Head(("O", "B-X", "I-X"), {}))
-    with pytest.raises(ConfigError, check=lambda error: error.problems[0].field == "compress.vocabulary"):
-        vocabulary.trim_by(folder, store, chosen.recipe, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+def test_the_setting_is_a_part_of_a_run_only_where_it_trims() -> None:
+    plain = configuration.load("intent").recipe
+    keep = configuration.load("intent", {"compress.vocabulary_pieces": 7}).recipe
+    trim = configuration.load("intent", {"compress.vocabulary": "trim"}).recipe
+    more = configuration.load("intent", {"compress.vocabulary": "trim", "compress.vocabulary_pieces": 7}).recipe
+    assert plain.identity() == keep.identity()
+    assert "compress" not in plain.weights()
+    assert "vocabulary_most" not in trim.weights()["compress"]  # older runs have no such setting
+    assert len({plain.identity(), trim.identity(), more.identity()}) == 3
 
 
 def test_a_trimmed_model_goes_with_the_runs_that_use_it(tmp_path: Path) -> None:

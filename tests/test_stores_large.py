@@ -4,7 +4,7 @@
 
 The store is made of numbers: 720,000 rows of 16 to 48 tokens, 118 MB, in three windows of the order, with a shard for
 each block. Shards that a reader must not touch are left out of an `excerpt` of it; a read of one would be refused by
-name. `python -m benchmarks.large_store` measures one of 10^8 rows.
+name.
 """
 
 import math
@@ -14,16 +14,18 @@ import threading
 import time
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pytest
 
-from benchmarks.large_store import make, named
-from rtrain.batch import Tokens
+from rtrain.batch import Ragged, Tokens
 from rtrain.data import ingest
 from rtrain.data.ingest import Share, Update, plan_update
 from rtrain.data.order import BLOCK_ROWS, Order, rows_digest
+from rtrain.data.stores import store
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from tests.causes import caused_by
@@ -45,6 +47,54 @@ PRIVATE_BOUND = ingest.STREAM_BYTES
 
 Words = npt.NDArray[np.uint64]
 COLUMNS = tuple(field.name for field in fields(Tokens))
+
+
+def named(positions: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Row ids for positions. They are distinct and in no order, since the factor is odd and products wrap."""
+    return positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+
+def make(final: Path, rows: int, shard_rows: int) -> Store:
+    """A store as the token job would leave it. A row has 16 to 48 tokens, of which the first is the row's position, and
+    one of 7 labels."""
+    writer, random = store.Writer(final), np.random.default_rng(0)
+    lengths = random.integers(16, 49, rows, dtype=np.int32)
+    files = {}
+    for split, count in zip(store.SPLITS, (rows, 0, 0), strict=True):
+        places = np.arange(count, dtype=np.uint32)
+        table = pa.table(
+            {
+                "row_id": pa.array(named(places)),
+                "shard": pa.array(places // np.uint32(shard_rows)),
+                "offset": pa.array(places % np.uint32(shard_rows)),
+                "length": pa.array(lengths[:count]),
+                "targets": store.lists(Ragged.even((places % np.uint32(7)).astype(np.float32))),
+            }
+        )
+        files[f"index-{split}.arrow"] = store.write_table(writer.folder / f"index-{split}.arrow", table)
+    shards = math.ceil(rows / shard_rows)
+    for part in range(shards):
+        name = f"shards/000000-{part:06d}.arrow"
+        first = part * shard_rows
+        own = lengths[first : first + shard_rows]
+        ids = random.integers(0, 30_000, own.sum(), dtype=np.int32)
+        ids[np.cumsum(own) - own] = np.arange(first, first + len(own))
+        columns = {"ids": Ragged(ids, own), "windows": Ragged.even(np.stack([own, own], axis=1))}
+        table = pa.table({key: store.lists(values) for key, values in columns.items()})
+        files[name] = store.write_table(writer.folder / name, table)
+    return writer.commit(
+        store.Manifest(
+            schema_version=store.SCHEMA_VERSION,
+            digest=final.name,
+            rows={"train": rows, "valid": 0, "test": 0},
+            labels=tuple("abcdefg"),
+            tokens={"train": int(lengths.sum(dtype=np.int64)), "valid": 0, "test": 0},
+            truncated=0,
+            quarantined=0,
+            files=files,
+            sources={},
+        )
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Where the time of an update went: the arithmetic of intervals, and the parts that add up to the update."""
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, strategies as st

@@ -6,13 +6,9 @@ one that is finished is not made again, and each part can be run alone.
 scores   student over teacher, and int8 over its float parent, on four sets: labels, questions, entities, essay scores
 served   bytes and score of the trimmed student, its word table in 4 bits and compressed, beside the whole int8 one
 beside   latency of the int8 student, beside its teacher in Transformers and the same student in other engines
-few_rows score of a model trained on 10 labelled rows of each intent, and of students that learn other texts from it too
-planted  score and flips of the int8 student with an outlier in a layer: as it comes, fallen back, and trained for it
-starts   seconds until `rtrain predict` has printed its answer, and until `rtrain serve` answers
 
-The figures are printed beside what they must reach (floor), what they should (goal), and what they cannot go beyond on
-this machine (limit: `benchmarks.compress.limit`). `results` are written after each part. ONNX Runtime takes part where
-`onnx` and `onnxruntime` are installed.
+The figures are printed beside what they must reach (floor) and what they should (goal). `results` are written after
+each part. ONNX Runtime takes part where `onnx` and `onnxruntime` are installed.
 """
 
 import argparse
@@ -20,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.compress import figures, parts, planted, self_training
+from benchmarks.compress import figures, parts
 from benchmarks.compress.making import SETS, Set, Work, job_of
 from benchmarks.results import Found, Keep, Results
 
@@ -28,16 +24,8 @@ PARTS: dict[str, Callable[[Work, Sequence[Set], Keep], Found]] = {
     "scores": parts.scores,
     "served": parts.served,
     "beside": parts.beside,
-    "few_rows": self_training.part,
-    "planted": planted.part,
-    "starts": parts.start,
 }
-"""A further part goes here, and its figures with their aims into `figures.AIMS`."""
 NAMES = {job_of(one).folder: one for one in SETS}
-FEWEST_ROWS = 1000
-"""Fewer have not enough rows of each intent of banking77."""
-FEWEST = 100
-"""The same for the other sets."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -45,8 +33,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compress", description=__doc__, formatter_class=form)
     parser.add_argument("data", type=Path, help="folder that holds the sets, each in a folder of its name")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.add_argument("--rows", type=int, help="training rows of each set (default: all)")
-    parser.add_argument("--test-rows", type=int, help="test rows of each set that has a file of them (default: all)")
     parser.add_argument("--epochs", type=int, default=5, help="epochs of a teacher")
     parser.add_argument("--seed", type=int, default=0, help="seed of teachers and of students")
     parser.add_argument("--student", action="append", default=[], metavar="NAME=VALUE", help="a setting of students")
@@ -54,11 +40,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=PARTS, help="a part; repeatable (default: all)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/compress.json"), help="file of the results")
     chosen = parser.parse_args(arguments)
-    least = FEWEST_ROWS if "banking77" in (chosen.sets or NAMES) else FEWEST
-    if chosen.rows is not None and chosen.rows < least:
-        parser.error(f"--rows {chosen.rows}: write {least} or more, or other --sets")
-    if chosen.test_rows is not None and chosen.test_rows < FEWEST:
-        parser.error(f"--test-rows {chosen.test_rows}: write {FEWEST} or more")
     if chosen.epochs < 1:
         parser.error(f"--epochs {chosen.epochs}: write 1 or more")
     return chosen
@@ -66,7 +47,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     chosen = parse()
-    given = {name: getattr(chosen, name) for name in ("rows", "test_rows", "epochs", "seed", "student")}
+    given = {name: getattr(chosen, name) for name in ("epochs", "seed", "student")}
     results = Results(chosen.out, **given)
     work = Work(chosen.data.absolute(), results.folder, **{**given, "student": tuple(chosen.student)})
     sets = [NAMES[one] for one in chosen.sets or NAMES]

@@ -28,11 +28,6 @@ AIMS: Mapping[str, Aim] = {
     "trimmed_score_ratio": Aim(0.995, 0.999),
     "latency_vs_hf_b1": Aim(1 / 9, 1 / 14, more=False),
     "latency_vs_hf_b8": Aim(1 / 8, 1 / 12, more=False),
-    "cold_start_s": Aim(0.7, 0.45, more=False, unit="s"),
-    "serve_start_s": Aim(8, 5, more=False, unit="s"),
-    "few_rows_accuracy": Aim(0.84, 0.87),
-    "fallback_points": Aim(0.5, 0.1, more=False),
-    "fallback_s": Aim(120, 60, more=False, unit="s"),
 }
 
 
@@ -41,8 +36,6 @@ class Figure(NamedTuple):
     set: str
     """The set that it was measured on; empty where that is banking77 alone."""
     value: float
-    limit: float | None
-    """What it cannot go beyond, where that was measured too."""
 
 
 def found(results: Mapping[str, Any]) -> Iterator[Figure]:
@@ -54,19 +47,17 @@ def found(results: Mapping[str, Any]) -> Iterator[Figure]:
 
 
 def _of(values: Mapping[str, Any], set_name: str) -> Iterator[Figure]:
-    limits = values.get("limits", {})
     for name, value in values.items():
         if name in AIMS and isinstance(value, int | float):
-            yield Figure(name, set_name, float(value), limits.get(name))
+            yield Figure(name, set_name, float(value))
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Markdown: each figure beside floor, goal and limit, and which of the first two it has reached."""
-    lines = ["| figure | set | measured | floor | goal | limit | reached |", "|---|---|---|---|---|---|---|"]
+    """Markdown: each figure beside floor and goal, and which of them it has reached."""
+    lines = ["| figure | set | measured | floor | goal | reached |", "|---|---|---|---|---|---|"]
     for one in sorted(found(results), key=lambda one: list(AIMS).index(one.name)):
         aim = AIMS[one.name]
-        values = (one.value, aim.floor, aim.goal, one.limit)
-        shown = " | ".join("" if value is None else f"{value:.4g} {aim.unit}".strip() for value in values)
+        shown = " | ".join(f"{value:.4g} {aim.unit}".strip() for value in (one.value, aim.floor, aim.goal))
         lines.append(f"| `{one.name}` | {one.set} | {shown} | {aim.word(one.value)} |")
     return "\n".join(lines)
 
@@ -81,6 +72,4 @@ def engines(part: Mapping[str, Any]) -> str:
         size = "" if own.get("mb") is None else f"{own['mb']:.1f}"
         times = [f"{part['batches'][batch][kind][name]:.2f}" for batch in batches for kind in ("ms", "least_ms")]
         lines.append(f"| {name} | {ratio} | {size} | {' | '.join(times)} |")
-    least = [text for batch in batches for text in ("", f"{part['batches'][batch]['limit_ms']:.2f}")]
-    lines.append(f"| the least that this machine allows | | | {' | '.join(least)} |")
     return "\n".join(lines)

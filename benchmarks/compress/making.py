@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import few, tasks
+from benchmarks import tasks
 from benchmarks.search import commands
 from rtrain.run import Run
 
@@ -17,16 +17,12 @@ class Work:
     data: Path
     """Folder of the data sets."""
     folder: Path
-    rows: int | None
-    """Training rows of each set; None: all."""
     epochs: int
     """Times that a teacher is trained on each row."""
     student: tuple[str, ...] = ()
     """Settings of students, `name=value`, that are others than the recipe's."""
     seed: int = 0
     """That of teachers and of students."""
-    test_rows: int | None = None
-    """Test rows of each set that has a file of them; None: all."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +46,8 @@ def job_of(one: Set) -> tasks.Job:
 
 
 def place(work: Work, one: Set) -> Path:
-    """The folder of a set's models; other rows, epochs or seeds have another."""
-    rows = "all" if work.rows is None else str(work.rows)
-    tested = "" if work.test_rows is None else f"-test-{work.test_rows}"
-    return work.folder / f"{job_of(one).folder}-rows-{rows}-epochs-{work.epochs}-seed-{work.seed}{tested}"
+    """The folder of a set's models; other epochs or seeds have another."""
+    return work.folder / f"{job_of(one).folder}-epochs-{work.epochs}-seed-{work.seed}"
 
 
 def students(work: Work, one: Set) -> Path:
@@ -69,30 +63,19 @@ def teacher(work: Work, one: Set) -> Run:
     files = folder / "data"
     files.mkdir(parents=True, exist_ok=True)
     arguments = job.prepare(work.data / job.folder, files)
-    if work.rows is not None:
-        arguments = few.arguments(arguments, work.rows, files)
-    if work.test_rows is not None and "--test" in arguments:
-        (files / "test").mkdir(exist_ok=True)
-        arguments = few.arguments(arguments, work.test_rows, files / "test", "--test")
     settings = {name: value for name, value in job.settings.items() if name not in UNLIKE}
     # null: the recipes of some sets say how often gradients are exchanged, and their lines how many rows an update has.
     cadence = {"train.aggregation_frequency": None, "train.epochs": work.epochs}
-    values = {**settings, **cadence, "train.keep": 1}
-    values["train.seed"] = work.seed
+    values = {**settings, **cadence, "train.keep": 1, "train.seed": work.seed}
     return commands.train(folder / "teacher", job.recipe, arguments, values)
 
 
 def student(work: Work, one: Set, *, trimmed: bool = False) -> Run:
     """The student of the set's teacher; `trimmed`: with the pieces alone that its rows need."""
     folder = students(work, one) / ("trimmed" if trimmed else "whole")
-    chosen = [*work.student, *([TRIM] if trimmed else [])]
-    return distilled(folder, teacher(work, one), dict(value.split("=", 1) for value in chosen))
-
-
-def distilled(folder: Path, taught: Run, values: Mapping[str, Any]) -> Run:
-    """A student of the run `taught`, by further settings; it is trained where it is not finished."""
-    made = Run(folder)
+    made, taught = Run(folder), teacher(work, one)
     if not _has(folder, "summary.json", "artifact/artifact.json"):
+        values = dict(value.split("=", 1) for value in [*work.student, *([TRIM] if trimmed else [])])
         begun = ["--resume"] if made.exists else []
         given = ["distill", str(taught.folder), *commands.settings(values), "--out", str(folder), *begun]
         commands.run(given, folder.with_suffix(".log"))

@@ -1,18 +1,16 @@
 """The parts of `benchmarks.compress`. Each resumes where it was stopped: models that are made are not made again."""
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.compress import latency, limit, making, rivals, starts
+from benchmarks.compress import latency, making, rivals
 from benchmarks.compress.making import BANKING, Set, Work
 from benchmarks.compress.rivals import Answer, Inputs
 from benchmarks.results import Keep
-from rtrain import artifact, env, score
+from rtrain import artifact, score
 from rtrain.artifact import Artifact
 from rtrain.batch import Encoded, Floats, Tokens, Window, pack, padded
 from rtrain.compress import quantize
@@ -23,7 +21,6 @@ from rtrain.run import Run
 TOKENS = 32
 BATCHES = (1, 8)
 ROUNDS, CALLS = 15, 20
-STARTS = 5
 CALIBRATION_ROWS = 256
 
 
@@ -44,7 +41,6 @@ def scores(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
             "student_score_ratio": student / teacher,
             "int8_score_ratio": making.score_of(small, one) / student,
             "mb": making.megabytes(small),
-            "limits": {"student_score_ratio": 1.0, "int8_score_ratio": 1.0},
         }
         keep({"sets": done})
     return {"sets": done}
@@ -66,7 +62,6 @@ def served(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
             "served_mb": making.megabytes(small),
             "untrimmed_mb": making.megabytes(whole),
             "trimmed_score_ratio": making.score_of(small, one) / making.score_of(whole, one),
-            "limits": {"served_mb": limit.served_mb(small), "trimmed_score_ratio": 1.0},
         }
         keep({"sets": done})
     return {"sets": done}
@@ -93,7 +88,7 @@ class _Engine:
 
 def beside(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
     """banking77's int8 student beside its teacher in Transformers, and beside the same float student in other engines:
-    latency of rows of 32 tokens on one thread, scores on the same test rows, megabytes, and the machine's own limit."""
+    latency of rows of 32 tokens on one thread, scores on the same test rows, and megabytes."""
     student = making.student(work, BANKING)
     small = making.int8(work, BANKING)
     store = Store(quantize.store_of(student.folder))
@@ -102,17 +97,12 @@ def beside(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
     others, sizes, absent = _others(work, student, store)
     teacher = Predictor.load(making.teacher(work, BANKING).artifact, threads=1)
     others["hf_teacher"] = rivals.torch_float(teacher.network[0])
-    machine, shape = limit.measure(), limit.shape_of(small)
-    count = limit.operators(small / "model.int8.xml")
     found: dict[str, Any] = {}
     for rows in BATCHES:
         tokens = _of_equal_length(store, own, rows)
         asked = padded(tokens, own.pad_id)
         sides = {"ours": _asks_ours(own, tokens), **{name: _asks(answer, asked) for name, answer in others.items()}}
-        times = latency.rounds(sides, ROUNDS, CALLS)
-        least = limit.least_ms(machine, shape, TOKENS, rows, count)
-        figures = latency.figures(times, "ours", "hf_teacher")
-        found[str(rows)] = {**figures, "limit_ms": least, "of_limit": least / figures["least_ms"]["ours"]}
+        found[str(rows)] = latency.figures(latency.rounds(sides, ROUNDS, CALLS), "ours", "hf_teacher")
         keep({"batches": found})
     parent = making.score(student, BANKING)
     told: dict[str, dict[str, Any]] = {"ours": {"score": making.score_of(small, BANKING)}}
@@ -124,15 +114,9 @@ def beside(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
         each["score_ratio"] = each["score"] / parent
     return {
         **{f"latency_vs_hf_b{rows}": 1 / found[str(rows)]["ratio"] for rows in BATCHES},
-        "limits": {
-            f"latency_vs_hf_b{rows}": found[str(rows)]["limit_ms"] / found[str(rows)]["ms"]["hf_teacher"]
-            for rows in BATCHES
-        },
         "batches": found,
         "engines": {**told, "hf_teacher": {"score": making.score(making.teacher(work, BANKING), BANKING)}},
         "absent": absent,
-        "machine": asdict(machine),
-        "operators": count,
         "tokens": TOKENS,
         "rounds": ROUNDS,
         "calls": CALLS,
@@ -191,29 +175,3 @@ def _asks(answer: Answer, inputs: Inputs) -> Callable[[], object]:
 def _score(predictor: Predictor, store: Store) -> float:
     answered = score.on_split(predictor, store, "test", np.arange(store.rows("test")))
     return float(score.scores(predictor, answered, store)[BANKING.score])
-
-
-# -------------------------------------------------------------------------------------------------------------- starts
-
-
-def start(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
-    """Seconds of `rtrain predict` to its printed answer, and of `rtrain serve` until it answers: medians."""
-    small = making.int8(work, BANKING)
-    starts.cold_s(small)  # it brings the files into memory
-    cold = [starts.cold_s(small) for _ in range(STARTS)]
-    known: dict[str, Any] = {
-        "cold_start_s": statistics.median(cold),
-        "cold": cold,
-        "limits": {"cold_start_s": limit.cold_s(small)},
-    }
-    keep(known)
-    serving = [starts.serve_s(small) for _ in range(STARTS)]
-    seconds, computed = [one.seconds for one in serving], [one.processor_s for one in serving]
-    least = statistics.median(computed) / env.cores()
-    return {
-        **known,
-        "serve_start_s": statistics.median(seconds),
-        "serving": seconds,
-        "serving_processor_s": computed,
-        "limits": {**known["limits"], "serve_start_s": least},
-    }

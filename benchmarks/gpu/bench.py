@@ -1,5 +1,8 @@
 """Parts that the sections share: sizes, networks, texts, clocks, and the peak of a device."""
 
+import importlib
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -89,14 +92,17 @@ class Bench:
     model: Path
     """The carried model, in fp32."""
     scratch: Path
-    gpu: bool
-    start: str = "fork"
-    """How processes are started: by fork, or by spawn if forked processes could not use the GPU."""
     seconds: float | None = None
     """Length of a timed stretch; None for that of the size."""
     ends: float = 0.0
-    """The time at which the section is killed, by time.monotonic."""
+    """The time at which a section is killed, by time.monotonic."""
     report: Report = field(default_factory=lambda: Report(Path("/dev/null"), ""))
+
+    @property
+    def gpu(self) -> bool:
+        import torch
+
+        return torch.cuda.is_available()
 
     @property
     def size(self) -> Size:
@@ -105,7 +111,7 @@ class Bench:
 
     @property
     def left(self) -> float:
-        """Seconds that the section has left."""
+        """Seconds that the sections have left."""
         return self.ends - time.monotonic()
 
     @property
@@ -126,6 +132,19 @@ class Bench:
 
         (folder,) = (self.data / name / ".tokens").iterdir()
         return open_store(folder)
+
+
+def run_section(name: str, bench: Bench) -> None:
+    """Run the module of that name in this process, which leads a process group of its own, so that what the section
+    starts ends with it."""
+    import transformers
+
+    os.setpgid(0, 0)
+    transformers.utils.logging.set_verbosity_error()
+    with bench.report.attempt("section"):
+        importlib.import_module(f"benchmarks.gpu.{name}").run(bench)
+        return
+    sys.exit(1)
 
 
 def synchronize(bench: Bench) -> None:
@@ -296,16 +315,15 @@ def flops(network: Any, lengths: Any) -> float:
     Each weight that a token (or a row) meets takes six. In the attention of every layer each token meets each token of
     its text, in two products of 2 x hidden operations, three times.
     """
-    from benchmarks import probe
-    from benchmarks.figures import linear_flops
+    import torch
 
-    per_token, per_row = probe.weights(network)
-    linear = linear_flops(
-        {"weights_per_token": per_token, "weights_per_row": per_row}, float(lengths.sum()), float(len(lengths))
-    )
+    linear = {name: part.weight.numel() for name, part in network.named_modules() if isinstance(part, torch.nn.Linear)}
+    per_token = sum(size for name, size in linear.items() if ".layer." in name)
+    per_row = sum(linear.values()) - per_token
     config = network.config
     squares = float((lengths.astype(np.float64) ** 2).sum())
-    return linear + 12 * int(config.num_hidden_layers) * int(config.hidden_size) * squares
+    met = per_token * float(lengths.sum()) + per_row * len(lengths)
+    return 6 * met + 12 * int(config.num_hidden_layers) * int(config.hidden_size) * squares
 
 
 def peak(bench: Bench, precision: str) -> tuple[float, str]:

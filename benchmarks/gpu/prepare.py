@@ -4,7 +4,7 @@ and a few texts. On that machine, make the model in fp32 again.
     OUT/model/       config.json, tokenizer.json, model.safetensors (fp16)
     OUT/banking77/.tokens/<digest>/      all of its rows; the test rows are the validation rows too
     OUT/squadshifts/.tokens/<digest>/    some thousand questions
-    OUT/texts.json   texts of banking77's test rows, for the section `serving`
+    OUT/texts.json   texts of banking77's test rows, for the section `serving_peers`
 """
 
 import csv
@@ -105,10 +105,7 @@ def half(source: Path, target: Path) -> None:
 
 
 def widened(source: Path, target: Path) -> None:
-    """Write a model folder with its weights in fp32, in which models are trained.
-
-    numpy converts them: this process is forked afterwards, and must not have computed with torch before.
-    """
+    """Write a model folder with its weights in fp32, in which models are trained."""
     _converted(source, target, "float16", "float32")
 
 

@@ -66,10 +66,6 @@ class Report:
             )
             _free()
 
-    def failed(self, error: BaseException) -> None:
-        """The section ended by this error."""
-        self._add({"failed": f"{type(error).__name__}: {error}"[:2000], "traceback": traceback.format_exc()[-4000:]})
-
     def _add(self, found: Mapping[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(found, default=str) + "\n")
@@ -91,12 +87,11 @@ def _free() -> None:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file that are complete."""
+    """The lines of a file that are complete; none where it is not there."""
     if not path.is_file():
         return []
-    return [
-        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")
-    ]
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def table(document: Mapping[str, Any]) -> str:
@@ -112,8 +107,7 @@ def table(document: Mapping[str, Any]) -> str:
             wanted = ", ".join(text.format(one[bound]) for bound, text in bounds if bound in one)
             met = {True: "yes", False: "NO", None: ""}[one.get("met")]
             shown.append(f"| {one['key']} | {_shown(one['value'])} {one['unit']} | {spread} | {wanted} | {met} |")
-        ended = section["status"] + (f": {section['error'].splitlines()[0][:200]}" if section.get("error") else "")
-        shown.append(f"| **{name}** | {ended} | {section['seconds']:.0f} of {section['share_s']:.0f} s | | |")
+        shown.append(f"| **{name}** | {section['status']} | {section['seconds']:.0f} s | | |")
     return "\n".join(shown)
 
 

@@ -26,7 +26,6 @@ SAID = "said.json"
 
 
 def run(bench: Bench) -> None:
-    """Run the section. This process computes nothing itself, or its child processes could not use the GPU any more."""
     ways = ATTENTION if bench.gpu else {"dropout": None}
     for way, rate in ways.items():
         for deterministic in (False, True):
@@ -77,7 +76,7 @@ def _settings(bench: Bench, rate: float | None) -> dict[str, Any]:
 def _start(bench: Bench, folder: Path, settings: dict[str, Any], deterministic: bool, kill: bool = False) -> int:
     """One start of the run in a process of its own; returns its exit code."""
     folder.mkdir(parents=True, exist_ok=True)
-    context: Any = multiprocessing.get_context(bench.start)
+    context: Any = multiprocessing.get_context("spawn")
     process = context.Process(target=_train, args=(bench, folder, settings, deterministic, kill))
     process.start()
     process.join()
@@ -139,10 +138,7 @@ def _repeated(ran: trainings.Ran) -> list[str]:
 
 
 def differing(mine: Path, theirs: Path) -> tuple[list[str], int, float]:
-    """(tensors that differ in some bit, number of tensors, largest difference) of the weights and optimizer states.
-
-    numpy compares them, since this process must not compute with torch (see `run`).
-    """
+    """(tensors that differ in some bit, number of tensors, largest difference) of the weights and optimizer states."""
     import numpy as np
     from safetensors.numpy import load_file
 

@@ -141,11 +141,13 @@ def _cell(bench: Bench, model: str, kind: str, highest: float, precision: str) -
             most = _tokens_per_pass(bench, model, of, rows, precision, settings)
             sides[name] = _own_side(bench, model, of, rows, most, precision, settings)
             about[name] = {"tokens_per_pass": most, **settings}
-    for name, grouped in HF.items():
+    if importlib.util.find_spec("accelerate") is None:
+        bench.report.line(f"{model}.{kind}.hf", None, note="HF Trainer needs accelerate, which is not installed")
+    for name, grouped in HF.items() if importlib.util.find_spec("accelerate") else ():
         with bench.report.attempt(f"{model}.{kind}.{name}"):
-            plan, attention, by = _best(bench, model, of, rows, precision, grouped)
+            plan, attention = _best(bench, model, of, rows, precision, grouped)
             sides[name] = _hf_side(bench, model, of, plan, attention)
-            about[name] = {"rows_per_pass": plan.rows_per_pass, "attention": attention, "peer": by}
+            about[name] = {"rows_per_pass": plan.rows_per_pass, "attention": attention}
     found: list[dict[str, Speed]] = []
     for number in range(bench.size.rounds):
         one = {}
@@ -223,7 +225,7 @@ def rows_of(of: "Tokens") -> list[dict[str, Any]]:
 
 def _best(
     bench: Bench, model: str, of: "Tokens", rows: int, precision: str, grouped: bool
-) -> tuple[one_device.Plan, str, str]:
+) -> tuple[one_device.Plan, str]:
     """The largest pass by each attention implementation that is installed, and the fastest of these."""
     found = []
     for attention in ("sdpa", *(["flash_attention_2"] if bench.gpu and importlib.util.find_spec("flash_attn") else [])):
@@ -241,10 +243,10 @@ def _best(
         )
         del made
         forget(bench)
-        speed, by = _trained(bench, model, of, replace(whole, updates=6), attention)
-        found.append((speed.tokens, replace(whole, updates=2 + _updates(bench, speed, of, rows)), attention, by))
-    _, plan, attention, by = max(found, key=lambda one: one[0])
-    return plan, attention, by
+        speed = _trained(bench, model, of, replace(whole, updates=6), attention)
+        found.append((speed.tokens, replace(whole, updates=2 + _updates(bench, speed, of, rows)), attention))
+    _, plan, attention = max(found, key=lambda one: one[0])
+    return plan, attention
 
 
 def _most_rows(bench: Bench, of: "Tokens") -> int:
@@ -259,12 +261,12 @@ def _updates(bench: Bench, speed: Speed, of: "Tokens", rows: int) -> int:
 
 
 def _hf_side(bench: Bench, model: str, of: "Tokens", plan: one_device.Plan, attention: str) -> Callable[[], Speed]:
-    return lambda: _trained(bench, model, of, plan, attention)[0]
+    return lambda: _trained(bench, model, of, plan, attention)
 
 
-def _trained(bench: Bench, model: str, of: "Tokens", plan: one_device.Plan, attention: str) -> tuple[Speed, str]:
+def _trained(bench: Bench, model: str, of: "Tokens", plan: one_device.Plan, attention: str) -> Speed:
     made = plain_network(bench, model, attention)
     done = one_device.train(made, rows_of(of), made.config.pad_token_id, plan)
     # The squared lengths of the texts that it happened to draw are not known. Over whole epochs they are these.
     flops = common.flops(made, of.lengths) / float(of.lengths.sum()) * done.real_tokens
-    return Speed(done.real_tokens / done.seconds, flops / done.seconds, done.padded_tokens / done.real_tokens), done.by
+    return Speed(done.real_tokens / done.seconds, flops / done.seconds, done.padded_tokens / done.real_tokens)

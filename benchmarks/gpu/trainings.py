@@ -23,20 +23,17 @@ class Reporter:
     """Keeps the events of the loop, with the seconds of training until each."""
 
     clock: "Clock"
-    enough: Callable[[float], bool] = lambda score: False
-    """Says for each evaluation's score whether the training may end there."""
     events: list[dict[str, Any]] = field(default_factory=list)
-    ends: bool = False
 
     def event(self, kind: str, **fields: Any) -> None:
         seconds = sum(self.clock.seconds.get(name, 0.0) for name in ("first_batch", "input_wait", "train"))
         self.events.append({"kind": kind, "seconds": seconds, **fields})
 
     def score(self, metrics: dict[str, Any]) -> None:
-        self.ends = self.ends or self.enough(metrics["score"])
+        """Scores are of no use here."""
 
     def notice(self) -> bool:
-        return self.ends
+        return False
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [one for one in self.events if one["kind"] == kind]
@@ -55,7 +52,6 @@ def start(
     run: Path,
     settings: Mapping[str, Any],
     *,
-    enough: Callable[[float], bool] = lambda score: False,
     stop: int | None = None,
     wrap: Callable[[Stream], Stream] = lambda stream: stream,
 ) -> Ran:
@@ -98,6 +94,6 @@ def start(
         return (plan_update(store, share, number) for number in range(first, stop))
 
     clock = loop.Clock()
-    reporter = Reporter(clock, enough)
+    reporter = Reporter(clock)
     outcome = loop.train(job, Replicated(network), wrap(stream), reporter, clock)
     return Ran(job, outcome, reporter, network)

@@ -29,8 +29,6 @@ def parser(program: str, about: str) -> argparse.ArgumentParser:
     found.add_argument("--out", type=Path, required=True, help="file for what was measured")
     found.add_argument("--passes", type=int, default=1, help="passes of a process between two exchanges")
     found.add_argument("--seed", type=int, default=0)
-    found.add_argument("--loader-workers", type=int, default=0, help="processes that prepare batches, per process")
-    found.add_argument("--attention", default="sdpa", help="Transformers' attention implementation")
     return found
 
 
@@ -46,7 +44,7 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def network(folder: Path, labels: int, attention: str) -> Any:
+def network(folder: Path, labels: int) -> Any:
     """The encoder with a new head, as Transformers makes it."""
     import torch
     import transformers
@@ -54,7 +52,6 @@ def network(folder: Path, labels: int, attention: str) -> Any:
     return transformers.AutoModelForSequenceClassification.from_pretrained(
         folder,
         num_labels=labels,
-        attn_implementation=attention,
         dtype=torch.float32,
         local_files_only=True,
         trust_remote_code=False,
@@ -97,7 +94,7 @@ class Watch:
         return self.ended - self.begun
 
 
-def write(out: Path, *, rows: int, seconds: float, updates: int, loss: float, **more: Any) -> None:
+def write(out: Path, *, rows: int, seconds: float, updates: int, loss: float) -> None:
     """Write the file of results. `rows`: rows of all processes; `loss`: see `last_quarter`."""
-    document = {"rows": rows, "seconds": seconds, "updates": updates, "loss": loss, **more}
+    document = {"rows": rows, "seconds": seconds, "updates": updates, "loss": loss}
     out.write_text(json.dumps(document) + "\n", encoding="utf-8")

@@ -46,7 +46,7 @@ def main() -> None:
     torch.manual_seed(chosen.seed)
     prepared = batches(chosen.store, dist.get_world_size(), dist.get_rank(), chosen.seed)
     texts, names = common.read(chosen.rows)
-    model = DistributedDataParallel(common.network(chosen.model, len(set(names)), chosen.attention))
+    model = DistributedDataParallel(common.network(chosen.model, len(set(names))))
     optimizer, schedule = common.optimizer(model, len(prepared))
     model.train()
     watch, losses = common.Watch(), []

@@ -1,11 +1,9 @@
 """Train Transformers' padded model on one device, in this process, for `benchmarks.gpu`.
 
-HF Trainer trains it, or, if `accelerate` is missing, a plain loop that groups, pads, accumulates and steps as the
-Trainer does. The other peers are programs.
+HF Trainer trains it. The other peers are programs.
 """
 
 import contextlib
-import importlib.util
 import math
 import tempfile
 import time
@@ -18,8 +16,6 @@ from benchmarks.peers import common
 if TYPE_CHECKING:
     import torch
 
-TRAINER, LOOP = "HF Trainer", "plain loop"
-HALF = {"bf16": "bfloat16", "fp16": "float16"}
 Row = Mapping[str, Any]
 """A row: its `input_ids`, and its `labels`, which is one number."""
 
@@ -37,42 +33,21 @@ class Plan:
     warm: int = 0
     """Updates that are made before the clock runs."""
     loader_workers: int = 0
-    after: Callable[[float], bool] = lambda seconds: False
-    """Called with the seconds until then, after every `every` updates and outside of the clock; True ends the
-    training."""
-    every: int = 0
-    """Updates between two calls of the function above; 0 for never."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    by: str
-    rows: int
     real_tokens: int
     padded_tokens: int
     seconds: float
 
 
-def peer() -> str:
-    return LOOP if importlib.util.find_spec("accelerate") is None else TRAINER
-
-
-def train(
-    model: "torch.nn.Module",
-    rows: Sequence[Row],
-    pad_id: int,
-    plan: Plan,
-    collator: Callable[[Any], Any] | None = None,
-) -> Measured:
-    """Train the model, which must be on its device already. The loss is not kept. `collator`: the Trainer's, in place
-    of one that pads."""
+def train(model: "torch.nn.Module", rows: Sequence[Row], pad_id: int, plan: Plan) -> Measured:
+    """Train the model, which must be on its device already. The loss is not kept."""
     clock = Clock(model, plan)
     with clock.counting():
-        if collator is not None or peer() == TRAINER:
-            _by_trainer(model, rows, plan, clock, collator or (lambda batch: collate(batch, pad_id)))
-        else:
-            _by_loop(model, rows, pad_id, plan, clock)
-    return clock.measured(peer())
+        _by_trainer(model, rows, pad_id, plan, clock)
+    return clock.measured()
 
 
 class Clock:
@@ -87,22 +62,16 @@ class Clock:
         self._synchronize: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         # Real tokens are counted on the batch's device, since reading the count would make the GPU wait.
         self._real = torch.zeros((), dtype=torch.int64, device=device)
-        self._rows = self._padded = 0
-        self._begun = self._ended = self._paused = 0.0
+        self._padded = 0
+        self._begun = 0.0
         self.updates, self.seconds = 0, 0.0
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         def count(module: Any, inputs: Any, named: Mapping[str, Any]) -> None:
             if self.updates >= self._plan.warm and module.training:
-                mask = named.get("attention_mask")
-                if mask is None:  # flattened rows: nothing is padded
-                    self._real += named["input_ids"].numel()
-                    self._rows += 1
-                    self._padded += named["input_ids"].numel()
-                    return
+                mask = named["attention_mask"]
                 self._real += mask.sum()
-                self._rows += len(mask)
                 self._padded += mask.numel()
 
         hook = self._model.register_forward_pre_hook(count, with_kwargs=True)
@@ -115,24 +84,17 @@ class Clock:
         """To be called before each update."""
         if self.updates == self._plan.warm:
             self._synchronize()
-            self._begun = self._ended = time.perf_counter()
+            self._begun = time.perf_counter()
 
-    def end(self) -> bool:
-        """To be called after each update; returns whether the training should end."""
+    def end(self) -> None:
+        """To be called after each update."""
         self.updates += 1
-        if self.updates <= self._plan.warm:
-            return False
-        asks = bool(self._plan.every) and self.updates % self._plan.every == 0
-        if asks or self.updates == self._plan.updates:
+        if self.updates == self._plan.updates:
             self._synchronize()
-        self._ended = time.perf_counter()
-        self.seconds = self._ended - self._begun - self._paused
-        stop = asks and self._plan.after(self.seconds)
-        self._paused += time.perf_counter() - self._ended
-        return stop
+            self.seconds = time.perf_counter() - self._begun
 
-    def measured(self, by: str) -> Measured:
-        return Measured(by, self._rows, int(self._real), self._padded, self.seconds)
+    def measured(self) -> Measured:
+        return Measured(int(self._real), self._padded, self.seconds)
 
 
 def collate(rows: Sequence[Row], pad_id: int) -> dict[str, "torch.Tensor"]:
@@ -146,22 +108,16 @@ def collate(rows: Sequence[Row], pad_id: int) -> dict[str, "torch.Tensor"]:
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([int(row["labels"]) for row in rows])}
 
 
-def _by_trainer(model: Any, rows: Sequence[Row], plan: Plan, clock: Clock, collator: Callable[[Any], Any]) -> None:
+def _by_trainer(model: Any, rows: Sequence[Row], pad_id: int, plan: Plan, clock: Clock) -> None:
     import transformers
 
     class Told(transformers.TrainerCallback):
         def on_step_begin(self, *of: Any, **more: Any) -> None:
             clock.begin()
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            control.should_training_stop = clock.end() or control.should_training_stop
+        def on_step_end(self, *of: Any, **more: Any) -> None:
+            clock.end()
 
-    known = transformers.TrainingArguments.__dataclass_fields__
-    grouping = (
-        {"train_sampling_strategy": "group_by_length"}
-        if "train_sampling_strategy" in known
-        else {"group_by_length": True}
-    )
     device = next(model.parameters()).device.type
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
@@ -184,57 +140,12 @@ def _by_trainer(model: Any, rows: Sequence[Row], plan: Plan, clock: Clock, colla
             report_to="none",
             disable_tqdm=True,
             seed=plan.seed,
-            **(grouping if plan.grouped else {}),
+            train_sampling_strategy="group_by_length" if plan.grouped else "random",
         )
         transformers.Trainer(
             model=model,
             args=arguments,
             train_dataset=list(rows),
-            data_collator=collator,
+            data_collator=lambda batch: collate(batch, pad_id),
             callbacks=[Told()],
         ).train()
-
-
-def _by_loop(model: Any, rows: Sequence[Row], pad_id: int, plan: Plan, clock: Clock) -> None:
-    import torch
-
-    device = next(model.parameters()).device
-    optimizer, schedule = common.optimizer(model, plan.updates)
-    scaler = torch.amp.GradScaler(device.type, enabled=plan.precision == "fp16")
-    half = getattr(torch, HALF[plan.precision]) if plan.precision in HALF else None
-    batches = _batches(rows, plan)
-    torch.manual_seed(plan.seed)
-    model.train()
-    for _ in range(plan.updates):
-        update = [collate(next(batches), pad_id) for _ in range(plan.passes)]
-        clock.begin()
-        for batch in update:
-            given = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-            with torch.autocast(device.type, dtype=half) if half else contextlib.nullcontext():
-                loss = model(**given).loss
-            scaler.scale(loss / plan.passes).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), common.CLIP_NORM)
-        scaler.step(optimizer)
-        scaler.update()
-        schedule.step()
-        optimizer.zero_grad()
-        if clock.end():
-            return
-
-
-def _batches(rows: Sequence[Row], plan: Plan) -> Iterator[list[Row]]:
-    """The passes of endless epochs without their short last ones, as the Trainer draws them."""
-    import torch
-    from transformers.trainer_pt_utils import LengthGroupedSampler
-
-    draw = torch.Generator().manual_seed(plan.seed)
-    lengths = [len(row["input_ids"]) for row in rows]
-    size = plan.rows_per_pass
-    while True:
-        if plan.grouped:
-            order = list(LengthGroupedSampler(size, lengths=lengths, generator=draw))
-        else:
-            order = torch.randperm(len(rows), generator=draw).tolist()
-        for begin in range(0, len(order) - size + 1, size):
-            yield [rows[place] for place in order[begin : begin + size]]

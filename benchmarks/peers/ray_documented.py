@@ -38,7 +38,7 @@ def train(config: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     torch.manual_seed(config["seed"])
-    model = ray.train.torch.prepare_model(common.network(config["model"], config["labels"], config["attention"]))
+    model = ray.train.torch.prepare_model(common.network(config["model"], config["labels"]))
     optimizer, schedule = common.optimizer(model, config["updates"])
     model.train()
     shard = ray.train.get_dataset_shard("train")
@@ -85,7 +85,6 @@ def main() -> None:
     config = {
         "model": chosen.model,
         "labels": len(labels),
-        "attention": chosen.attention,
         "pad_id": tokenizer.pad_token_id,
         "updates": -(-len(texts) // (common.ROWS_PER_PASS * common.PROCESSES)),
         "seed": chosen.seed,

@@ -1,9 +1,8 @@
 """The figures of `benchmarks.search`. Pure."""
 
-import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,83 +138,3 @@ def against_random(
         "default_interval": bounds,
         "runs_above_the_default": None if bounds is None else sum(run.test > bounds[1] for run in pool),
     }
-
-
-# --------------------------------------------------------------------------------------------------------------- times
-
-
-def time_vs_k1(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, Any]:
-    """How much of the time of k = 1 the chosen settings take to a score. `pairs`: seconds of both (chosen, k = 1), by
-    seed; None where the score was not reached."""
-    ratios = [chosen / first for chosen, first in pairs if chosen is not None and first]
-    return {
-        "time_vs_k1": statistics.median(ratios) if ratios else None,
-        "seeds_that_reached_it": len(ratios),
-        "ratios": ratios,
-        "seconds": list(pairs),
-    }
-
-
-def first_after(events: Iterable[Event], kind: str, time: float) -> Event | None:
-    return next((event for event in events if event["kind"] == kind and event["time"] >= time), None)
-
-
-def _update_s(events: Sequence[Event], first: Event) -> float:
-    """Seconds of an update: the median between the updates that follow the first of a start."""
-    times = [event["time"] for event in events if event["kind"] == "progress" and event["time"] >= first["time"]]
-    gaps = [two - one for one, two in itertools.pairwise(times)]
-    return statistics.median(gaps) if gaps else 0.0
-
-
-def until_training(search: Sequence[Event], trials: Mapping[int, Sequence[Event]]) -> dict[str, list[float]]:
-    """Seconds from each order to the trial's training, the first update itself not counted.
-
-    `search` is the search's log, `trials` the logs of its trials by number; every update must be logged
-    (train.log_every=1). `start`: the first order of a slot; `thaw`: the order to go on, in a slot that was in use;
-    `new`: the order to begin, in such a slot.
-    """
-    found: dict[str, list[float]] = {"start": [], "thaw": [], "new": []}
-    used, begun = set[int](), set[int]()
-    for order in (event for event in search if event["kind"] in ("ordered", "slot_up")):
-        if order["kind"] == "slot_up":
-            continue
-        number, slot = order["trial"], order["slot"]
-        kind = "start" if slot not in used else "thaw" if number in begun else "new"
-        used.add(slot)
-        begun.add(number)
-        log = trials.get(number, ())
-        if (first := first_after(log, "progress", order["time"])) is not None:
-            found[kind].append(first["time"] - order["time"] - _update_s(log, first))
-    return found
-
-
-def seconds_of(values: Sequence[float]) -> dict[str, float] | None:
-    """Median and extremes; None where there are none."""
-    if not values:
-        return None
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "of": len(values)}
-
-
-# ---------------------------------------------------------------------------------------------------------------- kills
-
-
-def told(journal: Iterable[Event]) -> list[dict[str, Any]]:
-    """A journal without what clocks say."""
-    return [
-        {name: value for name, value in event.items() if name not in ("time", "seconds")}
-        for event in journal
-        if event["kind"] != "spent"
-    ]
-
-
-def twice(journal: Iterable[Event], logs: Mapping[int, Iterable[Event]]) -> int:
-    """Rungs that were told, or trained to, more than once. `logs` are those of the trials."""
-    reached = [(event["trial"], event["rung"]) for event in journal if event["kind"] == "reached"]
-    paused = [(number, event["update"]) for number, log in logs.items() for event in log if event["kind"] == "paused"]
-    return len(reached) - len(set(reached)) + len(paused) - len(set(paused))
-
-
-def lost(before: Sequence[Event], after: Sequence[Event]) -> int:
-    """Events of a journal that are missing, or others, after a resume."""
-    kept = sum(one == two for one, two in zip(before, after, strict=False))
-    return len(before) - kept

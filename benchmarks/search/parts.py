@@ -1,24 +1,16 @@
-"""What searches of banking77 gain, against random search, and in time. Each part resumes where it was stopped."""
+"""What searches of banking77 gain, and against random search. Each part resumes where it was stopped."""
 
 import json
-import math
 import random
-import statistics
-import subprocess
-import sys
-import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import rows, sides
+from benchmarks import rows
 from benchmarks.search import commands, figures
 from benchmarks.search.figures import Ended, Trained
 from rtrain import config as configuration
-from rtrain.config import Config
 from rtrain.run import Run
-from tune import trial
 from tune.asking import points, space
 from tune.known.history import read_journal, replay
 
@@ -27,7 +19,6 @@ SEEDS = (0, 1, 2)
 RECIPE, HEADLINE = "intent", "accuracy"
 BUDGET = 8.0
 """Full runs."""
-BARE = "benchmarks.search.bare"
 
 
 @dataclass(frozen=True)
@@ -39,9 +30,6 @@ class Work:
     epochs: int
     searches: int
     pool: int
-    kills: int
-    target: float | None = None
-    """Validation score of the part `time`; None for what each training with k = 1 comes to."""
 
     @property
     def values(self) -> dict[str, Any]:
@@ -100,7 +88,7 @@ def seen(made: Run) -> int:
     return total + last
 
 
-def ended(made: Run, seed: int, headline: str = HEADLINE) -> Ended:
+def ended(made: Run, seed: int) -> Ended:
     """What a finished search has found."""
     history = replay(read_journal(made.trials))
     assert history.chosen is not None
@@ -108,8 +96,8 @@ def ended(made: Run, seed: int, headline: str = HEADLINE) -> Ended:
     return Ended(
         seed=seed,
         settings=next(one.settings for one in history.trials if one.number == history.chosen),
-        test=commands.scores(made.trial(history.chosen), "test")[headline],
-        default=commands.scores(made.trial(0), "test")[headline],
+        test=commands.scores(made.trial(history.chosen), "test")[HEADLINE],
+        default=commands.scores(made.trial(0), "test")[HEADLINE],
         trials=len(history.own),
         rows=halving,
         rows_of_the_end=end,
@@ -134,11 +122,9 @@ def gain(work: Work, keep: Any) -> dict[str, Any]:
     for seed in range(work.searches):
         done.append(ended(search(work, seed), seed))
         keep({"searches": [vars(one) for one in done]})
-    costs = [commands.cost_of(work.place(f"search-{seed}")) for seed in range(work.searches)]
     return {
         **figures.gain(done, defaults(work), full_rows(work)),
         "searches": [vars(one) for one in done],
-        "costs": costs,
     }
 
 
@@ -162,91 +148,3 @@ def against_random(work: Work, keep: Any) -> dict[str, Any]:
         keep({"runs": [vars(one) for one in pool]})
     result = figures.against_random(pool, found(work), defaults(work), full_rows(work))
     return {**result, "runs": [vars(one) for one in pool]}
-
-
-# --------------------------------------------------------------------------------------------------------------- time
-
-
-EVERY = 5
-"""Updates of the recipe between two evaluations, in the part `time`. Trainings of other updates are evaluated after as
-many rows (`space.evaluated_every`)."""
-
-
-def aim(target: float) -> dict[str, Any]:
-    """Settings of the search for the least time."""
-    sought = {"tune.objective": "time", "tune.target": target, "tune.full_runs": BUDGET}
-    return {**sought, "train.evaluate_every": EVERY}
-
-
-def evaluated(config: Config, rows: int | None) -> dict[str, Any]:
-    """The setting by which a training is evaluated after so many rows; None: after each epoch."""
-    return {"train.evaluate_every": rows and max(1, round(rows / config.recipe.rows_per_update))}
-
-
-def until(work: Work, name: str, values: Mapping[str, Any], seed: int, rows: int | None) -> Run:
-    """A full training that is evaluated after every so many rows."""
-    settings = {**work.values, **values, "train.seed": seed}
-    paths = dict(zip(("data.path", "data.test"), work.files()[1::2], strict=True))
-    settings |= evaluated(configuration.load(RECIPE, {**paths, **settings}), rows)
-    return commands.train(work.place(f"time-{name}-{seed}"), RECIPE, work.files(), settings)
-
-
-def best_valid(made: Run) -> float:
-    return max(float(one["scores"][HEADLINE]) for one in made.events("evaluated") if one["split"] == "valid")
-
-
-def time(work: Work, keep: Any) -> dict[str, Any]:
-    """Seconds of training to a score, of the settings that a search for the least time chooses, beside those with an
-    exchange after every pass at the recipe's rate. The score is what each of these comes to, or `work.target`."""
-    paths = dict(zip(("data.path", "data.test"), work.files()[1::2], strict=True))
-    searched = configuration.load(RECIPE, {**paths, **work.values, **aim(work.target or 0.5)})
-    rows = space.evaluated_every(searched)
-    each = {"train.aggregation_frequency": 1, "train.rows_per_update": None}
-    slow = [until(work, "k1", each, seed, rows) for seed in SEEDS]
-    target = work.target or math.floor(1e4 * min(map(best_valid, slow))) / 1e4  # rounded up, none would come to it
-    keep({"target": target})
-    made = commands.tune(work.place(f"time-search-{target}"), RECIPE, work.files(), {**work.values, **aim(target)})
-    chosen = ended(made, 0)
-    fast = [until(work, f"chosen-{target}", chosen.settings, seed, rows) for seed in SEEDS]
-    pairs = [
-        (trial.to_target(one, HEADLINE, target), trial.to_target(two, HEADLINE, target))
-        for one, two in zip(fast, slow, strict=True)
-    ]
-    return {
-        **figures.time_vs_k1(pairs),
-        "evaluated_every_rows": rows,
-        "target": target,
-        "settings": dict(chosen.settings),
-        "verdict": dict(chosen.verdict),
-    }
-
-
-# -------------------------------------------------------------------------------------------------------------- slots
-
-
-def bare_s() -> float:
-    """Seconds until the workers of a Ray trainer begin that does nothing else."""
-    with tempfile.TemporaryDirectory() as folder:
-        given = [sys.executable, "-m", BARE, folder]
-        done = subprocess.run(given, env=sides.own_environment(), stdout=subprocess.PIPE, text=True, check=True)
-    return float(done.stdout.split()[-1])
-
-
-def slots(work: Work, keep: Any) -> dict[str, Any]:
-    """How long slots take from an order to its training, by the logs of the searches of the part `gain`."""
-    spent: dict[str, list[float]] = {}
-    for seed in range(work.searches):
-        made = search(work, seed)
-        history = replay(read_journal(made.trials))
-        logs = {one.number: made.trial(one.number).events() for one in history.trials}
-        for kind, values in figures.until_training(made.events(), logs).items():
-            spent.setdefault(kind, []).extend(values)
-    bare = statistics.median(bare_s() for _ in range(3))
-    start = figures.seconds_of(spent["start"])
-    return {
-        "thaw_s": figures.seconds_of(spent["thaw"]),
-        "new_trial_s": figures.seconds_of(spent["new"]),
-        "start_s": None if start is None else start["median"] - bare,
-        "start_whole_s": start,
-        "bare_trainer_s": bare,
-    }

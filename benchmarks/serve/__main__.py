@@ -10,8 +10,6 @@ shadow    p99 while a candidate answers a fifth of the texts too, over p99 witho
 overload  4 and 20 times the load: answers, rejections, memory
 kills     ten replicas killed at 70 % load
 soak      70 % load for minutes: memory and errors
-floods    500 slow bodies, 500 half heads, a body of 1 GiB: good clients' p99, memory of HAProxy and of the replica
-keys      the times of wrong keys: whether they tell how much of one is right
 
 `results` are written after each part; wrk has to be installed, and h2load for `overload`.
 """
@@ -23,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Found, Keep, Results
-from benchmarks.serve import hostile, models, parts
+from benchmarks.serve import models, parts
 from benchmarks.serve.parts import Work
 
 PARTS: dict[str, Callable[[Work], Found]] = {
@@ -33,8 +31,6 @@ PARTS: dict[str, Callable[[Work], Found]] = {
     "overload": parts.overload,
     "kills": parts.kills,
     "soak": parts.soak,
-    "floods": hostile.floods,
-    "keys": hostile.keys,
 }
 AIMS = {
     "overhead_ms_p50": (1.2, 0.6),

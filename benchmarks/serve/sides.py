@@ -34,8 +34,6 @@ class Side:
     command: tuple[str, ...]
     port_option: bool = False
     """Whether the port is an option --port; else it is the last argument."""
-    key: str | None = None
-    """The key by which it is asked, where it asks for one."""
 
     def started_at(self, port: int) -> list[str]:
         return [*self.command, *(("--port",) if self.port_option else ()), str(port)]
@@ -101,7 +99,7 @@ def running(side: Side, core: int | None, log: Path) -> Iterator[Running]:
         process = subprocess.Popen(command, env=environment(), stdout=output, stderr=output)
         try:
             give_up = time.monotonic() + READY_S
-            while not answers(url, side.key):
+            while not answers(url):
                 if process.poll() is not None or time.monotonic() > give_up:
                     raise SystemExit(f"{' '.join(command)} does not answer; see {log}")
                 time.sleep(INTERVAL_S)
@@ -119,9 +117,8 @@ def environment() -> dict[str, str]:
     return {**sides.own_environment(), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
-def answers(url: str, key: str | None = None) -> bool:
-    headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
-    request = urllib.request.Request(url, body("Where is my parcel?"), headers)
+def answers(url: str) -> bool:
+    request = urllib.request.Request(url, body("Where is my parcel?"), {"content-type": "application/json"})
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as reply:
             return bool(json.load(reply))

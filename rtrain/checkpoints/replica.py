@@ -29,7 +29,7 @@ from rtrain.errors import UserError, hide
 OWNER = "owner"
 TOLD_APART = ("identity", "data_digest")
 """By what the event `created` says of these, runs are told apart whose weights differ."""
-FILES = ("config.yaml", "decisions.json", "quantizers.safetensors", "costs.json")
+FILES = ("config.yaml", "decisions.json", "costs.json")
 """The files of a run or search that a resume reads, beside log and checkpoints; the first is always there."""
 LOGS = ("events.jsonl", "trials.jsonl")
 """Files that are only added to. What is new lies in a folder of the name without its ending."""

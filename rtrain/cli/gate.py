@@ -28,11 +28,11 @@ def gate(
     """Promote, hold or refuse an artefact: its score, slices, latency and size beside its base's, on this machine.
     The verdict is written into an artefact that is a folder here; the exit code is 0 if it is promoted, else 1."""
     from rtrain import remote
-    from rtrain.gate import gate as gates, sides, told
+    from rtrain.gate import gate as gates, told
     from rtrain.report.live.progress import Line, then
 
     folder = answering(candidate)
-    base = answering(against) if against is not None else sides.default_base(folder)
+    base = answering(against) if against is not None else gates.default_base(folder)
     if base is None:
         fix = "write --against with the artefact, or the run, that it is to replace"
         problem = Problem(
@@ -40,7 +40,7 @@ def gate(
         )
         raise ConfigError([problem])
     overrides = overrides_of(assignments, data=data)
-    chosen, settings = sides.find(folder, base, overrides)
+    chosen, settings = gates.find(folder, base, overrides)
     with Line(context.obj) as line:
         found = gates.run(chosen, settings, thorough=True, fits=True, on_event=line)
         if not (copied := remote.is_copy(folder)):

@@ -72,7 +72,7 @@ def paired(sides: Sequence[Side], splits: Sequence[str] = SPLITS) -> Paired | st
         counts = ", ".join(f"{side.letter} {len(one.ids):,}" for side, one in zip(sides, answers, strict=True))
         reason = f"none of the {NAMES[split]} rows is common to all ({counts})"
         fix = "train them with one data.test file, or score one artefact on the other's rows with rtrain evaluate"
-        raise UserError(f"{reason}, and only answers to the same rows can be compared; {fix}")
+        raise UserError(f"{reason}, and only answers to the same rows can be compared; {fix}", code="no_common_rows")
     return "; ".join([*lacking, *map(_way_on, filter(_is_open, sides))])
 
 
@@ -132,5 +132,7 @@ def _ask(side: Side, split: str) -> bool:
     try:
         predictions.write(path, split, store, predictor.task, predictor.head, outcomes, predictor.tokenizer)
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); make the run's folder writable") from None
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}); make the run's folder writable", code="not_writable"
+        ) from None
     return True

@@ -101,7 +101,9 @@ def _exact(scores: Additive, headline: str, right: Bools) -> Judged:
     return Judged(scores, headline, right.astype(np.float64), right, means({headline: right}))
 
 
-def _named(additive: Additive, names: tuple[str, ...]) -> Additive:
+def keep_scores(additive: Additive, names: tuple[str, ...]) -> Additive:
+    """These scores alone: slices are resampled by hundreds."""
+
     def score(sums: Floats) -> dict[str, Floats]:
         found = additive.score(sums)
         return {name: found[name] for name in names}
@@ -117,7 +119,7 @@ def _classes(sheet: Sheet) -> Judged:
     if "outside" in sheet.facts:
         return _exact(means({ACCURACY_WITH_REFUSALS: right}), ACCURACY_WITH_REFUSALS, right)
     true, given, count = _codes(sheet.target, sheet.prediction)
-    return _exact(_named(classification.additive(true, given, count), ("accuracy", *MACRO)), "accuracy", right)
+    return _exact(keep_scores(classification.additive(true, given, count), ("accuracy", *MACRO)), "accuracy", right)
 
 
 def _codes(target: Sequence[Any] | Column, prediction: Sequence[Any] | Column) -> tuple[Ints, Ints, int]:
@@ -142,7 +144,7 @@ def _labels(sheet: Sheet) -> Judged:
     # What a row adds to micro F1: both true and given, true, given.
     sums = np.stack([(sides[0] & sides[1]).sum(axis=1), sides[0].sum(axis=1), sides[1].sum(axis=1)], axis=1)
     main = Additive(sums.astype(np.float64), lambda t: {"micro_f1": ratio(2 * t[..., 0], t[..., 1] + t[..., 2])})
-    return Judged(_named(every, shown), "micro_f1", right.astype(np.float64), right, main)
+    return Judged(keep_scores(every, shown), "micro_f1", right.astype(np.float64), right, main)
 
 
 def _heads(sheet: Sheet) -> Judged:

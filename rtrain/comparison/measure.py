@@ -81,7 +81,8 @@ def measure(sides: Sequence[Side], paired: Paired) -> Measured:
     if not len(at[0]):
         raise UserError(
             f"none of the {len(paired):,} common rows has targets that can be compared: their texts were cut to other "
-            "lengths, or the heads are not the same; compare runs of one data.max_tokens and one set of heads"
+            "lengths, or the heads are not the same; compare runs of one data.max_tokens and one set of heads",
+            code="no_common_rows",
         )
     found = [_against(sides, paired, at, judged, place) for place in range(1, len(sides))]
     corrected = stats.holm([one.headline.p for one in found])
@@ -113,7 +114,7 @@ def _judged(sides: Sequence[Side], paired: Paired) -> tuple[list[Judged], list[I
         for side, sheet in zip(sides, sheets, strict=True):
             if not np.isfinite(sheet.prediction.astype(np.float64)).all():
                 reason = "answers with what is no finite number: its training has gone astray"
-                raise UserError(f"{side} {reason}; compare runs that have learned something")
+                raise UserError(f"{side} {reason}; compare runs that have learned something", code="not_finite")
         # On the scale of the first: scores by two scales say nothing of each other.
         sheets = [sheet._replace(facts=sheets[0].facts) for sheet in sheets]
     if any(sheet.store is None for sheet in sheets):
@@ -129,7 +130,7 @@ def _headline(output: str, first: Judged, other: Judged) -> tuple[Difference, Fl
     """(the headline with the p that decides, McNemar's test of classes, every score)."""
     scores = chance.differences(first.scores, other.scores)
     found = next(one for one in scores if one.name == first.headline)
-    flipped = _flipped(first.right, other.right) if output == "classes" else None
+    flipped = count_flips(first.right, other.right) if output == "classes" else None
     return (found if flipped is None else replace(found, p=max(found.p, flipped.p))), flipped, scores
 
 
@@ -169,7 +170,8 @@ def _against(
     )
 
 
-def _flipped(first: Bools | None, other: Bools | None) -> Flipped | None:
+def count_flips(first: Bools | None, other: Bools | None) -> Flipped | None:
+    """Right answers lost and won; None where answers are not right or wrong."""
     if first is None or other is None:
         return None
     lost, won = int((first & ~other).sum()), int((~first & other).sum())

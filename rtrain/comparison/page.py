@@ -17,7 +17,7 @@ from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Card, Cards, Cell, Figure, Note, Section, Table, Tile
 from rtrain.report.drawing.charts import Bar, Line
 from rtrain.report.drawing.page import render, write as write_page
-from rtrain.report.drawing.svg import score_name, short
+from rtrain.report.drawing.svg import duration, rate, score_name, short
 from rtrain.run import Run
 
 SHOWN = 10
@@ -197,7 +197,7 @@ def _slices_of(a: str, one: Against) -> Iterator[Block]:
     unit = 100 if verdict.is_share(one.headline) else 1
     bars = [
         Bar(
-            f"{slice_.column}: {slice_.value}",
+            f"{slice_.column}: {slice_.value}" + (" (beyond chance)" if slice_.verdict else ""),
             unit * slice_.difference.difference,
             f"{verdict.figures(slice_.difference)}, {slice_.difference.rows:,} rows",
             (unit * slice_.difference.low, unit * slice_.difference.high),
@@ -206,17 +206,7 @@ def _slices_of(a: str, one: Against) -> Iterator[Block]:
     ]
     name = verdict.named(one.headline)
     gain = f"{name} of {b} less {a}, in points" if unit == 100 else f"by how much {b} has less {name} than {a}"
-    yield Figure(f"{b} beside {a} by slice", charts.bars(bars, gain), "Right of 0 is better; whiskers: 95 % intervals.")
-    rows: list[Sequence[Cell]] = [
-        (
-            f"{slice_.column}: {short(slice_.value, 40)}",
-            slice_.difference.rows,
-            verdict.change(slice_.difference),
-            {1: "better", -1: "worse", 0: "-"}[slice_.verdict],
-        )
-        for slice_ in shown
-    ]
-    yield Table(title, ("slice", "rows", f"{b} less {a}", "beyond chance"), rows)
+    yield Figure(title, charts.bars(bars, gain), "Right of 0 is better; whiskers: 95 % intervals.")
 
 
 # ------------------------------------------------------------------------------------------- how they came to be, cost
@@ -234,9 +224,24 @@ def _training(found: Compared) -> Section:
         "The time from creation to end has everything in it, also pauses; seconds of training are those in which "
         "gradients were computed, and times workers what the machines were held for."
     )
-    cost = Table("What it cost", head, text.costs(found), note, wide=True)
+    cost = Table("What it cost", head, _costs(found), note, wide=True)
     intro = "Over rows trained on, and over seconds of the starts, without the time between them."
     return Section("training", "Training", intro, [*blocks, cost])
+
+
+def _costs(found: Compared) -> list[tuple[str, ...]]:
+    """What each side cost, a line for each measure."""
+    known = found.costs
+    return [
+        ("status", *(one.status for one in known)),
+        ("updates", *(f"{one.updates:,}" for one in known)),
+        ("rows trained on", *(f"{one.rows_seen:,}" for one in known)),
+        ("time from creation to end", *(duration(one.seconds) for one in known)),
+        ("seconds of training", *(f"{one.train_seconds:,.1f}" for one in known)),
+        ("times workers", *(f"{one.worker_seconds:,.1f}" for one in known)),
+        ("rows/s", *(rate(one.rows_per_second) for one in known)),
+        ("MB of weights that answer", *("-" if one.megabytes is None else f"{one.megabytes:,.1f}" for one in known)),
+    ]
 
 
 def _curve(

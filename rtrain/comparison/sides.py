@@ -58,12 +58,17 @@ def find(folders: Sequence[Path]) -> list[Side]:
     is named twice, and for runs of different tasks."""
     if not 2 <= len(folders) <= len(LETTERS):
         fix = "name the one that the others are compared with, then the others"
-        raise ConfigError([Problem("runs", len(folders), f"a comparison is of two to {len(LETTERS)} runs", fix)])
+        raise ConfigError(
+            [Problem("runs", len(folders), f"a comparison is of two to {len(LETTERS)} runs", fix, code="out_of_range")]
+        )
     found = [_found(folder.absolute()) for folder in folders]
     made = [one.resolve() for _, one in found]  # a link, or a path with .., may lead to a folder once more
     for place, one in enumerate(made):
         if one in made[:place]:
-            raise UserError(f"{folders[place]} and {folders[made.index(one)]} are the same model; name another run")
+            raise UserError(
+                f"{folders[place]} and {folders[made.index(one)]} are the same model; name another run",
+                code="named_twice",
+            )
     names = _names(found)
     sides = [
         Side(letter, name, run, folder, configuration.load(str(run.config)))
@@ -75,7 +80,8 @@ def find(folders: Sequence[Path]) -> list[Side]:
         if task != other:
             raise UserError(
                 f"{first.run} answers by the task {task}, {side.run} by {other}: their scores measure different "
-                f"things; name runs of one task"
+                f"things; name runs of one task",
+                code="other_task",
             )
     return sides
 
@@ -86,7 +92,7 @@ def _found(folder: Path) -> tuple[Run, Path]:
         if Run(folder.parent).exists:
             return Run(folder.parent), folder
         reason = "is an artefact outside of its run, where neither its rows nor its training are known"
-        raise UserError(f"{folder} {reason}; name the folder of its run, or an artefact inside one")
+        raise UserError(f"{folder} {reason}; name the folder of its run, or an artefact inside one", code="not_a_run")
     run = chosen(folder)
     return run, run.artifact
 

@@ -1,21 +1,17 @@
-"""The comparison as a terminal shows it: the outcome first, then what it rests on."""
+"""The comparison as a terminal shows it: the outcome first, then scores, slices and settings. The page has the rest."""
 
 from collections.abc import Iterator, Sequence
 
 from rtrain.comparison import verdict
 from rtrain.comparison.answers import NAMES
 from rtrain.comparison.compare import Compared
-from rtrain.comparison.flips import Kind
 from rtrain.comparison.measure import Against, Measured
 from rtrain.comparison.settings import Setting
 from rtrain.metrics import per_class
-from rtrain.report.drawing.svg import duration, rate, short, visible
+from rtrain.report.drawing.svg import short, visible
 
-SHOWN = 3
-"""Rows of each kind that are printed; the page and --json have more."""
 MOST_SETTINGS = 30
 WIDEST = 40
-TEXT = 100
 
 
 def text(found: Compared) -> str:
@@ -25,7 +21,7 @@ def text(found: Compared) -> str:
         lines += ["", *_rows(found.measured)]
         for one in found.measured.against:
             lines += ["", *_against(found, one)]
-    lines += ["", *_settings(found), "", *_costs(found)]
+    lines += ["", *_settings(found)]
     return "\n".join(visible(line) for line in lines)
 
 
@@ -81,8 +77,7 @@ def _against(found: Compared, one: Against) -> Iterator[str]:
         yield f"{b} is {side} where {where}: {figures} ({slice_.difference.rows:,} rows)"
     if one.slices and not beyond:
         yield f"no slice of {len(one.slices)} tells {b} from {a} beyond chance"
-    for kind in one.kinds:
-        yield from _kind(kind, a, b)
+    yield from (f"{kind.name}: {kind.rows:,} row{'' if kind.rows == 1 else 's'}" for kind in one.kinds)
 
 
 def mcnemar(one: Against, a: str, b: str) -> str:
@@ -90,24 +85,6 @@ def mcnemar(one: Against, a: str, b: str) -> str:
     lost, won = one.mcnemar.lost, one.mcnemar.won
     p = verdict.probability(one.mcnemar.p)
     return f"McNemar, exact: {lost:,} rows right in {a} alone, {won:,} in {b} alone, p {p}"
-
-
-def _kind(kind: Kind, a: str, b: str) -> Iterator[str]:
-    yield f"{kind.name}: {kind.rows:,} row{'' if kind.rows == 1 else f's, {kind.order}'}"
-    for flip in kind.shown[:SHOWN]:
-        true = f"{short(flip.target, WIDEST)}: " if flip.target else ""
-        said = f"{a} {_said(flip.first, flip.first_score)}, {b} {_said(flip.other, flip.other_score)}"
-        yield f"    {true}{said}  {short(flip.text, TEXT)}  ({_file(flip.where)})"
-
-
-def _file(where: str) -> str:
-    """A row's place without the folders of its file."""
-    path, mark, called = where.partition(" (")
-    return path.rsplit("/", 1)[-1] + mark + called
-
-
-def _said(answer: str, score: float | None) -> str:
-    return short(answer, WIDEST) + ("" if score is None else f" {score:.2f}")
 
 
 def _settings(found: Compared) -> Iterator[str]:
@@ -131,22 +108,3 @@ def _settings(found: Compared) -> Iterator[str]:
 
 def _cells(settings: Sequence[Setting]) -> list[tuple[str, ...]]:
     return [(f"  {short(one.name, WIDEST)}", *(short(value, WIDEST) for value in one.values)) for one in settings]
-
-
-def costs(found: Compared) -> list[tuple[str, ...]]:
-    """What each side cost, a line for each measure: for the terminal and for the page."""
-    known = found.costs
-    return [
-        ("status", *(one.status for one in known)),
-        ("updates", *(f"{one.updates:,}" for one in known)),
-        ("rows trained on", *(f"{one.rows_seen:,}" for one in known)),
-        ("time from creation to end", *(duration(one.seconds) for one in known)),
-        ("seconds of training", *(f"{one.train_seconds:,.1f}" for one in known)),
-        ("times workers", *(f"{one.worker_seconds:,.1f}" for one in known)),
-        ("rows/s", *(rate(one.rows_per_second) for one in known)),
-        ("MB of weights that answer", *("-" if one.megabytes is None else f"{one.megabytes:,.1f}" for one in known)),
-    ]
-
-
-def _costs(found: Compared) -> list[str]:
-    return table([("cost", *(side.letter for side in found.sides)), *costs(found)])

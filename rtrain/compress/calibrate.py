@@ -19,7 +19,7 @@ from rtrain.config.recipe import Quantize
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.gate import latency
-from rtrain.network import positions, rounding, trimming
+from rtrain.network import positions, trimming
 
 PRICE_SECONDS = 2.0
 """About how long it is measured what operations in float cost."""
@@ -78,9 +78,6 @@ def write(job: Job, say: Callable[[str, str], None]) -> dict[str, Any]:
     report: dict[str, Any] = {"export": asdict(export_check.check(float_one, network, job.store))}
     if job.settings.kind == "weights":
         graph = exported.weights_only()
-    elif (learned := job.folder / rounding.FILE).is_file():
-        graph = exported.rounded(rounding.Quantizers.read(learned))
-        report["quantization_aware"] = True
     else:
         say(f"measuring scales on {len(samples):,} training rows", "scales")
         graph = exported.calibrated(samples, job.settings.overflow_fix)
@@ -103,7 +100,8 @@ def _exported(export: Export, network: Any, sample: Sample) -> Exported:
         kind, reason = network.config.model_type, (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"quantize: {kind} cannot be exported as a graph ({reason[:200]}); serve its float artefact, or train an "
-            "encoder such as bert or roberta"
+            "encoder such as bert or roberta",
+            code="unsupported",
         ) from error
 
 

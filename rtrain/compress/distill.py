@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import artifact, config as configuration, documents, engines, events, run as runs, score
-from rtrain.compress import ranges, student, teacher as answers
+from rtrain.compress import student, teacher as answers
 from rtrain.config import Config
 from rtrain.config.recipe import OF_STUDENTS
 from rtrain.data import records
@@ -36,7 +36,7 @@ class Teacher:
         """Raises `UserError` for an artefact that cannot teach."""
         made = artifact.read(folder)
         if not engines.get(made.engine).gradients:
-            raise UserError(f"{folder} is quantized; distil its float parent")
+            raise UserError(f"{folder} is quantized; distil its float parent", code="already_quantized")
         return cls(folder, made)
 
     def reads_alike(self, other: Path) -> bool:
@@ -110,8 +110,6 @@ def prepare(
     if (name := config.recipe.answers) is not None:
         taught = partial(answers.teach_together, every, name, on_event=on_event)
     prepared = preparing.prepare(config, folder, reuse, tokens_root, source, taught, begun)
-    if config.recipe.distill.quantization_aware:
-        ranges.begin(prepared)
     return replace(prepared, teacher=teacher.folder)
 
 
@@ -144,7 +142,13 @@ def started(config: Config, teacher: Teacher, root: Path) -> Config:
     pooled = teacher.made.facts.get(pooling.FACT, "own")
     if asked not in ("auto", pooled):
         fix = f"write {pooled}, or leave it out"
-        raise ConfigError([Problem("model.pooling", asked, f"the teacher was trained with {pooled}", fix)])
+        raise ConfigError(
+            [
+                Problem(
+                    "model.pooling", asked, f"the teacher was trained with {pooled}", fix, code="conflicting_settings"
+                )
+            ]
+        )
     start = student.start(teacher.folder, chosen, root / opening.STUDENTS)
     return configuration.with_overrides(config, {**derived, "model.name": str(start), "model.pooling": pooled})
 
@@ -157,10 +161,20 @@ def co_teachers(config: Config, teacher: Teacher) -> list[Teacher]:
         one = Teacher.read(runs.chosen(Path(name)).artifact)
         found.append(one)
         if reason := _unlike(one.made, teacher.made):
-            problems.append(Problem("distill.teachers", name, reason, "name a run of the same rows and settings"))
+            problems.append(
+                Problem(
+                    "distill.teachers", name, reason, "name a run of the same rows and settings", code="other_model"
+                )
+            )
     versions = [one.made.version for one in (teacher, *found)]
     problems += [
-        Problem("distill.teachers", name, "it is named twice, or is the teacher itself", "name each run once")
+        Problem(
+            "distill.teachers",
+            name,
+            "it is named twice, or is the teacher itself",
+            "name each run once",
+            code="named_twice",
+        )
         for name, one in zip(config.recipe.distill.teachers, found, strict=True)
         if versions.count(one.made.version) > 1
     ]
@@ -188,14 +202,22 @@ def refused(config: Config, teacher: Teacher, weights: Path) -> list[Problem]:
     found += [] if all(one.reads_alike(weights) for one in every) else _of_other_tokens(config, weights)
     if inner.active(recipe.distill):
         found += inner.problems(recipe, weights, teacher.folder)
-    if recipe.distill.quantization_aware:
-        found += ranges.problems(recipe, weights)
     if recipe.distill.confidence and recipe.distill.unlabelled is None and not recipe.distill.copies:
         fix = "name them with distill.unlabelled, write distill.copies, or leave it out"
-        found.append(Problem("distill.confidence", recipe.distill.confidence, "there are no rows to choose from", fix))
+        found.append(
+            Problem(
+                "distill.confidence",
+                recipe.distill.confidence,
+                "there are no rows to choose from",
+                fix,
+                code="conflicting_settings",
+            )
+        )
     if recipe.distill.confidence and base.get(recipe.task).output == "number":
         reason = "the teacher gives a number and does not say how sure it is"
-        found.append(Problem("distill.confidence", recipe.distill.confidence, reason, "leave it out"))
+        found.append(
+            Problem("distill.confidence", recipe.distill.confidence, reason, "leave it out", code="unsupported")
+        )
     return found
 
 
@@ -208,7 +230,7 @@ def too_long(config: Config, teachers: Iterable[Teacher]) -> list[Problem]:
         most = positions.reached(documents.read(one.folder / "config.json"))
         if most and asked > most:
             reason = f"the teacher {one.folder} reads {most} tokens at most"
-            found.append(Problem("data.max_tokens", asked, reason, f"write {most} or less"))
+            found.append(Problem("data.max_tokens", asked, reason, f"write {most} or less", code="out_of_range"))
     return found
 
 
@@ -221,13 +243,25 @@ def _of_words(config: Config, teacher: Teacher) -> list[Problem]:
     way = "write distill.alpha=0 and distill.hidden or distill.relations, or distil the model that was tuned from it"
     found = []
     if distill.alpha or not inner.active(distill):
-        found.append(Problem("distill.alpha", distill.alpha, f"{reason}, which are not kept for a student", way))
+        found.append(
+            Problem(
+                "distill.alpha", distill.alpha, f"{reason}, which are not kept for a student", way, code="unsupported"
+            )
+        )
     for name in ("unlabelled", "copies", "teachers"):
         if value := getattr(distill, name):
-            found.append(Problem(f"distill.{name}", value, f"{reason}, and gives rows none to learn", "leave it out"))
+            found.append(
+                Problem(
+                    f"distill.{name}",
+                    value,
+                    f"{reason}, and gives rows none to learn",
+                    "leave it out",
+                    code="unsupported",
+                )
+            )
     if config.recipe.compress.vocabulary == "trim":
         cut = "its student's blocks of text would be others than its own, and the gate could not compare them"
-        found.append(Problem("compress.vocabulary", "trim", cut, "write keep"))
+        found.append(Problem("compress.vocabulary", "trim", cut, "write keep", code="unsupported"))
     return found
 
 
@@ -238,8 +272,16 @@ def _of_other_tokens(config: Config, weights: Path) -> list[Problem]:
     found = []
     if base.get(recipe.task).by_token:
         reason = f"{why}, and {recipe.task} answers each token"
-        found.append(Problem("distill.student", recipe.distill.student, reason, fix))
+        found.append(Problem("distill.student", recipe.distill.student, reason, fix, code="other_tokenizer"))
     for name in inner.NAMES:
         if weight := getattr(recipe.distill, name):
-            found.append(Problem(f"distill.{name}", weight, f"{why}, and it compares tokens", f"{fix}, or write 0"))
+            found.append(
+                Problem(
+                    f"distill.{name}",
+                    weight,
+                    f"{why}, and it compares tokens",
+                    f"{fix}, or write 0",
+                    code="other_tokenizer",
+                )
+            )
     return found

@@ -45,7 +45,8 @@ def check(graph: Predictor, network: Predictor, store: Store) -> Checked:
         raise UserError(
             f"the exported graph does not answer as the PyTorch model does: logits of training rows of {worst} differ "
             f"by {differences[worst]:.3g} (at most {TOLERANCE:g}), so nothing was quantized. Another version of "
-            "transformers, openvino or onnx may trace the model as it is"
+            "transformers, openvino or onnx may trace the model as it is",
+            code="other_answers",
         )
     return Checked(differences[worst], worst, rows, len(differences))
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.network.rounding import Quantizers
 from rtrain.predict import Engine
 
 if TYPE_CHECKING:
@@ -54,10 +53,6 @@ class Exported(Protocol):
     def calibrated(self, samples: Sequence[Sample], overflow_fix: bool = False) -> Quantized:
         """Int8 weights and activations; `samples` set the static scales of the activations. `overflow_fix`: weights
         have half of the range."""
-        ...
-
-    def rounded(self, quantizers: Quantizers) -> Quantized:
-        """As the network was trained to round; nothing is calibrated. Engines whose entry says `learns` alone."""
         ...
 
     def weights_only(self) -> Quantized:

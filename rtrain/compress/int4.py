@@ -64,15 +64,6 @@ def narrowed(graph: "openvino.Model", lines: int) -> Iterator[tuple["openvino.In
                 yield node.input(0), _output(of(values))
 
 
-def numbers(node: "openvino.Node") -> npt.NDArray[Any]:
-    """The numbers of a constant, those of 4 bits one by one: the engine gives them in pairs, the first one in the lower
-    half of a byte."""
-    found = np.asarray(node.data)
-    if node.get_element_type().to_string() != "u4":
-        return found
-    return np.stack([found & MOST, found >> 4], axis=-1).reshape(-1)[: math.prod(node.shape)].reshape(node.shape)
-
-
 def _output(table: Table) -> "openvino.Output":
     """Operators that make float rows of the table; the engine applies them to the rows that are looked up."""
     import openvino

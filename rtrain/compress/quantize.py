@@ -16,24 +16,22 @@ from typing import Any
 import numpy as np
 
 from rtrain import artifact, config as configuration, engines, events, predict, reference, score
-from rtrain.batch import Floats, Head, Ints, pack
-from rtrain.compress import calibrate, fallback, ranges, vocabulary
+from rtrain.batch import Floats, Head, Ints
+from rtrain.compress import calibrate, fallback
 from rtrain.config import Recipe
 from rtrain.config.recipe import Quantize
-from rtrain.data import records
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.gate import gate, told
-from rtrain.network import int8, rounding
+from rtrain.network import int8
 from rtrain.run import Run, artifact_of
-from rtrain.runs import smaller
 from rtrain.tasks import base
 
 SERVED = ("tokenizer.json", "tokenizer_config.json", "config.json")
 """Files of the float artefact that its int8 one is served by, or read by other programs that answer with its graph. A
 vocabulary as vocab.txt is in tokenizer.json too."""
 KEPT = 0.995
-"""Least share of the float score that int8 should keep. Below, it is said how to train the model to be rounded."""
+"""Least share of the float score that int8 should keep. Below, the fall-back to float is named."""
 REFERENCE_ROWS = 4000
 """Most validation rows whose answers are kept as histograms."""
 OUTPUT_BYTES, PROBED = 1 << 29, 16
@@ -57,14 +55,14 @@ def run(
     refuse_out(out)
     parent = artifact.read(parent_folder)
     if not engines.get(parent.engine).gradients:
-        raise UserError(f"{parent_folder} is quantized already; name the run of its float parent")
-    trims = recipe.compress.vocabulary == "trim" and not _is_trimmed(parent_run, parent)
-    learned = (parent_folder / rounding.FILE).is_file()
-    refuse(recipe.quantize, trims, learned=learned, words=base.get(parent.task).output == "tokens")
-    further = smaller.further(recipe) if trims else None
+        raise UserError(
+            f"{parent_folder} is quantized already; name the run of its float parent", code="already_quantized"
+        )
+    if recipe.compress.vocabulary == "trim" and not _is_trimmed(parent_run, parent):
+        reason, fix = "a finished model is not trimmed", "trim before rtrain train or rtrain distill"
+        raise ConfigError([Problem("compress.vocabulary", "trim", reason, fix, code="conflicting_settings")])
+    refuse(recipe.quantize, words=base.get(parent.task).output == "tokens")
     store = Store(store_folder)
-    if trims:
-        vocabulary.asked_anew(store, base.get(parent.task))
     started = time.perf_counter()
     whole = out.resolve()  # behind a link, the folder that it names: what is published there is renamed
     draft = whole.with_name(f".{whole.name}.{uuid.uuid4().hex[:8]}")
@@ -78,9 +76,8 @@ def run(
         lineage = {**parent.lineage, "parent": parent.version, **_told(recipe.quantize, found)}
         made = replace(parent, engine=recipe.quantize.engine, lineage=lineage, golden=(), metrics={})
         on_event(events.doing(f"scoring both models on {store.rows('test'):,} test rows", "scores"))
-        report, answered = _measure(parent_folder, draft, parent, made, store)
+        report, answered = measure(parent_folder, draft, parent, made, store)
         report |= {"engine": made.engine, "kind": recipe.quantize.kind, "host": asdict(int8.of_processor()), **found}
-        report["aware"] = not ranges.problems(recipe, parent_folder)
         made = replace(made, metrics={"test": report["test"]})
         artifact.write(
             draft,
@@ -88,17 +85,14 @@ def run(
             predict.golden_logits,
             predict.golden_inputs(base.get(made.task), Head(made.labels, made.facts)),
         )
-        if trims:
-            on_event(events.doing("trimming the vocabulary", "vocabulary"))
-            report |= _trim(draft, store, recipe, further, report)
         if recipe.quantize.compressed:
-            _pack(draft)
+            pack_graph(draft)
         report["size_mb"] = round(artifact.size_mb(draft, made.engine), 2)
         report["artefact_mb"] = round(sum(path.stat().st_size for path in draft.iterdir()) / 1e6, 2)
         report["gate"] = gate.run(
             gate.Sides(draft, parent_folder, store, store, threads, answered), recipe.gate, on_event=on_event
         )
-        artifact.judged(draft, report["gate"], _reference(draft, store, anew=trims))
+        artifact.judged(draft, report["gate"], _reference(draft, store))
         artifact.publish(draft, out)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -117,39 +111,26 @@ def refuse_out(out: Path) -> None:
     except (UserError, ValueError):  # no artefact, or none that can be read
         pass
     raise UserError(
-        f"--out {out}: it holds something else than an int8 artefact, which would be lost; name a new folder"
+        f"--out {out}: it holds something else than an int8 artefact, which would be lost; name a new folder",
+        code="not_empty",
     )
 
 
-def refuse(settings: Quantize, trims: bool, learned: bool = False, words: bool = False) -> None:
+def refuse(settings: Quantize, words: bool = False) -> None:
     """Raise before anything is computed: `UserError` where the engine is not installed, `ConfigError` where it is asked
-    for what it cannot do. `learned`: the model was trained to be rounded. `words`: it answers with pieces of its
-    vocabulary."""
+    for what it cannot do. `words`: the model answers with pieces of its vocabulary."""
     engine = settings.engine
     entry = engines.get(engine)
     engines.needed(engine, entry.libraries)
     if settings.table == "int4" and not entry.narrows:
         able = " or ".join(name for name in engines.quantized() if engines.get(name).narrows)
         reason = f"{engine} has no table of 4 bits"
-        raise ConfigError([Problem("quantize.table", "int4", reason, f"write int8, or quantize.engine={able}")])
+        raise ConfigError(
+            [Problem("quantize.table", "int4", reason, f"write int8, or quantize.engine={able}", code="unsupported")]
+        )
     if settings.table == "int4" and words:
         reason = "the model answers by its word table too, in int8: a second one of 4 bits would be added, not saved"
-        raise ConfigError([Problem("quantize.table", "int4", reason, "write quantize.table=int8")])
-    if learned and not entry.learns:
-        reason = f"the model was trained to be rounded (distill.quantization_aware), of which {engine} makes no graph"
-        able = " or ".join(name for name in engines.quantized() if engines.get(name).learns)
-        raise ConfigError([Problem("quantize.engine", engine, reason, f"write {able}")])
-    if learned and settings.kind == "weights":
-        reason = "the model was trained to be rounded (distill.quantization_aware), and the levels of its activations "
-        reason += "would be left out"
-        raise ConfigError([Problem("quantize.kind", "weights", reason, "write quantize.kind=static")])
-    if learned and settings.overflow_fix:
-        reason = "the model was trained to be rounded to the whole range of int8 (distill.quantization_aware)"
-        raise ConfigError([Problem("quantize.overflow_fix", True, reason, "write quantize.overflow_fix=false")])
-    if trims and not entry.cuts_vocabulary:
-        reason = f"a finished graph of {engine} is not trimmed"
-        fix = "trim before rtrain train or rtrain distill, or take the engine openvino"
-        raise ConfigError([Problem("compress.vocabulary", "trim", reason, fix)])
+        raise ConfigError([Problem("quantize.table", "int4", reason, "write quantize.table=int8", code="unsupported")])
 
 
 def _told(settings: Quantize, found: dict[str, Any]) -> dict[str, Any]:
@@ -157,14 +138,12 @@ def _told(settings: Quantize, found: dict[str, Any]) -> dict[str, Any]:
     table = {"table": settings.table} if settings.table == "int4" else {}
     if settings.kind == "weights":
         return {"kind": settings.kind, **table}
-    aware = {"quantization_aware": True} if found.get("quantization_aware") else {}
     reverted = found.get("fallback", {}).get("reverted")
     flips = {} if settings.flips is None else {"flips": settings.flips}
     return {
         "calibration_rows": settings.calibration_rows,
         **table,
         **flips,
-        **aware,
         **({"overflow_fix": True} if settings.overflow_fix else {}),
         **({"reverted": reverted} if reverted else {}),
     }
@@ -179,16 +158,14 @@ def report_text(report: dict[str, Any]) -> str:
     width = max(len(name) for name, *_ in rows)
     table = [f"{name:<{width}}  {old:>10}  {new:>10}" for name, old, new in [("", "float", "int8"), *rows]]
     of = f" (of the first {report['flips_rows']:,} rows)" if "flips_rows" in report else ""
-    whole = ", with the whole vocabulary" if "vocabulary" in report else ""
     apart, moved = report["flips_alone_against_batch"], report["largest_logit_difference_alone_against_batch"]
     return "\n".join(
         [
             f"{after['rows']:,} test rows, {report['seconds']:.0f} s",
             *table,
-            f"answers that differ from the float model's{whole}: {report['flips_against_parent']:.2%}{of}",
-            f"answers that differ between alone and in a batch{whole}: {apart:.2%} (logits by {moved:.3f} at most)",
-            *aware_text(report),
-            *_vocabulary_text(report),
+            f"answers that differ from the float model's: {report['flips_against_parent']:.2%}{of}",
+            f"answers that differ between alone and in a batch: {apart:.2%} (logits by {moved:.3f} at most)",
+            *_kept_text(report),
             *_graph_text(report),
             f"gate: {verdict}",
             *rivals,
@@ -197,26 +174,17 @@ def report_text(report: dict[str, Any]) -> str:
     )
 
 
-def kept(before: float, after: float) -> float:
-    """The share of a headline that is left: 1 minus what is lost of its magnitude, since some are negative."""
-    return 1 - (before - after) / abs(before) if before else 1.0
-
-
-def aware_text(report: dict[str, Any]) -> list[str]:
-    """What to do where int8 loses more than it may, and is not by a network that was trained for it."""
+def _kept_text(report: dict[str, Any]) -> list[str]:
+    """What to do where int8 loses more than it may of the headline's magnitude; some headlines are negative."""
     name = next(name for name in report["test"] if name != "rows")
-    left = kept(report["parent"][name], report["test"][name])
-    if left >= KEPT or report.get("quantization_aware") or "run" not in report:
+    before, after = report["parent"][name], report["test"][name]
+    left = 1 - (before - after) / abs(before) if before else 1.0
+    if left >= KEPT:
         return []
-    told = f"int8 keeps {left:.4f} of the float {name}, less than {KEPT}"
-    if report["aware"]:
-        settings = "--set distill.layers=null --set distill.quantization_aware=true"
-        told += (
-            f"; a student as large that is trained to be rounded keeps more: rtrain distill {report['run']} {settings}"
-        )
-    elif report["kind"] == "static" and "fallback" not in report:
-        told += f"; some operations in float may keep more: rtrain quantize {report['run']} --set quantize.flips=0.005"
-    return [told]
+    text = f"int8 keeps {left:.4f} of the float {name}, less than {KEPT}"
+    if report["kind"] == "static" and "fallback" not in report:
+        text += f"; some operations in float may keep more: rtrain quantize {report['run']} --set quantize.flips=0.005"
+    return [text]
 
 
 def _graph_text(report: dict[str, Any]) -> list[str]:
@@ -245,37 +213,7 @@ def _graph_text(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _vocabulary_text(report: dict[str, Any]) -> list[str]:
-    """What a trimmed vocabulary has changed; nothing where it was left as it is."""
-    if (cut := report.get("vocabulary")) is None:
-        return []
-    name = next(name for name in report["test"] if name != "rows")
-    return [
-        f"vocabulary: {cut['pieces']:,} of {cut['of']:,} pieces; {cut['identical']:,} of {cut['rows']:,} test rows "
-        f"have the same answers bit for bit, {cut['changed']:,} are read otherwise, {cut['flips']:,} of them with "
-        f"another answer; {name} with the whole vocabulary {report['whole'][name]:.4f}"
-    ]
-
-
-def _trim(
-    draft: Path, store: Store, recipe: Recipe, further: records.Source | None, report: dict[str, Any]
-) -> dict[str, Any]:
-    """Trim the int8 artefact of `draft` in its place; what its `report` is to say otherwise."""
-    whole = draft.with_name(f"{draft.name}-whole")
-    draft.rename(whole)
-    try:
-        vocabulary.trim_by(whole, store, recipe, draft, further)
-    finally:
-        shutil.rmtree(whole)
-    made = artifact.read(draft)
-    return {
-        "test": made.metrics["test"],
-        "whole": report["test"],
-        "vocabulary": made.lineage["vocabulary"],
-    }
-
-
-def _pack(draft: Path) -> None:
+def pack_graph(draft: Path) -> None:
     """Compress the graph of a finished artefact, whose version is another one then."""
     made = artifact.read(draft)
     for path in engines.get(made.engine).present(draft):
@@ -287,7 +225,7 @@ def _pack(draft: Path) -> None:
     artifact.write(draft, made, predict.golden_logits, predict.golden_inputs(base.get(made.task), head))
 
 
-def _measure(
+def measure(
     parent_folder: Path, draft: Path, parent: artifact.Artifact, made: artifact.Artifact, store: Store
 ) -> tuple[dict[str, Any], tuple[score.Answered, score.Answered]]:
     """(scores of both artefacts on the test rows and the shares of int8 answers that differ from the parent's, and that
@@ -345,22 +283,12 @@ def farthest(left: Sequence[Floats], right: Sequence[Floats]) -> float:
     )
 
 
-def _reference(draft: Path, store: Store, anew: bool) -> dict[str, Any]:
-    """What the answers of the int8 artefact look like: they are not quite its parent's. `anew`: it reads texts as other
-    pieces than those of the store, which has the whole vocabulary's."""
+def _reference(draft: Path, store: Store) -> dict[str, Any]:
+    """What the answers of the int8 artefact look like: they are not quite its parent's."""
     made = predict.Predictor(draft, artifact.read(draft))
-    rows, unknown = np.arange(min(store.rows("valid"), REFERENCE_ROWS)), reference.unknown_id(made.tokenizer)
-    if not anew:
-        outcomes = score.on_split(made, store, "valid", rows).outcomes
-        return reference.measure(made.task, made.head, store, outcomes, unknown)
-    texts = vocabulary.known(store, made.task, "valid", rows)
-    readable = {place: text for place, text in texts.items() if made.flaw(text) is None}
-    if not readable:
-        return {}
-    tokens = pack(made.encode(list(readable.values())))
-    outcomes = score.answer(made, tokens.lengths_of_rows, tokens.pick).outcomes
-    targets = store.targets("valid", np.array(list(readable)))
-    return reference.of_rows(made.task, made.head, outcomes, tokens, targets, unknown)
+    rows = np.arange(min(store.rows("valid"), REFERENCE_ROWS))
+    outcomes = score.on_split(made, store, "valid", rows).outcomes
+    return reference.measure(made.task, made.head, store, outcomes, reference.unknown_id(made.tokenizer))
 
 
 def _is_trimmed(run: Path, parent: artifact.Artifact) -> bool:
@@ -375,5 +303,5 @@ def store_of(run: Path) -> Path:
     """The token store that a run was trained from."""
     created = Run(run).first("created")
     if created is None:
-        raise UserError(f"{run} holds no run; name the folder of a finished one")
+        raise UserError(f"{run} holds no run; name the folder of a finished one", code="not_a_run")
     return Path(created["store"])

@@ -52,29 +52,32 @@ def taken_from(chosen: Distill, document: Mapping[str, Any], depth: int) -> int:
 
 def start(teacher: Path, chosen: Distill, root: Path) -> Path:
     """A Transformers folder with every n-th of the teacher's layers, or of its first ones, and its other weights, as
-    narrow as is asked for; addressed by all of these. Raises `ConfigError` where that is not smaller than the teacher,
-    and `UserError` where an older version has left another one at that address: of ModernBERT, with more kinds of
-    layers than layers."""
+    narrow as is asked for; addressed by all of these. Raises `ConfigError` where that is not smaller than the
+    teacher."""
     from safetensors.torch import load_file, save_file
 
     document = documents.read(teacher / "config.json")
     counted = next((name for name in DEPTHS if name in document), None)
     if counted is None:
-        raise UserError(f"{teacher}: its config.json does not count its layers, so none can be left out")
+        raise UserError(
+            f"{teacher}: its config.json does not count its layers, so none can be left out", code="unsupported"
+        )
     depth = int(document[counted])
     layers = chosen.layers or depth
-    # One as large learns from the rows that its teacher was not trained on, or to be rounded.
+    # One as large learns from the rows that its teacher was not trained on.
     as_large = layers == depth and chosen.width is None
-    if layers > depth or (as_large and chosen.unlabelled is None and not chosen.quantization_aware):
+    if layers > depth or (as_large and chosen.unlabelled is None):
         fix = f"write {depth - 1} or less" if layers >= depth > 1 else "name another one with distill.student"
         if as_large:
-            fix += "; as many learn more with distill.unlabelled or distill.quantization_aware alone"
-        raise ConfigError([Problem("distill.layers", chosen.layers, f"the teacher has {depth} layers", fix)])
+            fix += "; as many learn more with distill.unlabelled alone"
+        raise ConfigError(
+            [Problem("distill.layers", chosen.layers, f"the teacher has {depth} layers", fix, code="out_of_range")]
+        )
     of = taken_from(chosen, document, depth)
     if not layers <= of <= depth:
         reason = f"the student has {layers} layers, and the teacher {depth}"
         fix = f"write a number from {layers} to {depth}"
-        raise ConfigError([Problem("distill.teacher_layers", of, reason, fix)])
+        raise ConfigError([Problem("distill.teacher_layers", of, reason, fix, code="out_of_range")])
     kept = chosen_layers(of, layers)
     after = {**document, counted: layers}
     after |= {name: [document[name][layer] for layer in kept] for name in BY_LAYER if name in document}
@@ -82,7 +85,7 @@ def start(teacher: Path, chosen: Distill, root: Path) -> Path:
         if document.get("model_type") in FUSED:
             fix = "leave it out, and write distill.layers"
             reason = "its layers have several matrices in one, which cannot be made narrower in step"
-            raise ConfigError([Problem("distill.width", chosen.width, reason, fix)])
+            raise ConfigError([Problem("distill.width", chosen.width, reason, fix, code="unsupported")])
         after |= narrower(document, chosen.width)
     made = artifact.read(teacher, verify=False)
     parts = [made.version, str(layers)]
@@ -90,8 +93,6 @@ def start(teacher: Path, chosen: Distill, root: Path) -> Path:
     parts += [] if chosen.width is None else [f"w{chosen.width}"]
     final = root / "-".join(parts)
     if (final / "config.json").is_file():
-        if documents.read(final / "config.json") != after:
-            raise UserError(f"{final} was made by another version of rtrain; remove the folder, and it is made again")
         return final
     draft = root / f".{final.name}.{uuid.uuid4().hex[:8]}"
     draft.mkdir(parents=True)
@@ -123,7 +124,9 @@ def narrower(document: dict[str, Any], width: int) -> dict[str, Any]:
     size = hidden // heads
     if width >= hidden or width % size:
         reason = f"the teacher has a width of {hidden}, {heads} heads of {size}"
-        raise ConfigError([Problem("distill.width", width, reason, f"write a multiple of {size} below {hidden}")])
+        raise ConfigError(
+            [Problem("distill.width", width, reason, f"write a multiple of {size} below {hidden}", code="out_of_range")]
+        )
     return {wide: width, many: width // size, middle: inside * width // hidden}
 
 
@@ -132,7 +135,7 @@ def _named(document: dict[str, Any], names: tuple[str, ...]) -> tuple[str, int]:
     found = next((name for name in names if name in document), None)
     if found is None:
         reason = f"the teacher's config.json has no {' or '.join(names)}"
-        raise ConfigError([Problem("distill.width", None, reason, "leave it out")])
+        raise ConfigError([Problem("distill.width", None, reason, "leave it out", code="unsupported")])
     return found, int(document[found])
 
 

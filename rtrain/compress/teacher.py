@@ -113,7 +113,10 @@ def teach(
         lacking = [quoted(one) for one in made.labels if one not in store.manifest.labels][:SHOWN]
         names = [f"{of} alone: {', '.join(found)}" for of, found in (("rows", only), ("teacher", lacking)) if found]
         told = f" ({'; '.join(names)})" if names else ", in another order"
-        raise UserError(f"data.path: these rows have {counts}{told}; a student learns rows with the same labels")
+        raise UserError(
+            f"data.path: these rows have {counts}{told}; a student learns rows with the same labels",
+            code="other_labels",
+        )
     on_event(events.doing(f"the teacher answers {store.rows('train'):,} rows", "teacher"))
     task, trimmed = base.get(made.task), trimming.read(weights)
     if alike and (trimmed is None or (task.by_token and task.output != TAGS)):
@@ -139,7 +142,9 @@ def carry(source: Store, target: Store, version: str, *, by_word: bool = False) 
         same = np.array_equal(_in_rows(answered, targets.counts), _in_rows(there, theirs.counts[places]))
         places = tokens[there]
     if not same:
-        raise UserError(f"{source.folder} and {target.folder} hold other rows; remove both and start again")
+        raise UserError(
+            f"{source.folder} and {target.folder} hold other rows; remove both and start again", code="other_rows"
+        )
     answers = source.teacher(version)
     lines = target.manifest.tokens["train"] if by_word else len(wanted)
     with _written(target.teacher_file(version), (lines, answers.shape[1])) as written:
@@ -175,7 +180,7 @@ def ensure_answers(
     ray_internals.without_data_actors()
     dataset = ray.data.range(rows, override_num_blocks=blocks).map_batches(
         partial(
-            _answer,
+            answer_rows,
             store=store.folder,
             folder=folder,
             ids=None if trimmed is None else trimming.old_ids(trimmed.kept),
@@ -232,7 +237,7 @@ def _hold_room(path: Path) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UserError(
-            f"the teacher's answers take {size / 1e6:,.0f} MB, and {path.parent.parent} has no room"
+            f"the teacher's answers take {size / 1e6:,.0f} MB, and {path.parent.parent} has no room", code="disk_full"
         ) from None
 
 
@@ -245,7 +250,7 @@ def logical_cpus(nodes: Sequence[float], cores: int) -> float:
     return max(1.0, nodes[0] / cores) if len(nodes) == 1 else 1.0
 
 
-def _answer(batch: dict[str, Any], store: Path, folder: Path, ids: Ints | None = None) -> dict[str, Any]:
+def answer_rows(batch: dict[str, Any], store: Path, folder: Path, ids: Ints | None = None) -> dict[str, Any]:
     """A data task: outputs for the rows at places `id` of the length order, with their positions in the index; numbers
     on the scale of these rows."""
     import torch

@@ -216,7 +216,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     "distill": {
         **{"student": None, "width": None, "unlabelled": None, "confidence": 0.0},
         **{"relations": 0.0, "relation_heads": 12, "relation_layer": None, "hidden": 0.0},
-        **{"quantization_aware": False, "co_teachers": [], "copies": 0, "teacher_layers": "all"},
+        **{"co_teachers": [], "copies": 0, "teacher_layers": "all"},
     },
     "compress": {"vocabulary_most": None},
 }
@@ -277,10 +277,6 @@ class Distill(Section):
     hidden: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared distance between the layers' hidden states, the student's through a learned linear map
     (TinyBERT, Jiao et al. 2020, arXiv:1909.10351). 0: off."""
-    quantization_aware: bool = False
-    """Train the student with its weights and activations rounded as `rtrain quantize` will round them (Jacob et al.
-    2018, arXiv:1712.05877), by levels whose widths it learns: where int8 costs a model more than it may. With
-    layers=null the student is as large as its teacher."""
     teacher: str | None = None
     """Version of the artefact whose answers are learned. `rtrain distill` sets it; it is null in any other run."""
     teachers: tuple[str, ...] = ()
@@ -302,7 +298,7 @@ class Compress(Section):
     vocabulary: Literal["keep", "trim"] = "keep"
     """`trim` cuts the model, before it is trained, to the pieces that its training rows use, with every single
     character and special token, into which other words fall apart. With `rtrain distill` the student is cut and its
-    teacher is not. With `rtrain quantize` the int8 model is cut, if its float one was not before."""
+    teacher is not."""
     unlabelled: str | None = None
     """File, folder or glob of further rows whose pieces are kept, with the columns of the training rows but for their
     labels: requests as they really come, say."""

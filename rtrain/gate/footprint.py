@@ -18,7 +18,7 @@ def memory_mb(folder: Path, threads: int) -> float:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no word of why"]
-        raise UserError(f"{folder} could not be loaded in a process of its own: {last[0]}")
+        raise UserError(f"{folder} could not be loaded in a process of its own: {last[0]}", code="not_loaded")
     return float(done.stdout)
 
 

@@ -20,20 +20,25 @@ from pathlib import Path
 from typing import Any
 
 import rtrain
-from rtrain import artifact, env, events
+from rtrain import artifact, config as configuration, env, events, score
 from rtrain.artifact import Artifact, ArtifactError
 from rtrain.batch import Ints
 from rtrain.config import Data, Gate
+from rtrain.data import records
 from rtrain.data.stores.store import Store
-from rtrain.errors import UserError
+from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.gate import decision, footprint, latency, rivals as plain, rows
 from rtrain.gate.decision import Measured, Word
 from rtrain.gate.rows import Answers, Both, Judged, Reading, Unequal
 from rtrain.network import int8
 from rtrain.predict import Predictor
 from rtrain.report.answer_rows import SPLITS
+from rtrain.run import Run
+from rtrain.runs import opening
 
 SCHEMA_VERSION = 1
+NO_RECIPE = "intent"
+"""The recipe whose limits hold for an artefact outside of its run."""
 Say = Callable[[dict[str, Any]], None]
 
 
@@ -58,6 +63,47 @@ class Sides:
     file's: the stores that the sides were trained from, as far as they are still there."""
 
 
+def default_base(candidate: Path) -> Path | None:
+    """The float artefact of the run that a candidate lies in; None where that is the candidate, or there is none."""
+    float_one = Run(candidate.parent).artifact
+    return float_one if float_one != candidate and (float_one / artifact.NAME).is_file() else None
+
+
+def find(candidate: Path, base: Path, overrides: Mapping[str, Any]) -> tuple[Sides, Gate]:
+    """What is set beside what, on which rows, by which limits. `overrides` are dotted settings: `data.path` is a file
+    of rows, `gate.*` the limits; all else is that of the candidate's run, or of its base's."""
+    run = next((run for run in (Run(candidate.parent), Run(base.parent)) if run.exists), None)
+    settings = {name: value for name, value in overrides.items() if not name.startswith("data.")}
+    chosen = configuration.load(NO_RECIPE, settings) if run is None else opening.stored(run.folder, settings)
+    base_made = artifact.read(base)
+    own = score.trained_from(candidate, artifact.read(candidate))
+    theirs = score.trained_from(base, base_made, beside=own)
+    stores = [store for store in (theirs, own) if store is not None]
+    of_rows = {name: value for name, value in overrides.items() if name.startswith("data.")}
+    if "data.path" in of_rows:
+        rows: Any = score.settings_for_scores(base_made, of_rows)
+        records.inspect(rows)  # before two models are loaded for them
+    elif of_rows:
+        fix = "write --data with a file of rows, or leave it out"
+        raise ConfigError(
+            [
+                Problem(
+                    min(of_rows), None, "says how a file is read, and none is named", fix, code="conflicting_settings"
+                )
+            ]
+        )
+    elif not stores:
+        reason = "neither lies in a run whose token store is still there"
+        raise UserError(
+            f"no rows to judge {candidate} and {base} on: {reason}; write --data with a file of rows", code="no_rows"
+        )
+    else:
+        rows = stores[0]
+    threads = chosen.deploy.serve.threads
+    further = tuple(store for store in stores if store is not rows)
+    return Sides(candidate, base, rows, theirs, threads, further=further), chosen.recipe.gate
+
+
 def run(
     sides: Sides,
     settings: Gate,
@@ -74,7 +120,9 @@ def run(
     """
     started = time.perf_counter()
     if sides.candidate.resolve() == sides.base.resolve():
-        raise UserError(f"{sides.candidate} is both candidate and base; name the artefact that it is to replace")
+        raise UserError(
+            f"{sides.candidate} is both candidate and base; name the artefact that it is to replace", code="named_twice"
+        )
     made, base_made = artifact.read(sides.candidate), artifact.read(sides.base)
     student = base_made.version != "" and made.lineage.get("teacher") == base_made.version
     allowed = decision.limits(settings, student)

@@ -1,10 +1,9 @@
-"""What is in an int8 graph: constants by part of the model, operators by type and precision.
+"""What is in an int8 graph of OpenVINO: constants by part of the model, operators by type and precision.
 
-Of OpenVINO the .xml alone is read, of ONNX the file, by the package `onnx` where it is installed. Nothing is computed.
+The .xml alone is read, and nothing is computed.
 """
 
 import gzip
-import importlib.util
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -16,22 +15,17 @@ from typing import IO, cast
 
 from rtrain.engines import PACKED
 
-SCAFFOLD = ("Const", "Constant", "Parameter", "Result")
+SCAFFOLD = ("Const", "Parameter", "Result")
 """Layers that compute nothing."""
-CARRY = ("Convert", "Multiply", "Subtract", "DequantizeLinear", "Reshape", "Transpose", "Unsqueeze", "Squeeze")
+CARRY = ("Convert", "Multiply", "Subtract", "Reshape", "Transpose", "Unsqueeze", "Squeeze")
 """What stands between a compressed weight and the operator that uses it."""
-ROUND = ("FakeQuantize", "QuantizeLinear")
+ROUND = ("FakeQuantize",)
 """What rounds activations."""
-WEIGHED = ("MatMul", "Gemm", "Gather", "Convolution")
+WEIGHED = ("MatMul", "Gather", "Convolution")
 """Operators whose precision is that of their weights."""
 WHOLE = ("i8", "u8", "i4", "u4")
 TENSORS = (*WHOLE, "f32", "f16", "bf16", "f64")
 """Element types of a model's numbers; others are places and shapes."""
-ELEMENTS = {
-    **{"INT8": "i8", "UINT8": "u8", "INT4": "i4", "UINT4": "u4"},
-    **{"FLOAT": "f32", "FLOAT16": "f16", "BFLOAT16": "bf16", "DOUBLE": "f64"},
-}
-"""These, as ONNX names them."""
 PARTS = (
     (re.compile(r"word_embeddings|embed_tokens|tok_embeddings|wte"), "word table"),
     (re.compile(r"\.layers?\.\d+(\.|$|/)"), "layers"),
@@ -66,14 +60,6 @@ class Part:
     bytes: int
     precisions: Mapping[str, int]
     """Numbers by element type."""
-
-
-def read(path: Path) -> "Graph | None":
-    """The graph of a file; None of another format, and of ONNX where the package is not installed."""
-    name = path.name.removesuffix(PACKED)
-    if name.endswith(".xml"):
-        return of_openvino(path)
-    return of_onnx(path) if name.endswith(".onnx") and importlib.util.find_spec("onnx") else None
 
 
 class Graph:
@@ -154,26 +140,6 @@ def _layer(node: ElementTree.Element) -> Layer:
     shape = [int(one) for one in data.attrib.get("shape", "").split(",") if one.strip()]
     size, numbers = int(data.attrib.get("size", 0)), math.prod(shape)
     return Layer(name, kind, data.attrib.get("element_type", ""), size, numbers, own)
-
-
-def of_onnx(path: Path) -> Graph:
-    """Names have slashes where those of weights have dots; what the exporter has named itself begins with `onnx::`."""
-    import onnx
-
-    with _opened(path) as file:
-        found = onnx.load(file).graph
-    layers = {given.name: Layer(given.name, "Parameter", "", 0, 0, False) for given in found.input}
-    for weight in found.initializer:
-        element = ELEMENTS.get(onnx.TensorProto.DataType.Name(weight.data_type), "")
-        size, is_own = len(weight.raw_data) or weight.ByteSize(), "onnx::" not in weight.name
-        layers[weight.name] = Layer(weight.name, "Const", element, size, math.prod(weight.dims), is_own)
-    makers, edges = dict[str, str](), list[tuple[str, str]]()
-    for number, node in enumerate(found.node):  # each behind those whose outputs it takes
-        place, name = f"node {number}", node.name.replace("/", ".")
-        layers[place] = Layer(name, node.op_type, "", 0, 0, name.startswith("."))
-        edges += [(makers.get(source, source), place) for source in node.input if source]  # an empty one is left out
-        makers.update(dict.fromkeys(node.output, place))
-    return Graph(layers, edges)
 
 
 def _sum(layers: Iterable[Layer]) -> Part:

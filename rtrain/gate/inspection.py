@@ -13,8 +13,8 @@ from typing import Any
 
 from rtrain import artifact, engines
 from rtrain.artifact import Artifact, ArtifactError
-from rtrain.gate import graph as graphs, told
-from rtrain.gate.graph import Graph, Part, part_of
+from rtrain.gate import told
+from rtrain.gate.graph import Graph, Part, of_openvino, part_of
 from rtrain.gate.reproduction import reproduce
 from rtrain.network import compiled
 
@@ -30,10 +30,8 @@ def inspect(folder: Path) -> dict[str, Any]:
     graph, parts = _model(folder, made)
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     sizes = {name: part.bytes for name, part in parts.items()} | _rest(folder, made, files, parts)
-    names = ("verdict", "reasons", "made", "host")
-    gate = None if made.gate is None else {name: made.gate.get(name) for name in names}
-    if gate is not None and made.gate and "rivals" in made.gate:
-        gate["rivals"] = made.gate["rivals"]
+    names = ("verdict", "reasons", "made", "host", "headline", "rivals")
+    gate = None if made.gate is None else {name: made.gate[name] for name in names}
     return {
         "schema_version": SCHEMA_VERSION,
         "artifact": str(folder),
@@ -58,10 +56,10 @@ def inspect(folder: Path) -> dict[str, Any]:
 
 
 def _model(folder: Path, made: Artifact) -> tuple[Graph | None, dict[str, Part]]:
-    """(the graph of an int8 artefact, the model's numbers by part). None and nothing where the file cannot be read."""
+    """(the graph of an int8 artefact, the model's numbers by part). None and nothing of ONNX."""
     path = next(iter(engines.get(made.engine).present(folder)), folder)
-    graph = graphs.read(path)
-    if graph is not None:
+    if path.name.removesuffix(engines.PACKED).endswith(".xml"):
+        graph = of_openvino(path)
         return graph, graph.parts()
     return None, _tensors(path) if path.name.endswith(".safetensors") else {}
 
@@ -71,7 +69,9 @@ def _tensors(path: Path) -> dict[str, Part]:
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > MOST_HEADER:
-            raise ArtifactError(f"{path} is no safetensors file: its header would have {length} bytes")
+            raise ArtifactError(
+                f"{path} is no safetensors file: its header would have {length} bytes", code="damaged_artifact"
+            )
         header = json.loads(file.read(length))
     precisions: dict[str, Counter[str]] = defaultdict(Counter)
     size: Counter[str] = Counter()
@@ -111,7 +111,7 @@ def text(found: dict[str, Any]) -> str:
         numbers, kinds = ("", "") if part is None else (f"{part['numbers']:,}", _kinds(part["precisions"]))
         lines.append(f"{name:<18}{size / 1e6:>9.2f}{numbers:>14}  {kinds}".rstrip())
     total = sum(found["bytes"].values())
-    numbers = "not told (the extra onnx reads it)" if found["numbers"] is None else f"{found['numbers']:,}"
+    numbers = "not told of ONNX" if found["numbers"] is None else f"{found['numbers']:,}"
     lines.append(f"{'all':<18}{total / 1e6:>9.2f}{numbers:>14}")
     if found["operators"] is not None:
         lines += ["", "operators"]
@@ -122,10 +122,14 @@ def text(found: dict[str, Any]) -> str:
     scores = {split: own for split, own in found["metrics"].items() if own}
     lines += ["", *(f"{split}: {_scores(own)}" for split, own in scores.items())]
     lines += [f"{name}: {value}" for name, value in found["lineage"].items()]
-    lines += ["", f"gate: {_gate(found)}", *(f"  beside it, {line}" for line in told.rivals(found["gate"] or {}))]
+    lines += ["", f"gate: {_gate(found)}", *_rivals(found)]
     if found["reproduce"]:
         lines += ["", "made by", *(f"  {command}" for command in found["reproduce"])]
     return "\n".join(lines)
+
+
+def _rivals(found: dict[str, Any]) -> list[str]:
+    return [f"  beside it, {line}" for line in told.rivals(found["gate"])] if found["gate"] else []
 
 
 def _kinds(precisions: dict[str, int]) -> str:

@@ -84,11 +84,6 @@ def _quantized(run: Run, made: Artifact) -> dict[str, Any]:
     wanted |= {"quantize.flips": lineage.get("flips"), "quantize.compressed": lineage.get("compressed", False)}
     wanted |= {f"quantize.{name}": lineage[name] for name in ("calibration_rows",) if name in lineage}
     wanted["quantize.engine"] = made.engine
-    if (cut := lineage.get("vocabulary")) and not (_has_float(run) and "vocabulary" in _float(run).lineage):
-        wanted["compress.vocabulary"] = "trim"
-        wanted |= {"compress.vocabulary_pieces": cut["at_least"]} if "at_least" in cut else {}
-        wanted |= {"compress.vocabulary_most": cut["most"]} if "most" in cut else {}
-        wanted |= {"compress.unlabelled": cut["unlabelled"]["path"]} if "unlabelled" in cut else {}
     return {name: value for name, value in wanted.items() if own[name] != value}
 
 

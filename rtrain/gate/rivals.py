@@ -1,9 +1,8 @@
 """What the transformer buys: plain models on the same rows, and points per millisecond beside each of them.
 
-Of texts with labels or a number: TF-IDF with linear models; of one label or a number also a static student
-(`rtrain.gate.static`) with a linear model; of tagged words: each word's most frequent tag. Latency is that of a text
-asked alone, tokenizer included, on one thread, for every model alike. What a run's report has measured on the same rows
-is not measured again.
+Of texts with labels or a number: TF-IDF with linear models; of tagged words: each word's most frequent tag. Latency is
+that of a text asked alone, tokenizer included, on one thread, for every model alike. What a run's report has measured
+on the same rows is not measured again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +15,12 @@ import numpy as np
 from rtrain import engines
 from rtrain.batch import Ragged
 from rtrain.data.stores.store import Store, open_store
-from rtrain.gate import static
 from rtrain.gate.rows import Both
 from rtrain.metrics.by_output import metric_for
 from rtrain.report import baseline
 from rtrain.run import Run
 
-TFIDF, TAGS, STATIC = baseline.TFIDF, baseline.TAGS, "static embeddings and a linear model"
+TFIDF, TAGS = baseline.TFIDF, baseline.TAGS
 UNMEASURED = "the run's report has not measured it on these rows"
 NONE = {
     "spans": "with a place in a text, of which counts of words know nothing",
@@ -101,19 +99,17 @@ def measure(
     rows = None if store is None or lacking else _rows(store, base / "tokenizer.json", task.output)
     if rows is not None and not baseline.is_read(rows.train[0]):
         lacking, rows = UNREAD, None
-    for name, fit in ((TFIDF, _tfidf), (STATIC, _static)):
-        if name in known:
-            found.append(beside(known[name]))
-        elif name == STATIC and not static.is_installed():
-            found.append(Rival(name, absent=f"{static.PACKAGE} is not installed (the extra bench has it)"))
-        elif rows is None or (name == TFIDF and not fits):
-            found.append(Rival(name, absent=lacking or UNMEASURED))
-        else:
-            answer = fit(both, rows)
-            said = answer(texts)
-            outcomes = Ragged.even(said) if task.output == "number" else baseline.certain(said, head)
-            theirs = metric.scores(outcomes, both.base.targets, head)[metric.headline]
-            found.append(beside(Rival(name, theirs, baseline.ms_of_a_text(answer, texts))))
+    if TFIDF in known:
+        found.append(beside(known[TFIDF]))
+    elif rows is None or not fits:
+        found.append(Rival(TFIDF, absent=lacking or UNMEASURED))
+    else:
+        fitted = baseline.fitted_numbers if task.output == "number" else baseline.fitted_labels
+        answer: Answer = fitted(*rows)
+        said = answer(texts)
+        outcomes = Ragged.even(said) if task.output == "number" else baseline.certain(said, head)
+        theirs = metric.scores(outcomes, both.base.targets, head)[metric.headline]
+        found.append(beside(Rival(TFIDF, theirs, baseline.ms_of_a_text(answer, texts))))
     return [asdict(one) for one in found]
 
 
@@ -147,24 +143,6 @@ def _rows(store: Store, tokenizer: Path, output: str) -> Trained:
         known = [(text, value) for text, value in pairs if output == "number" or value >= 0]
         parts.append(([text for text, _ in known], [value for _, value in known]))
     return Trained(*parts)
-
-
-def _tfidf(both: Both, rows: Trained) -> Answer:
-    fitted = baseline.fitted_numbers if both.base.predictor.task.output == "number" else baseline.fitted_labels
-    return fitted(*rows)
-
-
-def _static(both: Both, rows: Trained) -> Answer:
-    model = static.distil(both.base.predictor)
-    train, valid = (model.encode(texts) for texts, _ in rows)
-    if both.base.predictor.task.output == "number":
-        from sklearn.linear_model import Ridge
-
-        models = [Ridge(alpha=alpha).fit(train, rows.train[1]) for alpha in baseline.CHOICES_OF_ALPHA]
-        best = max(models, key=lambda one: one.score(valid, rows.valid[1]))
-    else:
-        best = baseline.best_machine(train, rows.train[1], valid, rows.valid[1])
-    return lambda texts: np.asarray(best.predict(model.encode(list(texts))), dtype=np.float64)
 
 
 def points_per_ms(gain: float, ms: float) -> float | None:

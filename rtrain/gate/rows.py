@@ -18,16 +18,16 @@ from rtrain import score
 from rtrain.artifact import Artifact
 from rtrain.batch import Encoded, Head, Int32s, Ints, Ragged, Tokens, pack
 from rtrain.comparison import chance
+from rtrain.comparison.by_row import keep_scores
 from rtrain.comparison.chance import Difference
-from rtrain.comparison.measure import Flipped, Slice, slices
+from rtrain.comparison.measure import Flipped, Slice, count_flips, slices
 from rtrain.config import Data
-from rtrain.data import records
+from rtrain.data import overlap, records
 from rtrain.data.formats import digests
+from rtrain.data.records import Record
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError, quoted
-from rtrain.gate import unseen
 from rtrain.metrics import per_class
-from rtrain.metrics.additive import Additive
 from rtrain.metrics.by_output import ACCURACY_WITH_REFUSALS, metric_for
 from rtrain.metrics.scores import LENGTH
 from rtrain.metrics.slices import quantiles
@@ -109,13 +109,13 @@ def of_file(base: Predictor, candidate: Predictor, data: Data, stores: Sequence[
     _same_task(base, candidate)
     rows, _ = score.rows_of(records.inspect(data), data, base.task)
     good = score.sound_rows(rows, data)
-    seen = unseen.of_file((base.artifact, candidate.artifact), stores, good)
+    seen = _seen((base.artifact, candidate.artifact), stores, good)
     if seen is not None:
         good = [row for row, is_seen in zip(good, seen.tolist(), strict=True) if not is_seen]
         if not good:
             reason = f"each of its {len(seen):,} rows is a training or validation row of the two models"
             fix = "name rows that neither has seen, or leave --data out to take the run's test rows"
-            raise ConfigError([Problem("data.path", data.path, reason, fix)])
+            raise ConfigError([Problem("data.path", data.path, reason, fix, code="no_unseen_rows")])
     columns = {name: [row.slices[place] for row in good] for place, name in enumerate(data.slices)}
 
     def side(predictor: Predictor) -> Side:
@@ -124,7 +124,9 @@ def of_file(base: Predictor, candidate: Predictor, data: Data, stores: Sequence[
             known = " and ".join(quoted(label) for label in predictor.head.labels[: score.EXAMPLES])
             theirs = " and ".join(score.examples(good, asked))
             reason = f"each row has a label that the model lacks, such as {theirs}; the model's are such as {known}"
-            raise ConfigError([Problem("data.label", data.label, reason, "name the column that has them")])
+            raise ConfigError(
+                [Problem("data.label", data.label, reason, "name the column that has them", code="other_labels")]
+            )
         answered = score.answer(predictor, asked.tokens.lengths_of_rows, asked.tokens.pick, keep=_keeps(predictor))
         answered = replace(answered, outcomes=asked.outcomes(base.task, answered.outcomes))
         return Side(predictor, asked.tokens, answered, asked.targets, asked.head, asked.unknown)
@@ -175,13 +177,13 @@ def of_store(
     `known`: the base's and the candidate's answers to all rows of the split; they are asked anew where rows are drawn.
     `among`: positions, in the first store, of the rows that count; else all do.
 
-    Rows on which the candidate alone was trained are left out (`rtrain.gate.unseen`). Raises `Unequal` where its
+    Rows on which the candidate alone was trained are left out (`_unseen`). Raises `Unequal` where its
     labels, or its tokens, cannot be set beside those of the rows.
     """
     _same_task(base, candidate)
     store, alike = stores[0], readings[0] == readings[1]
     every = np.arange(store.rows(split), dtype=np.int64) if among is None else among
-    left, trained_on = unseen.rows(candidate.artifact, stores, split, every)
+    left, trained_on = _unseen(candidate.artifact, stores, split, every)
     positions = left[sample(len(left), MOST_ROWS)]
     asked = len(positions)
     own = [_own(side, reading, stores) for side, reading in zip((base, candidate), readings, strict=True)]
@@ -218,7 +220,9 @@ def _keeps(side: Predictor) -> bool:
 
 def _same_task(base: Predictor, candidate: Predictor) -> None:
     if base.artifact.task != candidate.artifact.task:
-        raise Unequal(f"it answers by the task {candidate.artifact.task}, its base by {base.artifact.task}")
+        raise Unequal(
+            f"it answers by the task {candidate.artifact.task}, its base by {base.artifact.task}", code="other_task"
+        )
 
 
 def _otherwise(one: Tokens, other: Tokens, numbers: Ints | None = None) -> int:
@@ -312,7 +316,10 @@ def _reread(
             kept.append(place)
             mine += side.encode([asked])
     if not kept:
-        raise Unequal("it reads texts otherwise than its base, and the run keeps no whole text; name rows by --data")
+        raise Unequal(
+            "it reads texts otherwise than its base, and the run keeps no whole text; name rows by --data",
+            code="other_tokenizer",
+        )
     rest = tokens.pick(kept)
     _aligned(side, mine, rest)
     made = pack(mine)
@@ -324,7 +331,9 @@ def _aligned(side: Predictor, mine: Sequence[Encoded], rest: Tokens) -> None:
     if side.task.by_token or side.task.output == "spans":
         lengths = [window.tokens for row in mine for window in row.windows]
         if not np.array_equal(lengths, rest.lengths):
-            raise Unequal("it cuts texts into other tokens than its base, and answers are places in them")
+            raise Unequal(
+                "it cuts texts into other tokens than its base, and answers are places in them", code="other_tokenizer"
+            )
 
 
 def _by_name(
@@ -334,7 +343,10 @@ def _by_name(
     own = predictor.head
     if predictor.task.output != "classes":  # of classes each label is a column, so that another order can be undone
         if own.labels != head.labels:
-            raise Unequal(f"its labels, or their order, are others than those of the rows: {_apart(own, head)}")
+            raise Unequal(
+                f"its labels, or their order, are others than those of the rows: {_apart(own, head)}",
+                code="other_labels",
+            )
         return Head(own.labels, own.facts), answered
     names = [*head.labels, *sorted({name for side in sides for name in side.head.labels} - set(head.labels))]
     if list(own.labels) == names:
@@ -351,6 +363,53 @@ def _apart(own: Head, head: Head) -> str:
     if first is None:
         return f"{len(own.labels)} in place of {len(head.labels)}"
     return f"{first[0]} in place of {first[1]}"
+
+
+# ------------------------------------------------------------------------------------ rows that neither has learned of
+
+
+def _unseen(candidate: Artifact, stores: Sequence[Store], split: str, positions: Ints) -> tuple[Ints, int | None]:
+    """(those of the positions, in the first of `stores`, whose rows say something of the candidate; how many others
+    there are, or None where the stores do not tell). `stores`: the candidate's own is among them, where it is there.
+
+    A candidate of another split of the same texts, as of another `data.fold`, was trained on rows that its base has
+    held out: it has learned their answers, which say nothing of other rows. Rows of its own store are all left, and so
+    are those on which both sides were trained: neither has an advantage.
+    Raises `UserError` where no row is left.
+    """
+    store, digest = stores[0], candidate.lineage.get("data_digest")
+    if digest in (None, store.manifest.digest):
+        return positions, 0
+    own = next((one for one in stores if one.manifest.digest == digest), None)
+    if own is None or not all(_has_keys(one, of) for one, of in ((store, split), (store, "train"), (own, "train"))):
+        return positions, None
+    keys = store.keys(split)[positions]
+    both, mine = (overlap.seen([one.keys("train")], keys) for one in (store, own))
+    left = positions[both | ~mine]
+    if len(positions) and not len(left):
+        raise UserError(
+            f"the candidate was trained on each of the {len(positions):,} {split} rows of {store.folder}, by another "
+            "split than its base's; write --data with a file of rows that neither has seen, or train both by one "
+            "split (data.fold, data.test)",
+            code="no_unseen_rows",
+        )
+    return left, len(positions) - len(left)
+
+
+def _seen(sides: Sequence[Artifact], stores: Sequence[Store], rows: Sequence[Record]) -> npt.NDArray[np.bool_] | None:
+    """Which rows of a file are training or validation rows of a side; None where the store of one is not among
+    `stores`, or kept no keys of texts."""
+    found = np.zeros(len(rows), dtype=np.bool_)
+    for digest in {side.lineage.get("data_digest") for side in sides}:
+        seen = score.find_seen_rows(next((one for one in stores if one.manifest.digest == digest), None), rows)
+        if seen is None:
+            return None
+        found |= seen.either
+    return found
+
+
+def _has_keys(store: Store, split: str) -> bool:
+    return len(store.keys(split)) == store.rows(split)
 
 
 # ------------------------------------------------------------------------------------------------------------- judging
@@ -376,25 +435,22 @@ def judge(both: Both) -> Judged:
     metric = metric_for(both.base.predictor.task.output)
     sides = (both.base, both.candidate)
     first, other = (metric.additive(side.answered.outcomes, side.targets, side.head) for side in sides)
-    rights = None
+    rights: tuple[npt.NDArray[np.bool_] | None, ...] = (None, None)
     if metric.right is not None:
-        rights = [metric.right(side.answered.outcomes, side.targets, side.head) & ~side.unknown for side in sides]
+        rights = tuple(metric.right(side.answered.outcomes, side.targets, side.head) & ~side.unknown for side in sides)
     scores = {one.name: one for one in chance.differences(first, other)}
     # Where both sides refuse rows, the score of the rows that McNemar's test counts: those outside of all classes too.
     name = ACCURACY_WITH_REFUSALS if ACCURACY_WITH_REFUSALS in scores else metric.headline
     if name not in scores:
         return Judged(None, tuple(scores.values()), None, 0, (), f"{name} is no finite number")
     headline = scores[name]
-    flipped = None
-    if rights is not None:
-        lost, won = int((rights[0] & ~rights[1]).sum()), int((~rights[0] & rights[1]).sum())
-        flipped = Flipped(lost, won, chance.mcnemar(lost, won))
-        if both.base.predictor.task.output == "classes":
-            headline = replace(headline, p=max(headline.p, flipped.p))
+    flipped = count_flips(rights[0], rights[1])
+    if flipped is not None and both.base.predictor.task.output == "classes":
+        headline = replace(headline, p=max(headline.p, flipped.p))
     columns = {name: [value or "" for value in values] for name, values in both.columns.items()}
     if LENGTH not in columns:
         columns[LENGTH] = quantiles(both.lengths)
-    only = [_alone(side, name) for side in (first, other)]
+    only = [keep_scores(side, (name,)) for side in (first, other)]
     classes: list[dict[str, Any]] = []
     if metric.tables is not None:
         tables = (metric.tables(side.answered.outcomes, side.targets, side.head) for side in sides)
@@ -403,12 +459,7 @@ def judge(both: Both) -> Judged:
         headline,
         tuple(scores.values()),
         flipped,
-        0 if rights is None else int(rights[0].sum()),
+        0 if rights[0] is None else int(rights[0].sum()),
         tuple(slices(only[0], only[1], name, columns)),
         classes=classes,
     )
-
-
-def _alone(additive: Additive, name: str) -> Additive:
-    """The headline alone: slices are resampled by hundreds."""
-    return Additive(additive.rows, lambda sums: {name: additive.score(sums)[name]})

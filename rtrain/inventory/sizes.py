@@ -17,7 +17,7 @@ an imported run; `other files` are not rtrain's."""
 RECORDS = re.compile(
     r"config\.yaml|events\.jsonl|decisions\.json|summary\.json|report\.html|baselines\.json|trials\.jsonl|demo\.json"
     r"|best\.yaml|search\.html|study\.(json|html)|mlflow\.json|lock|notice|placement_group|\.ending"
-    r"|quantizers\.safetensors|profile-\d+\.json"
+    r"|profile-\d+\.json"
     r"|scores-\w+\.json|predictions-[\w.-]+\.parquet|stalled-\d+\.txt|[\w.-]+-\d{8}-\d{6}\.txt"
 )
 TEXTS = re.compile(r"predictions-[\w.-]+\.parquet|report\.html")

@@ -31,7 +31,6 @@ from rtrain.network import (
     packed,
     pooling,
     precision as formats,
-    rounding,
     sentence,
     tokenizer_files,
     trimming,
@@ -180,13 +179,9 @@ class _Worker:
             self.reporter.event("tokenizer", model=str(self._source), differing=differing, texts=texts)
 
     def _network(self, store: Store, task: base.Task) -> "transformers.PreTrainedModel":
-        recipe = self._start.config.recipe
-        read = self.watch.busy()(
-            lambda: model.build(self._source, task, store.manifest.labels, recipe.train.seed, recipe.model)
-        )
+        recipe, labels = self._start.config.recipe, store.manifest.labels
+        read = self.watch.busy()(lambda: model.build(self._source, task, labels, recipe.train.seed, recipe.model))
         network = ranks.together(self.watch, read)
-        if (begun := quantizers(recipe, self._run)) is not None:
-            rounding.attach(network, begun)
         if recipe.train.gradient_checkpointing:
             model.keep_inputs_alone(network)
         if not self._in_parts:  # else it is cut where it was read, and no GPU needs room for the whole of it
@@ -303,19 +298,6 @@ class _Worker:
         ranks.together(self.watch, write)  # no rank leaves, and so ends the run, before the artefact is written
 
 
-def quantizers(recipe: Recipe, run: Run) -> rounding.Quantizers | None:
-    """What a student begins to round by; None where it is not trained to be rounded."""
-    if not (recipe.distill.teacher and recipe.distill.quantization_aware):
-        return None
-    if not run.quantizers.is_file():
-        raise UserError(
-            f"{run.quantizers} is missing, by which the student of distill.quantization_aware rounds: train it with "
-            "`rtrain distill` and the teacher's run",
-            code="not_found",
-        )
-    return rounding.Quantizers.read(run.quantizers)
-
-
 def _device(share: float) -> "torch.device":
     """The GPU that Ray gave this worker, else the CPU; of the GPU's memory it takes no more than its share. A GPU that
     was given to nobody is left alone, and one that is only counted cannot be computed on."""
@@ -381,8 +363,6 @@ def export(
     mean, reach = job.recipe.model.pooling == "mean", local.reach(network.config)
     max_tokens = reading_of(job.task, job.recipe.data).max_tokens
     write_model(network, source, draft, job.recipe, job.head, weights=beside.without(weights))
-    if (begun := quantizers(job.recipe, job.run)) is not None:
-        rounding.learned(begun, weights).write(draft / rounding.FILE)
     known, abstains = {}, {}
     if validated is not None:
         unknown_id = reference.unknown_id(load_tokenizer(source, max_tokens))

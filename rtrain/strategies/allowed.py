@@ -86,9 +86,6 @@ def _of_replicas(recipe: Recipe, within: str) -> list[Problem]:
     if distill.hidden and (staged or strewn or train.sequence):
         what, other = (parts, one) if staged or strewn else ("tokens", "train.sequence=false")
         refuse("distill.hidden", distill.hidden, f"no worker has all of the student's {what}", f"write 0, or {other}")
-    if distill.quantization_aware:
-        reason = "no worker has the whole of a layer that rounds"
-        refuse("distill.quantization_aware", True, reason, f"write false, or {one}")
     return found
 
 

@@ -29,7 +29,6 @@ def build(
     watch: Watch | None = None,
     say: Say = unsaid,
     *,
-    touched_rows: bool = True,
     device: "torch.device | None" = None,
 ) -> Exchange:
     """The exchange of a network. Called on every worker. `device`: where the network is to compute, if not where it is;
@@ -41,7 +40,7 @@ def build(
         if train.context > 1:
             return Context(network, watch, say, context=train.context)
         kind = OptimizerShares if train.shard else Replicated
-        return kind(network, watch, say, touched_rows=touched_rows, compressed=train.gradient_compression)
+        return kind(network, watch, say, compressed=train.gradient_compression)
     cut: dict[str, Any] = {"tensor": train.tensor, "sequence": train.sequence, "device": device}
     shared = train.shard > 1 and workers > train.within
     if shared:

@@ -132,7 +132,7 @@ def table(
 ) -> Table:
     """The table of a study: optimizers are its rows, frequencies its columns; a part for each figure.
 
-    `networks` has the seconds of an exchange over networks that were measured, by name (`benchmarks.slow_network`);
+    `networks` has the seconds of an exchange over networks that were measured, by name;
     beside them the times over `LINKS` are predicted.
     """
     by = {(one.optimizer, one.frequency): one for one in results}
