@@ -93,9 +93,9 @@ def test_trials_that_share_nodes_leave_nothing_open(check: Callable[[Config], No
         check(configuration.load("intent", {"train.strategy": "auto"}))
 
 
-def shared_by_all(config: Config, source: records.Source, weights: Path, root: Path) -> nodes.Shared:
+def shared_by_all(config: Config, source: records.Source, weights: Path, root: Path) -> tuple[records.Source, Path]:
     """Without asking nodes."""
-    return nodes.Shared(source, weights, {}, frozenset())
+    return source, weights
 
 
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
