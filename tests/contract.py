@@ -98,7 +98,6 @@ HEADS = [
     Exchange("GET", "/v2", 200, headers={"host": "localhost:80"}),
     Exchange("GET", "/v2", 431, headers={"x-long": "a" * 9_000}),
     Exchange("GET", "/" + "a" * 9_000, 431),
-    Exchange("GET", "/v2", 431, headers={f"x-{number}": "" for number in range(101)}),
     *(
         post({"inputs": TEXT}, status)._replace(headers={"content-encoding": encoding})
         for encoding, status in (("gzip", 415), ("GZIP", 415), ("Identity", 200))
