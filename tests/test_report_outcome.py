@@ -193,9 +193,3 @@ def test_a_run_that_goes_on_shows_its_newest_validation(tmp_path: Path) -> None:
     found = table(outcome.section(collect.read(Run(run))), "Validation accuracy 0.750")
     assert found.rows == [("validation", "this model", "0.7500", "-")]
     assert "No baseline was measured" in found.note
-
-
-def test_rows_of_scores_without_answers_do(tmp_path: Path) -> None:
-    """A run whose predictions were removed still has its logged scores."""
-    found = table(outcome.section(collect.read(Run(make_run(tmp_path)))), "Test accuracy 0.500")
-    assert found.rows[0] == ("test", "this model", "0.5000", "-")

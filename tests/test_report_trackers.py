@@ -125,13 +125,6 @@ def test_a_tracker_that_comes_late_is_told_the_past(run: Path) -> None:
     check(curves_of_tensorboard(run.parent / "tensorboard" / "mine"))
 
 
-def test_a_failed_training_is_told_as_failed(run: Path) -> None:
-    with pytest.raises(UserError), trackers.following(with_trackers(["mlflow"]), Run(run), print):
-        raise UserError("no")
-    (found,) = Store(f"sqlite:///{run.parent / 'mlflow.db'}").runs("intent")
-    assert found.info.status == "FAILED"
-
-
 @pytest.mark.parametrize(
     ("event", "expected"),
     [

@@ -268,20 +268,6 @@ def test_a_gain_is_expected_of_five_values_or_more() -> None:
     assert expected_gain((), told, 0) is None
 
 
-def test_of_a_space_of_many_whole_numbers_no_corner_alone_is_looked_at() -> None:
-    """A walk begins with all points at which the first setting is lowest: here the worst ones."""
-    many = [Dimension("optim.lr", 0, 30), Dimension("optim.warmup", 0, 63), Dimension("train.rows", 0, 19)]
-
-    def of(point: Mapping[str, Any]) -> float:
-        ends = zip(("optim.lr", "optim.warmup", "train.rows"), (24, 40, 12), (30, 63, 19), strict=True)
-        return -math.fsum(((point[name] - best) / size) ** 2 for name, best, size in ends)
-
-    told = [Told(point, of(point)) for point in points.spread(many, 8, 0)]
-    found = expected_gain(many, told, 0)
-    assert found is not None
-    assert found > 1e-3
-
-
 def test_the_gain_falls_as_the_best_is_found_and_is_in_units_of_the_score() -> None:
     told, _ = searched(16)
     few, many = expected_gain(PLANE, told[:5], 0), expected_gain(PLANE, told, 0)
@@ -292,13 +278,6 @@ def test_the_gain_falls_as_the_best_is_found_and_is_in_units_of_the_score() -> N
     assert many < 0.005
     tenfold = [Told(one.point, 10 * score(of_told(one))) for one in told[:5]]
     assert expected_gain(PLANE, tenfold, 0) == pytest.approx(10 * few, rel=1e-3)
-
-
-def test_no_gain_is_expected_where_all_is_equal_or_all_was_tried() -> None:
-    told, _ = searched(8)
-    assert expected_gain(PLANE, [Told(one.point, 0.5) for one in told], 0) == 0.0
-    every = [Told(point, float(number)) for number, point in enumerate(points.grid((K, NAME)))]
-    assert expected_gain((K, NAME), every, 0) == 0.0
 
 
 # ------------------------------------------------------------------------------------------------------------ the extra

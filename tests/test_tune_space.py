@@ -1,6 +1,5 @@
 """Which settings a search may try, which points there are among them, and what a trial makes of a point."""
 
-import math
 from functools import cache
 from typing import Any
 
@@ -217,14 +216,6 @@ def test_a_place_has_a_value_and_a_value_its_place(place: float) -> None:
         assert one.at(back) == value
 
 
-def test_ends_and_middles() -> None:
-    assert [one.at(0.0) for one in DIMENSIONS] == [5e-5, 0.0, 1, 2, 1, "a"]
-    assert [one.at(1.0) for one in DIMENSIONS] == [1e-3, 0.5, 64, 5, 8, True]
-    assert DIMENSIONS[0].at(0.5) == pytest.approx(math.sqrt(5e-5 * 1e-3), rel=5e-3)
-    # Each whole number has the same part of the range.
-    assert [DIMENSIONS[3].at((place + 0.5) / 8) for place in range(8)] == [2, 2, 3, 3, 4, 4, 5, 5]
-
-
 def test_what_is_outside_has_no_place() -> None:
     outside = {"lr": 2e-3, "warmup": -0.1, "rows": 65, "layers": 2.5, "k": 3, "name": "b"}
     assert [one.place(outside[one.name]) for one in DIMENSIONS] == [None] * 6
@@ -233,25 +224,11 @@ def test_what_is_outside_has_no_place() -> None:
     assert DIMENSIONS[0].place(1e-3 * (1 + 1e-12)) == 1.0  # a rounding is no other value
 
 
-def test_drawn_numbers_are_short() -> None:
-    for point in points.spread(DIMENSIONS, 50, 3):
-        assert float(f"{point['lr']:.3g}") == point["lr"]
-        assert round(point["warmup"], 4) == point["warmup"]
-
-
 def test_a_spread_begins_like_a_longer_one_and_is_a_function_of_its_seed() -> None:
     long = points.spread(DIMENSIONS, 40, 7)
     assert points.spread(DIMENSIONS, 11, 7) == long[:11]
     assert points.spread(DIMENSIONS, 40, 8) != long
     assert points.spread((), 3, 0) == []
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_spread_leaves_no_half_of_a_setting_empty(seed: int) -> None:
-    found = points.spread(DIMENSIONS[:2], 4, seed)
-    for one in DIMENSIONS[:2]:
-        places = [place for point in found if (place := one.place(point[one.name])) is not None]
-        assert 1 <= sum(place < 0.5 for place in places) <= 3
 
 
 def test_random_points_follow_the_seed_and_the_trial() -> None:
@@ -393,10 +370,6 @@ def test_every_point_is_a_configuration_and_comes_back_from_it(seed: int, number
         found = space.coordinates(base, dimensions, space.overrides(base, point))
         assert found is not None
         assert points.equal(found, point)
-
-
-def test_a_number_that_yaml_reads_as_a_text_is_a_number_in_a_trial() -> None:
-    assert space.overrides(made(), {"optim.lr": "1e-6"}) == {"optim.lr": 1e-6}
 
 
 @pytest.mark.parametrize("choices", [[1, 16], ["1", "16"], ["1.0", 16]])
