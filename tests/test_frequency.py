@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
-from rtrain import config as configuration
+from rtrain import config as configuration, events
 from rtrain.data.order import Order
 from rtrain.doctor import frequency
 from rtrain.errors import UserError
+from rtrain.run import Run
 from tests import trained
+from tests.test_forecast_choose_k import LOG
+from tests.tiny import make_encoder
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,27 @@ def test_a_pilot_leaves_no_copies_under_the_name_that_every_pilot_has() -> None:
     assert (found.deploy.cluster.storage, found.recipe.train.aggregation_frequency) == (None, 4)
 
 
+def test_a_pilot_and_updates_beside_it_decide(tmp_path: Path) -> None:
+    config = configuration.load("intent", {"model.name": str(make_encoder(tmp_path / "encoder")), "train.workers": 2})
+    clock = [
+        event | {"seconds": {"train": 2.5}, "updates": 5} if event["kind"] == "trained" else event for event in LOG
+    ]
+    runs = list[Run]()
+    for k, log in ((4, LOG), (1, clock)):
+        runs.append(run := Run(tmp_path / f"run-{k}"))
+        run.folder.mkdir()
+        run.config.write_text(configuration.to_yaml(frequency.piloted(config, k)))
+        for event in log:
+            events.append(run.folder, event["kind"], **{key: value for key, value in event.items() if key != "kind"})
+    found = frequency.decided(config, *runs)
+    assert [one["k"] for one in found["options"]] == [1, 2, 4, 8]
+    [best] = [one for one in found["options"] if one["k"] == found["aggregation_frequency"]]
+    assert found["settings"] == best["settings"]
+    # As a search carries it: by the root of the rows.
+    rates = [one["lr"] for one in found["options"]]
+    assert rates == pytest.approx([rates[0] * k**0.5 for k in (1, 2, 4, 8)])
+
+
 DOCUMENT: dict[str, Any] = {
     "noise_scale": {"rows": 200.0, "low": 150.0, "high": None, "measurements": 3},
     "pilot": {"updates": 24, "rows_per_update": 64},
@@ -73,14 +97,14 @@ def test_a_pilot_is_trained_and_decides(ray_session: Path) -> None:
     """40 epochs of some 200 rows: the updates of both runs are less than a seventh of them."""
     chosen = {"train.workers": 2, "train.epochs": 40, "train.micro_batch": 2, "train.rows_per_update": None}
     config = trained.settings(ray_session / "frequency", **chosen)
-    folder, events = ray_session / "frequency" / "out", list[dict[str, Any]]()
+    folder, seen = ray_session / "frequency" / "out", list[dict[str, Any]]()
     folder.mkdir()
-    found = frequency.run(config, folder, events.append)
+    found = frequency.run(config, folder, seen.append)
     assert found == json.loads((folder / frequency.JSON).read_text())
     assert [path.name for path in folder.iterdir()] == [frequency.JSON]
     assert [one["k"] for one in found["options"]] == [1, 2, 4, 8]
-    begun, other = (event for event in events if event["kind"] == "started")
-    ended, timed = (event for event in events if event["kind"] == "trained")
+    begun, other = (event for event in seen if event["kind"] == "started")
+    ended, timed = (event for event in seen if event["kind"] == "trained")
     assert (begun["rows_per_update"], other["rows_per_update"]) == (16, 4)
     assert frequency.FEWEST <= ended["updates"] == found["pilot"]["updates"]
     assert timed["updates"] == frequency.CLOCK
