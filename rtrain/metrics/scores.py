@@ -121,8 +121,7 @@ def write(path: Path, document: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """The document; None where the run is not finished, or is older than these files. Raises `UserError` where the file
-    is cut off."""
+    """The document; None where the run is not finished. Raises `UserError` where the file is cut off."""
     if not path.is_file():
         return None
     try:
