@@ -14,28 +14,28 @@ import torch
 from benchmarks.gpu import __main__ as command, report
 from benchmarks.gpu.bench import largest
 from benchmarks.gpu.resume import differing
-from tests.conftest import STARTUP, labelled_rows, write_rows
+from tests.conftest import labelled_rows, write_rows
 from tests.root import ROOT
 from tests.tiny import make_encoder
 
 FORBIDDEN = ("ray", "datasets", "openvino", "nncf", "sklearn", "fastapi", "typer", "rich", "jinja2", "sacrebleu")
 WITHOUT = f"""
-import importlib.machinery, runpy, sys
+import importlib.machinery, sys
 class Without(importlib.machinery.PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         return None if name.split(".")[0] in {FORBIDDEN!r} else super().find_spec(name, path, target)
 sys.meta_path[:] = [Without if one is importlib.machinery.PathFinder else one for one in sys.meta_path]
-sys.argv[0] = "benchmarks.gpu"
-runpy.run_module("benchmarks.gpu", run_name="__main__", alter_sys=True)
 """
-"""The command, where these cannot be found: as on a machine that does not have them."""
+"""Begins every process of the command, where these cannot be found: as on a machine that does not have them."""
 CONTEXT = "please help with the parcel that was due on monday and nobody came to the door "
 
 
-def start(*arguments: object) -> "subprocess.Popen[str]":
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{STARTUP}", "OMP_NUM_THREADS": "1"}
-    given = [sys.executable, "-c", WITHOUT, *map(str, arguments)]
+def start(root: Path, *arguments: object) -> "subprocess.Popen[str]":
+    (root / "without").mkdir(exist_ok=True)
+    (root / "without" / "sitecustomize.py").write_text(WITHOUT, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'without'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    given = [sys.executable, "-m", "benchmarks.gpu", *map(str, arguments)]
     return subprocess.Popen(given, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -63,7 +63,7 @@ def carried(tmp_path_factory: pytest.TempPathFactory) -> Path:
     questions = json.dumps({"version": "1.1", "data": articles})
     (root / "squadshifts" / "a.json").write_text(questions, encoding="utf-8")
     encoder = make_encoder(root / "encoder")
-    ended(start("--prepare", root, "--model", encoder, root / "carried"))
+    ended(start(root, "--prepare", root, "--model", encoder, root / "carried"))
     return root / "carried"
 
 
@@ -79,7 +79,7 @@ def test_what_is_carried_is_half_as_large_and_needs_no_ray(carried: Path) -> Non
 def test_no_line_failed_and_every_check_is_met_without_ray(carried: Path, tmp_path: Path) -> None:
     """Minutes, as each section is a process that loads torch."""
     out = tmp_path / "gpu.json"
-    document: dict[str, Any] = json.loads(ended(start("--json", "--out", out, carried)))
+    document: dict[str, Any] = json.loads(ended(start(tmp_path, "--json", "--out", out, carried)))
     assert document == json.loads(out.read_text(encoding="utf-8"))
     assert {name: one["status"] for name, one in document["sections"].items()} == dict.fromkeys(
         command.SECTIONS, "done"
@@ -98,7 +98,7 @@ def test_no_line_failed_and_every_check_is_met_without_ray(carried: Path, tmp_pa
 
 def test_a_section_is_cut_off_when_the_minutes_are_over(carried: Path, tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    ended(start("--only", "right", "--minutes", 0.01, "--out", out, carried))
+    ended(start(tmp_path, "--only", "right", "--minutes", 0.01, "--out", out, carried))
     assert json.loads(out.read_text(encoding="utf-8"))["sections"]["right"]["status"] == "cut off"
 
 
