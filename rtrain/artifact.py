@@ -26,7 +26,7 @@ DESCRIBING = (NAME, "config.json", "tokenizer.json")
 REWRITTEN = (NAME, manifest.NAME)
 """The files that a gate's verdict changes."""
 COLUMNS = (
-    *("format", "delimiter", "text", "text_pair", "label", "separator", "slices", "split", "split_by"),
+    *("format", "delimiter", "escape", "text", "text_pair", "label", "separator", "slices", "split", "split_by"),
     *("max_row_bytes", "max_bad_rows"),
 )
 """Settings of `data` that say how a file of rows is read, and so how `rtrain evaluate` reads another one."""

@@ -21,7 +21,7 @@ class Problem:
     reason: str
     fix: str
     _: KW_ONLY
-    code: str = ""
+    code: str
 
     def __str__(self) -> str:
         shown = "" if self.value is None else f"={_short(self.value)}"

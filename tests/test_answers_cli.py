@@ -174,20 +174,20 @@ HEADS = Head(("mood=x", "mood=y", "intent=p", "intent=q"), {"heads": [["mood", 2
 
 
 def test_rows_of_other_programs_are_answered_and_scored_as_they_are_trained_on(run: Cli, tmp_path: Path) -> None:
-    made = make_artifact(tmp_path / "artifact", ("2", "false", "true"))
+    made, escape = make_artifact(tmp_path / "artifact", ("2", "false", "true")), ("--set", "data.escape=\\")
     rows = [
-        (f'{text} ""said; {number}""', label)
+        (rf"{text} \"said; {number}\"", label)
         for number, (text, label) in enumerate(zip(texts(30), "abc" * 10, strict=True))
     ]
     names = {"a": "TRUE", "b": "False", "c": "2.00"}
     (tmp_path / "rows.csv").write_text(
         "text;label\n" + "".join(f'"{text}"; "{names[label]}"\n' for text, label in rows)
     )
-    assert run("predict", made, "--data", "rows.csv", "--out", "a.csv")[0] == 0
+    assert run("predict", made, "--data", "rows.csv", "--out", "a.csv", *escape)[0] == 0
     found = read_csv(tmp_path / "a.csv")
-    assert [row["text"] for row in found] == [text.replace('""', '"') for text, _ in rows]
+    assert [row["text"] for row in found] == [text.replace("\\", "") for text, _ in rows]
     assert {row["reason"] for row in found} == {""}
-    code, out, err = run("evaluate", made, "--data", "rows.csv", "--json")
+    code, out, err = run("evaluate", made, "--data", "rows.csv", "--json", *escape)
     report = json.loads(out)
     assert (code, report["bad_rows"], report["unknown_labels"]["rows"]) == (0, 0, 0), err
     values = {"a": True, "b": False, "c": 2.0}

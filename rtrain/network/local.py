@@ -36,7 +36,7 @@ def problems(settings: Mapping[str, Any], asked: int | None) -> list[Problem]:
     if asked is None or kind in positions.TABLES:
         return []
     reason = f"{kind} is none of those whose attention can be made local ({', '.join(positions.TABLES)})"
-    return [Problem("model.local_attention", asked, reason, "write null")]
+    return [Problem("model.local_attention", asked, reason, "write null", code="unsupported")]
 
 
 def limit(network: Any, asked: int) -> None:

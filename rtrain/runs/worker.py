@@ -196,7 +196,8 @@ class _Worker:
         if folder is None:
             raise UserError(
                 "distill.relations and distill.hidden are learned beside the teacher: train this student with "
-                "`rtrain distill` and the teacher's run"
+                "`rtrain distill` and the teacher's run",
+                code="missing",
             )
         made, trimmed = artifact.read(folder, verify=False), trimming.read(self._source)
         chosen = Model(pooling=made.facts.get(pooling.FACT, "own"))

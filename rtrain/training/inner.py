@@ -54,18 +54,24 @@ def problems(recipe: Recipe, student: Path, teacher: Path) -> list[Problem]:
     found = []
     if others := [one.model_type for one in known if one.model_type not in LINEARS]:
         reason = f"{others[0]} has other attention than {', '.join(LINEARS)}"
-        return [Problem(name, getattr(distill, name.removeprefix("distill.")), reason, "write 0") for name in asked]
+        return [
+            Problem(name, getattr(distill, name.removeprefix("distill.")), reason, "write 0", code="unsupported")
+            for name in asked
+        ]
     widths = [one.hidden_size for one in known]
     if distill.relations and any(width % distill.relation_heads for width in widths):
         reason = f"it does not divide both widths, {widths[0]} and {widths[1]}"
-        found.append(Problem("distill.relation_heads", distill.relation_heads, reason, "write a divisor of both"))
+        heads, fix = distill.relation_heads, "write a divisor of both"
+        found.append(Problem("distill.relation_heads", heads, reason, fix, code="not_a_divisor"))
     depth = known[1].num_hidden_layers
     if distill.relation_layer is not None and distill.relation_layer > depth:
-        fix = f"write {depth} or less"
-        found.append(Problem("distill.relation_layer", distill.relation_layer, f"the teacher has {depth} layers", fix))
+        reason, fix = f"the teacher has {depth} layers", f"write {depth} or less"
+        found.append(Problem("distill.relation_layer", distill.relation_layer, reason, fix, code="out_of_range"))
     if recipe.train.gradient_checkpointing:
         reason = f"it keeps nothing of what {' and '.join(asked)} compares"
-        found.append(Problem("train.gradient_checkpointing", True, reason, "set it to false"))
+        found.append(
+            Problem("train.gradient_checkpointing", True, reason, "set it to false", code="conflicting_settings")
+        )
     return found
 
 
