@@ -30,7 +30,7 @@ from tune.known.halving import Go, Ladder
 from tune.known.history import SEED, History, Trial, numbered
 from tune.record import Record
 from tune.results import dashboard, page
-from tune.trial import LOG_EVERY, Order, Task, headline_of, held
+from tune.trial import LOG_EVERY, Order, Task, headline_of, held, refused
 
 FINAL_RUNS = 4
 """Full runs whose rows the end may take, where `tune.final_rows` does not say."""
@@ -76,7 +76,7 @@ class Found:
 def check(config: Config, students: bool = False) -> None:
     """Everything about a search, of `students` or of runs, that can be refused before anything starts, all at once.
     Raises `ConfigError`."""
-    data, problems = config.recipe.data, preflight.overbooked(config, env.cores())
+    data, problems = config.recipe.data, [*refused(config), *preflight.overbooked(config, env.cores())]
     if config.deploy.tune.cost != "training" and not students:
         reason = "all trials have the same model; students differ (rtrain distill --search)"
         problems.append(Problem("tune.cost", config.deploy.tune.cost, reason, "leave it out", code="not_students"))

@@ -25,7 +25,7 @@ from tune.known.history import Journal, Trial
 from tune.record import Record
 from tune.results import study_table
 from tune.results.study_table import FIRST, Cell, Table
-from tune.trial import Order, Task, headline_of, held
+from tune.trial import Order, Task, headline_of, held, refused
 
 FREQUENCY, ROWS = "train.aggregation_frequency", "train.rows_per_update"
 FREQUENCIES = (1, 2, 10, 100)
@@ -100,7 +100,7 @@ def too_few(rows: int, rows_per_update: int, epochs: int) -> str | None:
 
 def check(config: Config) -> None:
     """Everything about a study that can be refused before its rows are read. Raises `ConfigError`."""
-    problems: list[Problem] = []
+    problems = refused(config)
     data = config.recipe.data
     if data.valid_share == 0 and not (data.valid or data.split):
         reason = "a run's best weights are those with the best validation score, and there are no validation rows"
