@@ -77,7 +77,6 @@ SETTINGS: dict[str, Any] = {
     "gate.seconds": 0.2,
     "gate.speedup": 0.0,
     "quantize.calibration_rows": 16,
-    "report.attributions": 0,
 }
 TASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "classification": ("intent", {"data.label": "topic", "data.slices": ["mood"]}),

@@ -51,7 +51,7 @@ def items() -> list[str]:
 
 
 def test_every_file_and_name_of_the_page_exists() -> None:
-    assert len(items()) == 20
+    assert len(items()) == 19
     paths = 0
     for step in items():
         words = re.findall(r"`([^`]+)`", step)

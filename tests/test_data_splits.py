@@ -92,7 +92,7 @@ def test_neutral_settings_are_no_part_of_a_store_s_address(tmp_path: Path) -> No
     model, source = make_encoder(tmp_path / "encoder"), records.inspect(recipe.data)
     known = recipe.data.model_dump(mode="json", exclude={"path", "valid", "test", "max_bad_rows"})
     assert known.pop("valid_part") == 0
-    for name in ("id", "outside", "delimiter"):
+    for name in ("id", "outside", "delimiter", "escape"):
         del known[name]
     text = json.dumps({"schema": SCHEMA_VERSION, "task": recipe.task, **known}, sort_keys=True)
     made_of = source.digest(), digests.tokenizer_digest(model), text

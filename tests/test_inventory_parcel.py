@@ -77,7 +77,7 @@ def test_texts_of_rows_are_told_and_left_out_where_that_is_asked_for(whole: Path
     assert code == 0, err
     told = json.loads(out)["with_texts"]
     assert {"predictions-test.parquet", "report.html"} <= set(told)
-    assert {"run/report.html"} <= set(holding(Path("all.tar"), text)) <= {f"run/{name}" for name in told}
+    assert {"run/predictions-test.parquet"} <= set(holding(Path("all.tar"), text)) <= {f"run/{name}" for name in told}
     code, out, err = run("export", whole / "run", "--out", "none.tar", "--no-texts", "--json")
     assert (code, json.loads(out)["with_texts"]) == (0, []), err
     assert holding(Path("none.tar"), text) == []

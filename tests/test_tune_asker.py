@@ -43,10 +43,10 @@ def test_the_space_of_a_resumed_search_ends_where_that_of_an_undisturbed_one_doe
 
 def measured(run: Run, *updates: int) -> None:
     """A start with the gradients' noise at these updates, of 0.5 s each, a fifth of it for the exchange."""
-    run.append("started", update=0, of=80, workers=2, precision="fp32", rows_per_update=64)
+    run.append("started", update=0, of=80, workers=2, precision="fp32", device="cpu", rows_per_update=64)
     for update in updates:
         run.append(noise.KIND, update=update, trace=900.0 + 50 * (update % 3), square=9.0, rows=64)
-    run.append("trained", updates=80, seconds={"train": 40.0}, exchange={"seconds": 0.1, "bytes": 1})
+    run.append("trained", updates=80, seconds={"train": 40.0}, exchange={"seconds": 0.1, "bytes": 1}, stages=[])
 
 
 def test_how_far_the_space_goes_is_written_down_once(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ EACH, HARDEST = 3, 10
 """Lines of each kind in the table of what is wrong, and of the hardest rows."""
 TEXT = 160
 """Characters of a row's text."""
+PLACE = 90
+"""Characters of the place that a row came from."""
 
 
 def section(run: Collected) -> Section:
@@ -230,7 +232,9 @@ def _hardest(run: Collected) -> list[tuple[str, str, str]]:
         rows = [row for row in rows if not known.right[row]]
     rows, found = rows[:HARDEST], list[tuple[str, str, str]]()
     for row, text in zip(rows, known.texts(rows), strict=True):
-        found.append(("hardest row", f"{short(text, TEXT)} ({short(known.place(row), 90)})", _mistake(run, row)))
+        place = known.place(row)
+        place = place if len(place) <= PLACE else f"...{place[3 - PLACE :]}"  # its end names the file and the line
+        found.append(("hardest row", f"{short(text, TEXT)} ({place})", _mistake(run, row)))
     return found
 
 
