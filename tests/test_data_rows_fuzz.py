@@ -174,7 +174,7 @@ def check(made: Store, rows: int, packs: bool = False) -> None:
         assert len(made.read(split, pa.array(range(made.rows(split))).to_numpy().astype("int64"))) == made.rows(split)
 
 
-slowly = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+slowly = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
