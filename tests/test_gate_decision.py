@@ -1,6 +1,5 @@
 """The gate's decision on made-up measurements: every word has its reason, and worse figures never get a better word."""
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +61,7 @@ BAD = replace(score(-0.2, spread=0.1, p=0.004), rows=80)
         ("hold", {"slices": (Slice("language", "de", replace(BAD, p=0.3)),)}),  # corrected for the number of slices
         ("promote", {"slices": (Slice("language", "de", score(-0.03, spread=0.01)),)}),
         ("promote", {"speeds": (speed(0.96, 1.1),)}),
+        ("promote", {"speeds": (speed(LIMITS.speedup, 1.1),)}),  # the limit itself is allowed
         ("hold", {"speeds": (speed(0.8, 1.1),)}),
         ("refuse", {"speeds": (speed(0.8, 0.94),)}),
         ("hold", {"inherited": ("hold", "its base was not gated")}),
@@ -82,10 +82,11 @@ def test_too_large_is_refused() -> None:
 
 
 def test_a_student_has_limits_of_its_own() -> None:
-    settings = Gate(student_loss=0.07, loss=0.02)
-    assert decision.limits(settings, student=True).loss == 0.07
-    assert decision.limits(settings, student=False).loss == 0.02
-    assert {field.name for field in dataclasses.fields(Limits)} <= set(Gate.model_fields)
+    both = {"speedup": 1.5, "megabytes": 17.0, "memory_mb": 170.0}
+    own = {"student_loss": 0.07, "student_slice_loss": 0.17, "student_lost": 0.027}
+    settings = Gate(loss=0.02, slice_loss=0.12, lost=0.022, **own, **both)
+    assert decision.limits(settings, student=True) == Limits(loss=0.07, slice_loss=0.17, lost=0.027, **both)
+    assert decision.limits(settings, student=False) == Limits(loss=0.02, slice_loss=0.12, lost=0.022, **both)
 
 
 # ------------------------------------------------------------------------------------------------------------ monotone

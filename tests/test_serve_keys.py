@@ -310,6 +310,16 @@ def test_every_path_asks_for_a_key_but_these(path: str, scope: str | None) -> No
     assert scope_of(path) == scope
 
 
+def test_a_key_of_some_models_opens_no_other(path: Path) -> None:
+    limited = add(path, "shop", ("predict", "metrics"), models=("topic",))
+    door = Door(Keys(path), Rates())
+    with pytest.raises(RequestError) as refused:
+        asyncio.run(door.admit("predict", bearer(limited), "mood"))
+    assert refused.value.status == 403
+    assert asyncio.run(door.admit("predict", bearer(limited), "topic")).name == "shop"
+    assert asyncio.run(door.admit("metrics", bearer(limited), "mood")).name == "shop"  # of no model
+
+
 def test_a_rate_counts_each_key_by_itself_and_says_when_to_come_back(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
