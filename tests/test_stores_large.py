@@ -49,6 +49,11 @@ Words = npt.NDArray[np.uint64]
 COLUMNS = tuple(field.name for field in fields(Tokens))
 
 
+def columns_of(part: Tokens) -> list[npt.NDArray[Any]]:
+    """Those that the rows of a pass have."""
+    return [column for name in COLUMNS if (column := getattr(part, name)) is not None]
+
+
 def named(positions: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     """Row ids for positions. They are distinct and in no order, since the factor is odd and products wrap."""
     return positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -242,7 +247,7 @@ def test_a_stream_of_ten_times_its_limit_stays_within_bounds(
         for number, update in enumerate(ingest.stream(share, 0, order.updates)):
             assert is_update(update, order, number)
             rows.append(row_ids(update))
-            delivered += sum(getattr(part, name).nbytes for part in update.passes for name in COLUMNS)
+            delivered += sum(column.nbytes for part in update.passes for column in columns_of(part))
             if number == 20:  # a slow worker, early: all the rest is still to come
                 paused = time.perf_counter()
                 full = memory.wait_until_full()

@@ -94,7 +94,6 @@ def test_the_verb_does_nothing_again_and_tells_both_verdicts(
     cli.main(["distill", str(trained.run), "--search", "--resume", "--out", str(found.search.folder)])
     assert found.search.trials.read_bytes() == before
     out, _ = capsys.readouterr()
-    assert "gate, beside the teacher: " in out
     assert str(found.winner) in out
     assert "rtrain quantize" in out
 

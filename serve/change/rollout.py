@@ -28,7 +28,7 @@ from rtrain.config import Serve
 from rtrain.errors import UserError
 from rtrain.run import shown
 from serve.change import judge
-from serve.change.application import Application, Served
+from serve.change.application import ASK_S, Application, Served
 from serve.change.versions import Plan
 from serve.door import access
 
@@ -305,5 +305,14 @@ class Rollout:
 
 def status(application: Application, rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
     """What is served and tried of each model, and what each replica tells of it."""
-    told = [{} if isinstance(one, BaseException) else one for one in application.told("status")]
+    give_up = time.monotonic() + ASK_S
+    while True:
+        try:
+            answers = application.told("status")
+            break
+        except RayServeException:  # Ray knows of no replica while the only one is told of a change
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(POLL_S)
+    told = [{} if isinstance(one, BaseException) else one for one in answers]
     return [rollout.document(told) for rollout in rollouts]
