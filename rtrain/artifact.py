@@ -19,7 +19,7 @@ from typing import Any
 from rtrain import documents, drafts, engines, manifest
 from rtrain.errors import UserError, meant
 
-NAME = "artifact.json"
+NAME = documents.ARTIFACT_JSON
 SCHEMA_VERSION = 1
 DESCRIBING = (NAME, "config.json", "tokenizer.json")
 """The files that are read of every artefact, beside the model's."""

@@ -6,6 +6,9 @@ from typing import Any
 
 from rtrain.errors import UserError
 
+ARTIFACT_JSON = "artifact.json"
+"""Name of the file that describes an artifact."""
+
 
 def value(path: Path) -> Any:
     """What a JSON file holds. Raises `UserError` where it is cut off, or no JSON."""

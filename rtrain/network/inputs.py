@@ -1,8 +1,11 @@
-"""Which inputs a network takes."""
+"""The inputs that a network takes, and the logits that it returns."""
 
 import inspect
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 LAYOUT = "layout"
 """Name of the argument that says where a pass's windows are in its pack, where a network computes no padding."""
@@ -19,3 +22,13 @@ def accepted(network: Any) -> frozenset[str]:
 @lru_cache(maxsize=8)
 def _parameters(kind: Any) -> frozenset[str]:
     return frozenset(inspect.signature(kind.forward).parameters)
+
+
+def logits_of(output: Any) -> "torch.Tensor":
+    """The one tensor of what a Transformers model returns; a span's two ends are its last axis."""
+    import torch
+
+    if hasattr(output, "start_logits"):
+        return torch.stack([output.start_logits, output.end_logits], dim=-1)
+    logits: torch.Tensor = output.logits
+    return logits

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import documents
-from rtrain.artifact import NAME
 from rtrain.network.pooling import FACT
 
 MODULES, POOLING, SETTINGS = "modules.json", "1_Pooling", "config_sentence_transformers.json"
@@ -20,7 +19,7 @@ def pooling_of(folder: Path) -> str | None:
 
     None where the folder is no sentence encoder's, or pools otherwise. An artefact says what it was trained with.
     """
-    if _json(folder / NAME).get("facts", {}).get(FACT) == "mean":
+    if _json(folder / documents.ARTIFACT_JSON).get("facts", {}).get(FACT) == "mean":
         return "mean"
     listed = (folder / MODULES).is_file()
     modules = _json(folder / MODULES) if listed else [{"type": ".Pooling", "path": POOLING}]

@@ -16,11 +16,11 @@ from rtrain.exchange.exchange import Work
 from rtrain.exchange.replicas import Say, unsaid
 from rtrain.exchange.timeline import BACKWARD, FORWARD, OPTIMIZER, WAITS
 from rtrain.network import dropout, packed
+from rtrain.network.inputs import logits_of
 from rtrain.strategies import mesh, schedules
 from rtrain.strategies.cut import Cut
 from rtrain.strategies.fully import Fully
 from rtrain.strategies.staged import Staged
-from rtrain.training.step import logits_of
 
 if TYPE_CHECKING:
     import torch

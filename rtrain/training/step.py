@@ -13,7 +13,7 @@ from rtrain.exchange import noise, whole
 from rtrain.exchange.noise import Measured
 from rtrain.network import beside, packed
 from rtrain.network.device import moved
-from rtrain.network.inputs import LAYOUT, accepted
+from rtrain.network.inputs import LAYOUT, accepted, logits_of
 from rtrain.training import stages
 
 if TYPE_CHECKING:
@@ -163,16 +163,6 @@ def _only(encoder: "torch.nn.Module", places: "torch.Tensor") -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def logits_of(output: Any) -> "torch.Tensor":
-    """The one tensor of what a Transformers model returns; a span's two ends are its last axis."""
-    import torch
-
-    if hasattr(output, "start_logits"):
-        return torch.stack([output.start_logits, output.end_logits], dim=-1)
-    logits: torch.Tensor = output.logits
-    return logits
 
 
 def run_update(
