@@ -35,6 +35,7 @@ check: install  ## lint, formatting, types, and who may import whom
 	$(RUN) ruff check
 	$(RUN) ruff format --check
 	$(RUN) mypy
+	.venv/bin/lint-imports
 	$(RUN) pytest -q tests/test_imports.py
 
 format: install  ## format, and fix what ruff can fix

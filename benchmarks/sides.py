@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks import ours
 from benchmarks.peers import common
 from benchmarks.rows import Files
-from rtrain import env, events
+from rtrain.core import env, events
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_INHERITED = ("OMP_", "MKL_", "MALLOC_", "LD_PRELOAD", "TORCH_", "RAY_", "RANK", "WORLD_SIZE", "ACCELERATE_")

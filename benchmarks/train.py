@@ -54,11 +54,11 @@ def prepare(data: Path, folder: Path, count: int) -> Work:
     if len(cores) < common.PROCESSES:
         raise SystemExit(f"{common.PROCESSES} processor cores are needed, one for each training process; here is one")
     os.sched_setaffinity(0, cores)
-    from rtrain import hub
-    from rtrain.network import model
+    from rtrain.core import hub
+    from rtrain.models import builder
 
     folder.mkdir(parents=True, exist_ok=True)
-    source = model.resolve(hub.PACKAGED)
+    source = builder.resolve(hub.PACKAGED)
     files = rows.sample(data / "banking77" / "train.csv", folder, count)
     return Work(folder, source, files, rows.equal(rows.whole_words(source), folder, count), tuple(cores))
 

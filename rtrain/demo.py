@@ -10,18 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration, events
+from rtrain import config as configuration
 from rtrain.config import Config
-from rtrain.data import records, synthetic, tokens
-from rtrain.data.formats import files
+from rtrain.core import events
+from rtrain.core.errors import ConfigError, Problem, UserError
+from rtrain.core.run_folder import Run
+from rtrain.data import row_reader, synthetic
+from rtrain.data.sources import find
 from rtrain.data.splits import Splits
-from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.metrics.by_output import metric_for
-from rtrain.network import model
+from rtrain.data.store import builder as store_builder
+from rtrain.metrics.registry import metric_for
+from rtrain.models import builder as models_builder
 from rtrain.report.live.progress import Line, say
 from rtrain.report.summary import summarise
-from rtrain.run import Run
-from rtrain.runs import opening, preparing
+from rtrain.runs import prepare, run_folders
 from rtrain.tasks import base
 
 ASKED_TEXTS = 200
@@ -70,8 +72,8 @@ def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
 
     With `keep`, the endpoint is served until Ctrl-C. Nothing is left running if a stage raises an error.
     """
-    from rtrain.cluster.session import session, until_interrupted
-    from serve.door import access
+    from rtrain.cluster.connection import session, until_interrupted
+    from serve.auth import preflight
 
     started = time.perf_counter()
     given = {name: value for name in ("keys", "tls_cert") if (value := getattr(config.deploy.serve, name))}
@@ -80,17 +82,17 @@ def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
         raise ConfigError(
             [Problem(f"serve.{name}", value, reason, fix, code="conflicting_settings") for name, value in given.items()]
         )
-    folder = opening.folder_for("demo", out)
+    folder = run_folders.folder_for("demo", out)
     config = _with_data(config, folder, refuse=out is not None)
-    preparing.check(config)
-    access.check(config.deploy.serve, say)
+    prepare.check(config)
+    preflight.check(config.deploy.serve, say)
     with Line() as line, session(config, folder, line):
         report = Report()
         _train_stages(report, config, folder, line)
         with _serve_stages(report, config, folder, line) as url:
             document = _finish(report, folder, time.perf_counter() - started)
             if keep:
-                say(f"serving at {url} (Ctrl-C ends it)\nnext: {access.curl(url, config.deploy.serve)}")
+                say(f"serving at {url} (Ctrl-C ends it)\nnext: {preflight.curl(url, config.deploy.serve)}")
                 until_interrupted()
     return document
 
@@ -115,21 +117,21 @@ def _with_data(config: Config, folder: Path, refuse: bool) -> Config:
     if refuse and folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"--out: {folder} is not empty; name a new folder", code="not_empty")
     train, test = synthetic.write(folder / "data")
-    return opening.absolute(configuration.with_overrides(config, {"data.path": str(train), "data.test": str(test)}))
+    return run_folders.absolute(configuration.with_overrides(config, {"data.path": str(train), "data.test": str(test)}))
 
 
 def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> None:
     import ray
 
     from rtrain.compress import distill, quantize
-    from rtrain.gate import told
+    from rtrain.evaluation import gate_table
     from tune import search
-    from tune.results import table
+    from tune.report import table
 
     recipe = config.recipe
     with report.stage("ingest", line) as stage:
-        source = records.inspect(recipe.data)
-        store, _ = tokens.ensure(recipe, source, model.resolve(recipe.model.name), folder)
+        source = row_reader.inspect(recipe.data)
+        store, _ = store_builder.ensure(recipe, source, models_builder.resolve(recipe.model.name), folder)
         stage.rows = sum(store.manifest.rows.values())
         report.baseline = ray.get(ray.remote(**ALONE)(_baseline).remote(recipe))
     headline = metric_for(base.get(recipe.task).output).headline
@@ -152,22 +154,22 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
             made["size_mb"],
             recipe.quantize.calibration_rows,
         )
-    line(events.doing(f"gate: {told.sentence(made['gate'])}", "gate"))
+    line(events.doing(f"gate: {gate_table.sentence(made['gate'])}", "gate"))
 
 
 def _baseline(recipe: configuration.Recipe) -> float:
     """The test accuracy of the TF-IDF baseline, on the same training, validation and test rows as the encoder."""
-    from rtrain.report import baseline
+    from rtrain.report import baselines
 
     parts: dict[str, tuple[list[str], list[str]]] = {name: ([], []) for name in ("train", "valid", "test")}
-    source = records.inspect(recipe.data)
+    source = row_reader.inspect(recipe.data)
     splits = Splits.of(recipe.data, source)
     for piece in source.pieces:
-        for record in records.read(piece, recipe.data):
+        for record in row_reader.read(piece, recipe.data):
             texts, labels = parts[splits.split(record, piece.role)]
             texts.append(record.text)
             labels.append(record.label)
-    return baseline.accuracy(parts["train"], parts["valid"], parts["test"])
+    return baselines.accuracy(parts["train"], parts["valid"], parts["test"])
 
 
 @contextmanager
@@ -184,7 +186,7 @@ def _serve_stages(report: Report, config: Config, folder: Path, line: Line) -> I
     with endpoint:
         with report.stage("ask", line) as stage:
             assert config.recipe.data.test
-            rows = list(records.read(files.Piece(config.recipe.data.test, "csv", "test"), config.recipe.data))
+            rows = list(row_reader.read(find.Piece(config.recipe.data.test, "csv", "test"), config.recipe.data))
             asked = rows[:: len(rows) // ASKED_TEXTS][:ASKED_TEXTS]
             answer = ask(endpoint.url, artifact, [row.text for row in asked])
             right = sum(label == row.label for label, row in zip(answer.labels, asked, strict=True))
@@ -238,7 +240,7 @@ def _best(response: Any) -> list[tuple[str, float]]:
 
 def _predict(artifact: Path, texts: Sequence[str]) -> list[tuple[str, float]]:
     """The answers of the `rtrain predict` command, in a process of its own."""
-    from rtrain.cluster.session import package_root
+    from rtrain.cluster.connection import package_root
 
     command = [sys.executable, "-m", "rtrain", "predict", str(artifact), "--json"]
     lines = "\n".join(text.replace("\n", " ") for text in texts)

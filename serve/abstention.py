@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rtrain.batch import Head
-from rtrain.reference import ABSTAIN, NONE
+from rtrain.core.ragged import Head
+from rtrain.inference.drift_baseline import ABSTAIN, NONE
 from rtrain.tasks.base import Task
-from serve.schema import RequestError
+from serve.schemas.predict import RequestError
 
 
 def check(task: Task, head: Head) -> None:

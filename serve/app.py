@@ -19,27 +19,28 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rtrain.config import Serve
-from rtrain.predict import Predictor
-from serve import about, abstention, base, pages, protocol, schema
-from serve.answering import Lasting, Service
-from serve.base import documented, reply
-from serve.door import guard
-from serve.door.keys import MOUNT
-from serve.envelope import client_of
+from rtrain.inference.predictor import Predictor
+from serve import abstention, app_base, model_info, ui
+from serve.app_base import documented, reply
+from serve.auth import middleware
+from serve.auth.api_keys import MOUNT
+from serve.model import Lasting, Service
+from serve.request_context import client_of
+from serve.schemas import open_inference, predict as schemas_predict
 
 PREDICT = "/predict"
 _Answer = Callable[[Scope, Callable[[], Awaitable[bytes]]], Awaitable[Response]]
 
 
 def build_app(
-    predictor: Predictor, settings: Serve, exposition: base.Exposition | None = None, lasting: Lasting | None = None
+    predictor: Predictor, settings: Serve, exposition: app_base.Exposition | None = None, lasting: Lasting | None = None
 ) -> FastAPI:
     """The application of a loaded model (`Predictor.load`: one that does not give its golden answers gets no app).
 
     `exposition` replaces this process's metrics on `/metrics`: where there are several replicas, by those of all.
     `lasting`: that of the process, where this is not the only version that it answers with.
     """
-    lasting = lasting or Lasting(settings, guard.door(settings))
+    lasting = lasting or Lasting(settings, middleware.door(settings))
     service = Service(predictor, settings, lasting)
     artifact = predictor.artifact
 
@@ -48,11 +49,11 @@ def build_app(
         yield
         service.close()
 
-    bodies = (schema.PredictRequest, protocol.InferRequest, protocol.IndexRequest)
+    bodies = (schemas_predict.PredictRequest, open_inference.InferRequest, open_inference.IndexRequest)
     columns = "; ".join(
-        f"`{field}` is what column `{column}` was" for field, column in about.columns(predictor).items()
+        f"`{field}` is what column `{column}` was" for field, column in model_info.columns(predictor).items()
     )
-    app = base.Application(
+    app = app_base.Application(
         settings,
         bodies,
         title=artifact.name,
@@ -63,12 +64,12 @@ def build_app(
     app.state.service = service
 
     description: dict[str, Any] | None = None
-    write = base.labels_to_json if predictor.task.output in base.LABELLED else base.to_json
+    write = app_base.labels_to_json if predictor.task.output in app_base.LABELLED else app_base.to_json
 
     async def answer(scope: Scope, read: Callable[[], Awaitable[bytes]]) -> Response:
         """To a question to /predict, whose body `read` gives."""
         deadline = asyncio.get_running_loop().time() + settings.deadline_s
-        asked = schema.parse(schema.PredictRequest, await read(), settings.max_inputs)
+        asked = schemas_predict.parse(schemas_predict.PredictRequest, await read(), settings.max_inputs)
         several = isinstance(asked.inputs, list)
         texts = asked.texts()
         parameters = asked.parameters.model_dump() if asked.parameters else {}
@@ -91,47 +92,53 @@ def build_app(
     app.add_middleware(_Shortcut, routes=app.router.routes, answer=answer)
     app.dress(settings, lasting.door, predictor, service.answered, service.spans, service.access_log)
 
-    @app.post(PREDICT, **documented(schema.PredictReply | schema.ExplainedReply, schema.PredictRequest))
+    @app.post(
+        PREDICT,
+        **documented(schemas_predict.PredictReply | schemas_predict.ExplainedReply, schemas_predict.PredictRequest),
+    )
     async def predict(request: Request) -> Response:
         """Labels and scores of each text, in the Hugging Face inference form."""
         return await answer(request.scope, request.body)
 
-    @app.post("/v2/models/{name}/versions/{version}/infer", **documented(protocol.InferReply, protocol.InferRequest))
-    @app.post("/v2/models/{name}/infer", **documented(protocol.InferReply, protocol.InferRequest))
+    @app.post(
+        "/v2/models/{name}/versions/{version}/infer",
+        **documented(open_inference.InferReply, open_inference.InferRequest),
+    )
+    @app.post("/v2/models/{name}/infer", **documented(open_inference.InferReply, open_inference.InferRequest))
     async def infer(request: Request) -> Response:
         """The best label of each text, or all of them, in the Open Inference Protocol."""
         deadline = asyncio.get_running_loop().time() + settings.deadline_s
         service.named(**request.path_params)
         body = await request.body()
-        document, binary = protocol.split(body, request.headers.get("inference-header-content-length"))
-        asked = schema.parse(protocol.InferRequest, document, settings.max_inputs)
+        document, binary = open_inference.split(body, request.headers.get("inference-header-content-length"))
+        asked = schemas_predict.parse(open_inference.InferRequest, document, settings.max_inputs)
         found, cut = await service.infer(asked, binary, deadline, request.state.record, client_of(request.scope))
         return reply(found, headers=_cut_header(cut))
 
-    @app.get("/v2/models/{name}/versions/{version}", **documented(protocol.ModelMetadata))
-    @app.get("/v2/models/{name}", **documented(protocol.ModelMetadata))
+    @app.get("/v2/models/{name}/versions/{version}", **documented(open_inference.ModelMetadata))
+    @app.get("/v2/models/{name}", **documented(open_inference.ModelMetadata))
     async def model_metadata(request: Request) -> Response:
         service.named(**request.path_params)
         return reply(service.metadata())
 
-    @app.get("/v2/models/{name}/versions/{version}/ready", **documented(protocol.ModelReady))
-    @app.get("/v2/models/{name}/ready", **documented(protocol.ModelReady))
+    @app.get("/v2/models/{name}/versions/{version}/ready", **documented(open_inference.ModelReady))
+    @app.get("/v2/models/{name}/ready", **documented(open_inference.ModelReady))
     async def model_ready(request: Request) -> Response:
         service.named(**request.path_params)
         return reply({"name": artifact.name, "ready": service.ready}, 200 if service.ready else 503)
 
-    @app.get("/info", **documented(about.About))
+    @app.get("/info", **documented(model_info.About))
     async def info() -> Response:
         """What the model is for and how it is asked: what its page shows."""
         nonlocal description
         if description is None:  # in a thread, since it may read a file of the run
-            description = await asyncio.to_thread(about.describe, predictor, settings)
+            description = await asyncio.to_thread(model_info.describe, predictor, settings)
         return reply(description)
 
-    app.include_router(base.routes(service, settings, exposition))
-    app.include_router(pages.MODEL)
+    app.include_router(app_base.routes(service, settings, exposition))
+    app.include_router(ui.MODEL)
     if lasting.door is not None:
-        app.include_router(pages.MODEL, prefix=MOUNT + "{name}", include_in_schema=False)  # of no model (`keys`)
+        app.include_router(ui.MODEL, prefix=MOUNT + "{name}", include_in_schema=False)  # of no model (`keys`)
     return app
 
 
@@ -143,7 +150,7 @@ class _Shortcut:
         self._app, self._routes, self._answer = app, routes, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and guard.route(scope) == PREDICT:
+        if scope["type"] == "http" and scope["method"] == "POST" and middleware.route(scope) == PREDICT:
             scope["route"] = self._route
             answer = await self._answer(scope, functools.partial(_body, receive))
             await answer(scope, receive, send)

@@ -26,22 +26,22 @@ from ray.serve.config import (
 )
 from ray.serve.schema import LoggingConfig
 
-import rtrain.artifact
+import rtrain.inference.artifact
 from rtrain import ray_internals
-from rtrain.cluster import supply
+from rtrain.cluster import capacity
 from rtrain.config import Serve
-from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.network import device
-from serve import declared, named
-from serve.change import judge, nodes, rollout, scaling
-from serve.change.application import Application
-from serve.change.rollout import Rollout
-from serve.declared import APPLICATION, most_replicas, most_requests
-from serve.door import access
-from serve.front import ingress
-from serve.front.address import Address, free_address, refuse_grpc_port
+from rtrain.core.errors import ConfigError, Problem, UserError
+from rtrain.models import device
+from serve import model_specs, ray_config
+from serve.auth import preflight
+from serve.ingress import ingress_choice
+from serve.ingress.address import Address, free_address, refuse_grpc_port
+from serve.observability import tracing
+from serve.ray_config import APPLICATION, most_replicas, most_requests
 from serve.replica import Replica
-from serve.watching import tracing
+from serve.rollout import autoscaling, canary, controller as rollout_controller, placement
+from serve.rollout.controller import Rollout
+from serve.rollout.ray_app import Application
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,9 @@ LOOK_S = 0.05
 class Endpoint:
     """A running endpoint; leaving its `with` block ends it and all that it started."""
 
-    def __init__(self, address: Address, settings: Serve, front: ingress.Ingress | None, application: Application):
+    def __init__(
+        self, address: Address, settings: Serve, front: ingress_choice.Ingress | None, application: Application
+    ):
         self.url = address.url
         self.rollouts = {model: Rollout(application, model, settings) for model in application.decided}
         """By the name of the model."""
@@ -84,12 +86,12 @@ class Endpoint:
         model = question.get("model")
         if question.get("status"):
             asked = self.rollouts.values() if model is None else [self._rollout(model)]
-            return json.dumps({"address": self.url, "models": rollout.status(self._application, asked)})
+            return json.dumps({"address": self.url, "models": rollout_controller.status(self._application, asked)})
         if question.get("rollback"):
             return self._rollout(model).back()
         if isinstance(given := question.get("update"), str):
             folder, trial = Path(given).resolve(), question.get("trial")
-            return self._rollout(model).update(folder, judge.Aim(*trial) if trial else None)
+            return self._rollout(model).update(folder, canary.Aim(*trial) if trial else None)
         raise UserError("this endpoint knows the questions update, rollback and status", code="unknown_question")
 
     def _rollout(self, model: str | None) -> Rollout:
@@ -114,8 +116,8 @@ class Endpoint:
         if ray_internals.store_has_ended():  # Ray answers no question any more
             if self._front is not None:
                 # Ray ends its processes 60 s after the store's death, and half of that may have passed (`session`).
-                ingress.drain(self._front.folder, min(self._settings.deadline_s + 1, 15.0))
-                ingress.remove(self._front.folder)
+                ingress_choice.drain(self._front.folder, min(self._settings.deadline_s + 1, 15.0))
+                ingress_choice.remove(self._front.folder)
             return
         for one in self.rollouts.values():
             one.close()
@@ -143,7 +145,7 @@ def start(
     settings: Serve,
     name: str | None = None,
     tell: Callable[[str], None] = lambda line: None,
-    chosen: ingress.Chosen | None = None,
+    chosen: ingress_choice.Chosen | None = None,
 ) -> Endpoint:
     """Serve the artefact on the Ray that this process is connected to, or several, each by the name that it is given;
     returns when `/v2/health/ready` answers 200. `name`: the application's on Ray Serve.
@@ -155,13 +157,13 @@ def start(
     endpoint with ours.
     """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # importing ray.serve has set it to INFO, a line a step
-    access.check(settings)
+    preflight.check(settings)
     tracing.check(settings)
-    settings = access.absolute(settings)
+    settings = preflight.absolute(settings)
     if isinstance(artifacts, Path):
-        artifacts = {rtrain.artifact.read(artifacts, verify=False).name: artifacts}
+        artifacts = {rtrain.inference.artifact.read(artifacts, verify=False).name: artifacts}
     artifacts = {model: folder.resolve() for model, folder in artifacts.items()}
-    named.admit(artifacts, settings)
+    model_specs.admit(artifacts, settings)
     if _controller() is not None:
         raise UserError(
             "this Ray runs Ray Serve already; close that endpoint first, or start a Ray of your own",
@@ -170,8 +172,8 @@ def start(
     address = replace(free_address(settings.host, settings.port), tls=settings.tls_cert is not None)
     refuse_grpc_port(settings.host, settings.grpc_port)
     if chosen is None:
-        front = ingress.choose(settings, most_requests(settings, len(artifacts)), most_replicas(settings), tell)
-        environment = {"runtime_env": {"env_vars": ingress.variables(front)}}
+        front = ingress_choice.choose(settings, most_requests(settings, len(artifacts)), most_replicas(settings), tell)
+        environment = {"runtime_env": {"env_vars": ingress_choice.variables(front)}}
     else:  # Ray's processes have inherited the variables, and processes are there that have no others
         front, environment = chosen.front, {}
     ray_internals.look_every(LOOK_S)
@@ -185,7 +187,7 @@ def start(
         raise
     endpoint = Endpoint(address, settings, front, application)
     try:
-        with nodes.said(partial(_message, application.name), tell):
+        with placement.said(partial(_message, application.name), tell):
             _deploy(settings, application, address.port, front, environment, quiet)
         _await_ready(address)
     except BaseException:  # Ctrl-C too must leave nothing behind
@@ -198,23 +200,23 @@ def _configured(
     settings: Serve, models: int, environment: Mapping[str, Any], quiet: LoggingConfig, tell: Callable[[str], None]
 ) -> ray.serve.Deployment:
     labels = settings.labels
-    if problems := supply.absent("serve.labels", labels):
+    if problems := capacity.absent("serve.labels", labels):
         raise ConfigError(problems)
     if settings.gpus and not device.usable():
         fix = "install a build of torch for GPUs, or write 0"
         raise ConfigError(
             [Problem("serve.gpus", settings.gpus, "this build of torch cannot use them", fix, code="unavailable")]
         )
-    if problem := nodes.without_gpus(settings, [*supply.here(labels), *supply.types(labels).values()]):
+    if problem := placement.without_gpus(settings, [*capacity.here(labels), *capacity.types(labels).values()]):
         raise ConfigError([problem])
-    free = [host.has for host in supply.free() if supply.has(host.labels, labels)]
-    cpus, line = nodes.reserved(settings, free, supply.here(labels), supply.may("cpu", labels), models)
+    free = [host.has for host in capacity.free() if capacity.has(host.labels, labels)]
+    cpus, line = placement.reserved(settings, free, capacity.here(labels), capacity.may("cpu", labels), models)
     if line:
         tell(line)
     configured = ray.serve.deployment(
         **deployment_options(settings, models),
         **_number(settings),
-        ray_actor_options={**declared.actor_options(settings, cpus), **environment},
+        ray_actor_options={**ray_config.actor_options(settings, cpus), **environment},
         backpressure_config=BackpressureConfig(status_code=503, retry_after_s=1),
         graceful_shutdown_wait_loop_s=0.1,
         logging_config=quiet,
@@ -241,14 +243,14 @@ def _number(settings: Serve) -> dict[str, Any]:
     """How many replicas, as Ray Serve is told: a number, or bounds and who decides."""
     if most_replicas(settings) == settings.copies:
         return {"num_replicas": settings.copies}
-    return {"autoscaling_config": AutoscalingConfig(**scaling.bounds(settings.copies, most_replicas(settings)))}
+    return {"autoscaling_config": AutoscalingConfig(**autoscaling.bounds(settings.copies, most_replicas(settings)))}
 
 
 def _deploy(
     settings: Serve,
     application: Application,
     port: int,
-    front: ingress.Ingress | None,
+    front: ingress_choice.Ingress | None,
     environment: Mapping[str, Any],
     quiet: LoggingConfig,
 ) -> None:
@@ -268,7 +270,7 @@ def _deploy(
 
 
 @contextmanager
-def _explained(front: ingress.Ingress | None) -> Iterator[None]:
+def _explained(front: ingress_choice.Ingress | None) -> Iterator[None]:
     try:
         yield
     except (ray.exceptions.RayError, TimeoutError) as error:
@@ -285,7 +287,7 @@ def _message(application: str) -> str:
     return str(status.deployments[DEPLOYMENT].message) if status and status.deployments else ""
 
 
-def _options(settings: Serve, port: int, front: ingress.Ingress | None) -> HTTPOptions:
+def _options(settings: Serve, port: int, front: ingress_choice.Ingress | None) -> HTTPOptions:
     """HAProxy takes the address and the certificate; else Ray's own proxy does."""
     if front is not None:
         return HTTPOptions(host=front.host, port=port, keep_alive_timeout_s=settings.keep_alive_s)

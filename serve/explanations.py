@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from rtrain.batch import Encoded, Floats
-from rtrain.errors import UserError
-from rtrain.explain.explainer import Explainer
-from rtrain.explain.gradients import Stopped
-from rtrain.explain.targets import LabelError
-from rtrain.predict import Predictor
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import Encoded, Floats
+from rtrain.inference.explain.explainer import Explainer
+from rtrain.inference.explain.gradients import Stopped
+from rtrain.inference.explain.targets import LabelError
+from rtrain.inference.predictor import Predictor
 from rtrain.tasks.base import Input
-from serve.schema import RequestError
+from serve.schemas.predict import RequestError
 
 MOST_WAITING = 16
 """Texts that may wait for an explanation or be in one, over all requests."""

@@ -21,16 +21,16 @@ from tritonclient.grpc import service_pb2 as messages, service_pb2_grpc as inter
 
 import rtrain
 from rtrain.config import Serve
-from serve import protocol, schema
-from serve.base import Desk
-from serve.envelope import CLIENT_GONE, REQUEST_ID, Record, model_of, parts_of, tell
-from serve.front import certificate
-from serve.schema import RequestError
-from serve.watching import tracing
+from serve.app_base import Desk
+from serve.ingress import tls
+from serve.observability import tracing
+from serve.request_context import CLIENT_GONE, REQUEST_ID, Record, model_of, parts_of, tell
+from serve.schemas import open_inference, predict
+from serve.schemas.predict import RequestError
 
 if TYPE_CHECKING:
-    from serve.answering import Service
-    from serve.door import keys
+    from serve.auth import api_keys
+    from serve.model import Service
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ async def serving(
     desk: Desk,
     settings: Serve,
     port: int,
-    door: "keys.Door | None" = None,
+    door: "api_keys.Door | None" = None,
     models: int = 1,
     shared: bool = True,
 ) -> AsyncIterator[int]:
@@ -104,7 +104,7 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # it has no 
     holds one of the server's `maximum_concurrent_rpcs`. A call without a right key ends at once. A call of a known
     client ends where its message takes longer than the deadline. A call that needs no key is answered unread."""
 
-    def __init__(self, desk: Desk, settings: Serve, door: "keys.Door | None"):
+    def __init__(self, desk: Desk, settings: Serve, door: "api_keys.Door | None"):
         self._desk, self._settings, self._door = desk, settings, door
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
@@ -153,9 +153,9 @@ def _count_refused(desk: Desk, route: str, model: str, error: RequestError, bega
 
 def _credentials(tls_cert: str, tls_key: str) -> grpc.ServerCredentials:
     """Those of the certificate as its files are when a client connects."""
-    files = certificate.CertificateFiles(tls_cert, tls_key)
+    files = tls.CertificateFiles(tls_cert, tls_key)
 
-    def configured(pair: certificate.Pair) -> grpc.ServerCertificateConfiguration:
+    def configured(pair: tls.Pair) -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)])
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
@@ -168,10 +168,10 @@ def _credentials(tls_cert: str, tls_key: str) -> grpc.ServerCredentials:
 class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  # it has no types
     """Whether it lives and is ready it tells without a key, as over HTTP."""
 
-    def __init__(self, desk: Desk, door: "keys.Door | None"):
+    def __init__(self, desk: Desk, door: "api_keys.Door | None"):
         self._desk, self._door = desk, door
 
-    async def _admitted(self, context: Any, call: str, model: str | None = None) -> "keys.Key | None":
+    async def _admitted(self, context: Any, call: str, model: str | None = None) -> "api_keys.Key | None":
         """The key of a call, to that model where it is for one; None where none is asked for. Who is refused is counted
         and logged, but for who names none of several models."""
         if self._door is None:
@@ -287,9 +287,9 @@ async def _named(service: "Service", request: Any, context: Any) -> None:
         await _abort(context, error)
 
 
-def _asked(request: Any) -> tuple[protocol.InferRequest, bytes]:
+def _asked(request: Any) -> tuple[open_inference.InferRequest, bytes]:
     """The same question as over HTTP: its description, checked by the same parser, and its texts in binary form."""
-    inline = [protocol.packed(tensor.contents.bytes_contents) for tensor in request.inputs]
+    inline = [open_inference.packed(tensor.contents.bytes_contents) for tensor in request.inputs]
     raw = list(request.raw_input_contents) or inline
     if len(raw) != len(request.inputs):
         raise RequestError(422, f"{len(raw)} raw contents for {len(request.inputs)} tensors", "raw_input_contents")
@@ -308,7 +308,7 @@ def _asked(request: Any) -> tuple[protocol.InferRequest, bytes]:
     }
     if request.id:
         document["id"] = request.id
-    return schema.parse(protocol.InferRequest, json.dumps(document).encode()), b"".join(raw)
+    return predict.parse(open_inference.InferRequest, json.dumps(document).encode()), b"".join(raw)
 
 
 def _value(parameter: Any) -> Any:
@@ -319,7 +319,7 @@ def _value(parameter: Any) -> Any:
 
 def _raw(tensor: dict[str, Any]) -> bytes:
     if tensor["datatype"] == "BYTES":
-        return protocol.packed(text.encode() for text in tensor["data"])
+        return open_inference.packed(text.encode() for text in tensor["data"])
     return np.asarray(tensor["data"], dtype="<f4").tobytes()
 
 

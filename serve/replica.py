@@ -14,19 +14,20 @@ import ray.serve
 import ray.serve.exceptions
 from fastapi import FastAPI
 
-from rtrain import env, ray_internals
+from rtrain import ray_internals
 from rtrain.config import Serve
-from rtrain.errors import UserError
-from rtrain.predict import Predictor
-from serve.answering import Lasting
+from rtrain.core import env
+from rtrain.core.errors import UserError
+from rtrain.inference.predictor import Predictor
 from serve.app import build_app
-from serve.change.application import VERSIONS
-from serve.change.versions import Plan
-from serve.declared import most_replicas, most_requests
-from serve.door import access, guard
-from serve.front import direct
-from serve.models import Models, build_desk, over_grpc
-from serve.watching.sums import join_expositions
+from serve.auth import middleware, preflight
+from serve.ingress import direct
+from serve.model import Lasting
+from serve.observability.aggregation import join_expositions
+from serve.ray_config import most_replicas, most_requests
+from serve.registry import Models, build_desk, over_grpc
+from serve.rollout.model_slot import Plan
+from serve.rollout.ray_app import VERSIONS
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Replica:
 
     def __init__(self, settings: Serve, names: Sequence[str], *, several: bool | None = None):
         """`several`: whether there may be others, whose counts are told with its own; None: by the settings."""
-        self._settings, self._door = settings, guard.door(settings)
+        self._settings, self._door = settings, middleware.door(settings)
         self._lasting = {name: Lasting(settings, self._door) for name in names}
         several = most_replicas(settings) > 1 if several is None else several
         self._joined = self._join_expositions if several else None
@@ -69,7 +70,7 @@ class Replica:
         precision = self._settings.precision if device == "cuda" else "fp32"
         predictor = await asyncio.to_thread(Predictor.load, artifact, self._settings.threads, device, precision)
         # Whoever deploys a file names the artefact in `user_config`, which Ray hands to replicas alone.
-        access.admit(predictor.artifact, artifact, self._settings)
+        preflight.admit(predictor.artifact, artifact, self._settings)
         predictor.artifact = replace(predictor.artifact, name=name)
         return build_app(predictor, self._settings, self._joined, self._lasting[name])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow.parquet
 
-from rtrain.answers.files import Asked
+from rtrain.inference.batch.predict_files import Asked
 from tests.tiny import CORPUS
 
 MESSY = (

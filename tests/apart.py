@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rtrain import env
+from rtrain.core import env
 from tests.conftest import labelled_rows, write_rows
 from tests.hub import Hub, make_rows, serving
 from tests.tiny import make_encoder
@@ -57,9 +57,9 @@ def _drive(cluster: Any, folder: Path, own: Path, hub: Hub) -> dict[str, Any]:
     import ray
 
     from rtrain import config
-    from rtrain.cluster.session import session
-    from rtrain.errors import ConfigError
-    from rtrain.runs import driver, nodes, preparing
+    from rtrain.cluster.connection import session
+    from rtrain.core.errors import ConfigError
+    from rtrain.runs import controller, node_checks, prepare
 
     def chosen(**overrides: Any) -> config.Config:
         dotted = {name.replace("__", "."): value for name, value in overrides.items()}
@@ -72,15 +72,15 @@ def _drive(cluster: Any, folder: Path, own: Path, hub: Hub) -> dict[str, Any]:
         while len([node for node in ray.nodes() if node["Alive"]]) < 2:
             time.sleep(0.2)
         packaged = chosen(data__path=ROWS)
-        _, weights, *_ = nodes.share(packaged, *preparing.check(packaged, root), root)
+        _, weights, *_ = node_checks.share(packaged, *prepare.check(packaged, root), root)
         found["packaged"] = str(weights)
         try:
-            preparing.prepare(chosen(data__path=str(own / "rows.csv"), model__name=str(own / "encoder")), root / "none")
+            prepare.prepare(chosen(data__path=str(own / "rows.csv"), model__name=str(own / "encoder")), root / "none")
         except ConfigError as error:
             found["refused"] = str(error)
-        summary = driver.fit(preparing.prepare(by_name, root / "run"))
+        summary = controller.fit(prepare.prepare(by_name, root / "run"))
         asked = len(hub.asked)
-        again = preparing.prepare(by_name, root / "run", "resume")
+        again = prepare.prepare(by_name, root / "run", "resume")
         found |= {"updates": summary["updates"], "status": summary["status"], "asked": len(hub.asked) - asked}
         found |= {"model": again.config.recipe.model.name, "data": again.config.recipe.data.path}
         found |= {"weights": str(again.model), "labels": list(again.store.manifest.labels)}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from rtrain.errors import ConfigError, UserError
+from rtrain.core.errors import ConfigError, UserError
 
 
 def caused_by(code: str) -> Callable[[UserError], bool]:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rtrain import env
+from rtrain.core import env
 
 if TYPE_CHECKING:
-    from rtrain.runs.kept import Kept
+    from rtrain.runs.worker_pool import Kept
     from tests.heads import Head
     from tests.trained import Trained
 
@@ -83,7 +83,7 @@ def pytest_collection_finish() -> None:
 def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One private Ray of 4 logical CPUs for the whole session: two workers and the data tasks of one training."""
     from rtrain import config
-    from rtrain.cluster.session import session
+    from rtrain.cluster.connection import session
 
     before = Path.cwd()
     folder = tmp_path_factory.mktemp("ray")
@@ -105,8 +105,8 @@ def kept_workers(ray_session: Path, request: pytest.FixtureRequest) -> Iterator[
     """Worker processes that all starts of a module may share: new ones take 10 s and more each time."""
     import ray
 
-    from rtrain.run import Run
-    from rtrain.runs.kept import Kept, post
+    from rtrain.core.run_folder import Run
+    from rtrain.runs.worker_pool import Kept, post
 
     office = post()
     made = Kept(Run(ray_session / f"kept-{request.module.__name__}"), office)

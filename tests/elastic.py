@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rtrain import config, env
+from rtrain import config
+from rtrain.core import env
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder
 
@@ -58,9 +59,9 @@ def main(folder: Path, way: str) -> None:
 
 
 def _drive(cluster: Any, folder: Path, way: str) -> dict[str, Any]:
-    from rtrain.cluster.session import session
-    from rtrain.proof import ledger
-    from rtrain.runs import driver, preparing
+    from rtrain.cluster.connection import session
+    from rtrain.runs import controller, prepare
+    from rtrain.verification import ledger
 
     changes = [("joins", _join), ("drained", _drain), ("joins again", _join_spot), ("vanishes", _vanish)]
     short = way == "short"
@@ -72,9 +73,9 @@ def _drive(cluster: Any, folder: Path, way: str) -> dict[str, Any]:
     chosen = settings(folder, cluster.address, least, crashes=1 if way else 0, shard=shard)
     log: list[dict[str, Any]] = []
     with session(chosen, folder):
-        prepared = preparing.prepare(chosen, folder / "run")
+        prepared = prepare.prepare(chosen, folder / "run")
         # Nodes may only be added from the main thread.
-        fit = threading.Thread(target=lambda: driver.fit(prepared, until=UPDATES, on_event=log.append), daemon=True)
+        fit = threading.Thread(target=lambda: controller.fit(prepared, until=UPDATES, on_event=log.append), daemon=True)
         fit.start()
         steps = [_wait(fit, log, 0, "to start", lambda event: event["kind"] == "started")]
         for name, change in changes:

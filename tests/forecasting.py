@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtrain import env
 from rtrain.config import Train
-from rtrain.strategies import ways
+from rtrain.core import env
+from rtrain.parallel import layout
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ def measured(folder: Path, settings: dict[str, Any]) -> dict[str, int]:
     env.give_memory_back()
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    with env.freed_goes_back(ways.gives_back(_settings_of(settings))):
+    with env.freed_goes_back(layout.gives_back(_settings_of(settings))):
         _train(folder, settings, UPDATES)
         return {"peak": status("VmHWM") - before, "process": before}
 
@@ -81,23 +81,23 @@ def _train(folder: Path, settings: dict[str, Any], updates: int) -> None:
     import numpy as np
     import torch
 
-    from rtrain.batch import single
     from rtrain.config import Model, Recipe
-    from rtrain.network import model
-    from rtrain.strategies import choose
+    from rtrain.core.ragged import single
+    from rtrain.models import builder
+    from rtrain.parallel import factory
     from rtrain.tasks import base
-    from rtrain.training import optim, step
+    from rtrain.trainer import optimizers, step
 
     torch.set_num_threads(1)
     task = base.get(settings["task"])
     labels = tuple("abcdefgh"[: settings.get("outputs", 2)])
     chosen, train = Model(**settings.get("model", {})), _settings_of(settings)
-    network = model.build(folder, task, labels if settings["task"] != "masked_lm" else (), 0, chosen)
+    network = builder.build(folder, task, labels if settings["task"] != "masked_lm" else (), 0, chosen)
     if train.gradient_checkpointing:
-        model.keep_inputs_alone(network)
+        builder.keep_inputs_alone(network)
     network.train()
-    exchange = choose.build(network, train)
-    optimizer = optim.of_run(exchange, Recipe(name="a", task=settings["task"], train=train))
+    exchange = factory.build(network, train)
+    optimizer = optimizers.of_run(exchange, Recipe(name="a", task=settings["task"], train=train))
     lengths = np.asarray(settings["lengths"], dtype=np.int32)
     vocabulary = network.config.vocab_size
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from rtrain import artifact, manifest, predict
-from rtrain.artifact import Artifact
-from rtrain.batch import Head
 from rtrain.compress import quantize
-from rtrain.run import Run
+from rtrain.core import manifest
+from rtrain.core.ragged import Head
+from rtrain.core.run_folder import Run
+from rtrain.inference import artifact, predictor
+from rtrain.inference.artifact import Artifact
 from rtrain.tasks import base
 from tests.trained import Trained, settings
 
@@ -56,9 +57,9 @@ def copy(
     shutil.copytree(original, target)
     (target / manifest.NAME).unlink()
     made = change(target, replace(artifact.read(original), gate=None, golden=()))
-    inputs = predict.golden_inputs(base.get(made.task), Head(made.labels, made.facts))
-    artifact.write(target, made, predict.golden_logits, inputs)
-    predict.Predictor.load(target)
+    inputs = predictor.golden_inputs(base.get(made.task), Head(made.labels, made.facts))
+    artifact.write(target, made, predictor.golden_logits, inputs)
+    predictor.Predictor.load(target)
     return target
 
 

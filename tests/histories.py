@@ -10,10 +10,10 @@ from typing import Any
 
 from rtrain import config
 from rtrain.config import Config
-from rtrain.run import Run
-from rtrain.runs import opening
+from rtrain.core.run_folder import Run
+from rtrain.runs import run_folders
 from tests.conftest import write_rows
-from tune.known.history import History, replay
+from tune.history import History, replay
 
 Event = dict[str, Any]
 FULL, RUNGS = 6400, 3
@@ -91,11 +91,11 @@ def make_search(folder: Path, journal: Sequence[Event], recipe: str = "intent", 
     """A search's folder: its configuration, its journal, and of every trial the configuration and the log."""
     folder.mkdir(parents=True, exist_ok=True)
     found = Run(folder / "search")
-    chosen = opening.freeze(found, configured(folder, recipe, **overrides))
+    chosen = run_folders.freeze(found, configured(folder, recipe, **overrides))
     found.trials.write_text("".join(json.dumps({"time": 1.0, **event}) + "\n" for event in journal))
     for trial in replay(journal).own:
         run = found.trial(trial.number)
-        opening.freeze(run, config.with_overrides(chosen, dict(trial.settings)))
+        run_folders.freeze(run, config.with_overrides(chosen, dict(trial.settings)))
         per = config.load(str(run.config)).recipe.rows_per_update
         run.append("started", update=0, of=FULL // per, workers=2, precision="fp32")
         came = {one.rows: one.score for one in trial.reached}

@@ -10,8 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rtrain import config, env, ray_internals
-from rtrain.cluster.session import session
+from rtrain import config, ray_internals
+from rtrain.cluster.connection import session
+from rtrain.core import env
 
 LOSE = "trap '' TERM INT HUP; sleep 1000 >&2 & echo $!"
 """The shell ends at once: what it leaves has another parent, and the worker's log file as its output."""

@@ -24,12 +24,13 @@ import httpx
 import psutil
 import yaml
 
-from rtrain import env, ray_internals
-from rtrain.cluster import supply
-from rtrain.cluster.jobs import naming, upload
-from rtrain.cluster.rehearsal import faults, measured, plan as plans
-from rtrain.cluster.rehearsal.machines.up import Up, free_ports, up
-from rtrain.run import Run
+from rtrain import ray_internals
+from rtrain.cluster import capacity
+from rtrain.cluster.jobs import job_names, upload
+from rtrain.core import env
+from rtrain.core.run_folder import Run
+from rtrain.rehearsal import faults, measurements, plan as plans
+from rtrain.rehearsal.machines.local_cluster import Up, free_ports, up
 from tests.conftest import labelled_rows, write_rows
 from tests.root import ROOT
 from tests.tiny import make_artifact, make_encoder
@@ -101,7 +102,7 @@ def again(folder: Path) -> dict[str, Any]:
         until("an update", lambda: [one for one in run.events("progress") if one["time"] > started["time"]])
         seconds = round(time.time() - begin, 1)
         made.jobs.stop(job)
-        until("its end", lambda: made.jobs.all()[job].status in naming.ENDED)
+        until("its end", lambda: made.jobs.all()[job].status in job_names.ENDED)
         joined = ray_internals.joined(made.address, seconds=10.0)
     went = [(f"{one.name} asked for", one.asked) for one in made.machines.values()]
     went += [(f"{name} joined", at) for name, at in joined.items()]
@@ -166,23 +167,23 @@ def grow(folder: Path) -> dict[str, Any]:
         until("nodes to leave", lambda: len(made.book.up()) - 1 <= 3)
         left = len(made.book.up()) - 1
         made.jobs.stop(job)
-        until("its end", lambda: made.jobs.all()[job].status in naming.ENDED)
+        until("its end", lambda: made.jobs.all()[job].status in job_names.ENDED)
         until("nodes to end", lambda: len(made.book.up()) == 1)
     machines = [one for one in made.machines.values() if one.type != small.head.name]
     return {
         "workers": [one["workers"] for one in run.events("started")],
         "seconds": seconds,
-        "needed": small.needed(4, supply.Needs()),
+        "needed": small.needed(4, capacity.Needs()),
         "smaller_s": smaller,
         "lost": [
             max(one["update"] for one in run.events("progress") if one["time"] < start["time"]) - start["update"]
             for start in run.events("started")[1:]
         ],
-        "needed_by_one": small.needed(1, supply.Needs(data_cpus=supply.data_cpus(None, 4))),
+        "needed_by_one": small.needed(1, capacity.Needs(data_cpus=capacity.data_cpus(None, 4))),
         "left_of_one": left,
         "started": len(machines),
-        "at_a_time": measured.most_at_a_time(
-            measured.nodes_of({one.name: one for one in machines}, {}, small, [], begin)
+        "at_a_time": measurements.most_at_a_time(
+            measurements.nodes_of({one.name: one for one in machines}, {}, small, [], begin)
         ),
         "in_the_end": count,
         "asked_s": [round(one.asked - begin, 1) for one in machines],
@@ -238,7 +239,7 @@ def broken(folder: Path) -> dict[str, Any]:
         until("a checkpoint", lambda: stored(folder) > max(kept, during - SAVE_EVERY))
         durable = time.time()
         made.jobs.stop(job)
-        until("the job's end", lambda: made.jobs.all()[job].status in naming.ENDED)
+        until("the job's end", lambda: made.jobs.all()[job].status in job_names.ENDED)
     return {
         "driver": {
             "seconds_to_next_update": round(again["time"] - killed, 1),
@@ -271,7 +272,7 @@ def labels(folder: Path) -> dict[str, Any]:
     where = dict[str, set[str]]()
     with up(plans.of(yaml.safe_dump(document)), folder / "machines", say) as made:
         job = made.jobs.submit(["tune", *asked[1:]], upload.of(ROOT), say)
-        while (status := made.jobs.all()[job].status) not in naming.ENDED:
+        while (status := made.jobs.all()[job].status) not in job_names.ENDED:
             _note(made, "ray::RayTrainWorker", where)
             time.sleep(0.2)
         command = ["serve", str(folder / "artifact"), "--port", str(port), "--set", "serve.labels={for: answers}"]
@@ -279,7 +280,7 @@ def labels(folder: Path) -> dict[str, Any]:
         made.jobs.await_line(serving, "serving ")
         _note(made, "ray::ServeReplica", where)
         made.jobs.stop(serving)
-        until("its end", lambda: made.jobs.all()[serving].status in naming.ENDED)
+        until("its end", lambda: made.jobs.all()[serving].status in job_names.ENDED)
     trials = len(list(search.folder.glob("trial-*")))
     return {"status": status, "trials": trials, "on": {k: sorted(v) for k, v in where.items()}, "left": made.left}
 
@@ -317,7 +318,7 @@ def asked_until_stopped(made: Up, job: str, url: str) -> dict[str, int]:
     made.jobs.stop(job)
     for one in clients:
         one.join()
-    until("the job's end", lambda: made.jobs.all()[job].status in naming.ENDED)
+    until("the job's end", lambda: made.jobs.all()[job].status in job_names.ENDED)
     return counts
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rtrain import signals
 from rtrain.cli import options
-from rtrain.errors import Ended
+from rtrain.core import signals
+from rtrain.core.errors import Ended
 from tests.tiny import make_artifact
 
 

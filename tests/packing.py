@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rtrain.batch import Tokens
-from rtrain.training import step
+from rtrain.core.ragged import Tokens
+from rtrain.trainer import step
 
 WORDS = 300
 LENGTHS = [9, 2, 31, 31, 17, 5, 64, 3, 2, 12, 31, 1]

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rtrain.doctor.profile import figures
-from rtrain.doctor.profile.figures import Update, Worker
-from rtrain.doctor.profile.profile import KIND, VERSION
-from rtrain.doctor.profile.rows import Length
-from rtrain.exchange.timeline import SENDS, WAITS, Span
-from rtrain.training import stages
-from rtrain.training.stages import Window
+from rtrain.parallel.timeline import SENDS, WAITS, Span
+from rtrain.profiling import measurements
+from rtrain.profiling.cases import Length
+from rtrain.profiling.measurements import Update, Worker
+from rtrain.profiling.profile import KIND, VERSION
+from rtrain.trainer import step_timing
+from rtrain.trainer.step_timing import Window
 
 LENGTH = Length(updates=4, warm_up=2)
 MS = 1_000_000
@@ -25,16 +25,16 @@ def worker(rank: int = 0, *, slower: int = 1, cores: int = 2, host: str = "here"
         wall = 100 * slower * MS + last * 50 * MS
         ends = [at + part * slower * MS for part in (5, 35, 80, 90)]
         spans = [
-            Span(stages.GET_BATCH, at, ends[0]),
-            Span(stages.FORWARD, ends[0], ends[1]),
+            Span(step_timing.GET_BATCH, at, ends[0]),
+            Span(step_timing.FORWARD, ends[0], ends[1]),
             Span(SENDS, ends[1] + 10 * slower * MS, ends[1] + 30 * slower * MS),
             Span(WAITS, ends[2] - 5 * slower * MS, ends[2]),
             Span(SENDS, ends[2] - 5 * slower * MS, ends[2]),
-            Span(stages.BACKWARD, ends[1], ends[2]),
-            Span(stages.OPTIMIZER, ends[2], ends[3]),
+            Span(step_timing.BACKWARD, ends[1], ends[2]),
+            Span(step_timing.OPTIMIZER, ends[2], ends[3]),
         ]
         if last:
-            spans.append(Span(stages.CHECKPOINT, at + wall - 50 * MS, at + wall))
+            spans.append(Span(step_timing.CHECKPOINT, at + wall - 50 * MS, at + wall))
         updates.append(Update(Window(number, at, at + wall, tuple(spans)), rows=8, passes=2, real_tokens=200))
         at += wall
     seconds = sum(one.window.wall for one in updates) / 1e9
@@ -49,7 +49,7 @@ def row(workers: int = 1, *, slower: int = 1, cores: int = 2, **facts: Any) -> d
         **{"save_every": 25, "run_updates": 1000},
     }
     made = [worker(rank, slower=slower, cores=cores) for rank in range(workers)]
-    return figures.of_row(figures.Facts(**{**known, **facts}), made, LENGTH)
+    return measurements.of_row(measurements.Facts(**{**known, **facts}), made, LENGTH)
 
 
 def document(*rows: Mapping[str, Any], **changed: Any) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rtrain import artifact, predict
 from rtrain.compress import calibrate
 from rtrain.compress.quantize import SERVED
 from rtrain.config.recipe import Quantize
-from rtrain.data.stores.store import Store
+from rtrain.data.store.store import Store
+from rtrain.inference import artifact, predictor
 from tests import reports
 from tests.tiny import CORPUS, MAX_TOKENS, make_encoder, make_store, make_task_artifact
 
@@ -51,5 +51,5 @@ def complete(made: Made, folder: Path, **settings: Any) -> Path:
             shutil.copyfile(made.folder / name, folder / name)
     before = artifact.read(made.folder)
     after = replace(before, engine=Quantize(**settings).engine, golden=(), lineage={"parent": before.version})
-    artifact.write(folder, after, predict.golden_logits)
+    artifact.write(folder, after, predictor.golden_logits)
     return folder

@@ -25,19 +25,19 @@ import torch
 from safetensors.torch import load_file
 
 from rtrain import config
-from rtrain.batch import Head
 from rtrain.cli import app as cli
 from rtrain.config import Config, Distill, Serve
-from rtrain.data.ingest import Share, Update, plan_update
+from rtrain.core.ragged import Head
+from rtrain.core.run_folder import Run
 from rtrain.data.order import Order
-from rtrain.data.stores.store import Store
-from rtrain.network import model, precision
-from rtrain.predict import Predictor
-from rtrain.run import Run
-from rtrain.runs import driver, preparing
-from rtrain.strategies import choose
+from rtrain.data.store.store import Store
+from rtrain.data.stream import Share, Update, plan_update
+from rtrain.inference.predictor import Predictor
+from rtrain.models import builder, precision
+from rtrain.parallel import factory
+from rtrain.runs import controller, prepare
 from rtrain.tasks import base
-from rtrain.training import loop, losses
+from rtrain.trainer import losses, trainer
 from serve.app import build_app
 from tests.tiny import CORPUS, make_artifact, make_encoder, make_store, make_task_artifact
 
@@ -232,20 +232,20 @@ def train_alone(task_name: str, folder: Path) -> dict[str, Any]:
     encoder, task = folder / "encoder", base.get(task_name)
     store = make_store(recipe, encoder, folder)
     ordered = Order(store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, SEED)
-    network = model.build(encoder, task, store.manifest.labels, SEED, recipe.model)
+    network = builder.build(encoder, task, store.manifest.labels, SEED, recipe.model)
     precision.widen(network, "fp32")
     loss = losses.for_run(task, Distill(), store.manifest.head)
-    job = loop.Job(
-        recipe, Run(folder / "alone"), store, task, loss, ordered, model.pad_id(encoder), "fp32", ordered.updates
+    job = trainer.Job(
+        recipe, Run(folder / "alone"), store, task, loss, ordered, builder.pad_id(encoder), "fp32", ordered.updates
     )
     recorder = Recorder()
-    exchange = choose.build(network, recipe.train, None, recorder.event)
+    exchange = factory.build(network, recipe.train, None, recorder.event)
     share = Share(store.folder, ordered, 1, 0, recipe.train.micro_batch)
 
     def updates(first: int, stop: int) -> Iterator[Update]:
         return (plan_update(store, share, number) for number in range(first, stop))
 
-    outcome = loop.train(job, exchange, updates, recorder, loop.Clock())
+    outcome = trainer.train(job, exchange, updates, recorder, trainer.Clock())
     ids = store.column("train", "row_id")
     return {
         "store": store_facts(store, folder),
@@ -272,8 +272,8 @@ def event_fields(events: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def train_under_ray(task: str, folder: Path, workers: Any) -> dict[str, Any]:
-    prepared = preparing.prepare(settings(task, folder), folder / "run")
-    summary = driver.fit(prepared, workers=workers, reports=task == "classification")
+    prepared = prepare.prepare(settings(task, folder), folder / "run")
+    summary = controller.fit(prepared, workers=workers, reports=task == "classification")
     run = Run(folder / "run")
     progress = run.events("progress")
     return {
@@ -361,7 +361,7 @@ def runs(folder: Path, workers: Any) -> dict[str, Any]:
     made = {task: train_under_ray(task, folder / task, workers) for task in TASKS}
     run = folder / "classification" / "run"
     changed = config.with_overrides(settings("classification", folder / "classification"), {"optim.lr": 1e-4})
-    driver.fit(preparing.prepare(changed, run.with_name("other")), workers=workers, reports=False)
+    controller.fit(prepare.prepare(changed, run.with_name("other")), workers=workers, reports=False)
     return {"two_workers": made, "commands": commands(run, run.with_name("other")), "folders": artifact_facts(run)}
 
 
@@ -579,8 +579,8 @@ def plain(document: Any) -> Any:
 def main() -> None:
     if sys.argv[1:] != ["--write"]:
         sys.exit("usage: python -m tests.record --write")
-    from rtrain.cluster.session import session
-    from rtrain.runs.kept import Kept, post
+    from rtrain.cluster.connection import session
+    from rtrain.runs.worker_pool import Kept, post
 
     collected = []
     with tempfile.TemporaryDirectory() as folder, session(config.load("intent"), Path(folder)):

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from rtrain.errors import ConfigError, UserError
+from rtrain.core.errors import ConfigError, UserError
 
 
 @contextmanager

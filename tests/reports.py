@@ -9,25 +9,27 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from rtrain import config, events, score
-from rtrain.batch import Head, Ragged
+from rtrain import config
 from rtrain.config import Config
-from rtrain.data.stores.store import open_store
+from rtrain.core import events
+from rtrain.core.ragged import Head, Ragged
+from rtrain.core.run_folder import Run
+from rtrain.data.store.store import open_store
+from rtrain.inference import score
+from rtrain.inference.predictor import Predictor
 from rtrain.metrics import scores
-from rtrain.predict import Predictor
 from rtrain.report import html
-from rtrain.run import Run
-from rtrain.runs import opening, predictions as answered
+from rtrain.runs import predictions as answered, run_folders
 from rtrain.tasks import base
 from rtrain.tasks.encode import reading_of
-from rtrain.training import stages
+from rtrain.trainer import step_timing
 from tests import test_runs_tasks
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
 
 UPDATES_PER_EPOCH = 10
 PARTS = {"get_batch": 0.002, "forward": 0.03, "backward": 0.05, "exchange": 0.01, "optimizer": 0.005, "idle": 0.003}
-STAGES = [{**dict.fromkeys(stages.PARTS, 0.0), **PARTS, "hidden": 0.004, "cores_busy": 0.75}] * 2
+STAGES = [{**dict.fromkeys(step_timing.PARTS, 0.0), **PARTS, "hidden": 0.004, "cores_busy": 0.75}] * 2
 """The mean update of each of two workers, 100 ms."""
 MACHINE = {"host": "here", "workers": 2, "cores": 2, "gpus": 0, "gpu": None, "instance": "m7i.large"}
 SECONDS = {"setup": 2.0, "first_batch": 1.0, "train": 20.0, "evaluate": 3.0, "checkpoint": 0.5, "input_wait": 0.25}
@@ -67,7 +69,7 @@ def begin(folder: Path, chosen: Config, *, trained: bool = True) -> Path:
         | {"train.save_every": 5},
     )
     run = folder / "run"
-    frozen = opening.freeze(Run(run), chosen)
+    frozen = run_folders.freeze(Run(run), chosen)
     created = {"recipe": chosen.recipe.name, "task": chosen.recipe.task, "data_digest": store.manifest.digest}
     origin = store.manifest.sources
     events.append(

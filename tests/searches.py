@@ -10,13 +10,13 @@ import numpy as np
 
 from rtrain import config
 from rtrain.config import Config
-from rtrain.report import answer_rows
-from rtrain.run import Run
-from rtrain.runs import opening
+from rtrain.core.run_folder import Run
+from rtrain.report import row_predictions
+from rtrain.runs import run_folders
 from tests.conftest import write_rows
 from tests.reports import write_predictions
-from tune.ending import finals, judged
-from tune.known.history import SEED, Finished, Journal, Reached
+from tune import finals, holdout_scores
+from tune.history import SEED, Finished, Journal, Reached
 
 UPDATES = 40
 """Updates of a full run."""
@@ -64,12 +64,12 @@ def make_search(
     """
     chosen = settings(folder, len(scores), **overrides)
     found = Run(folder / "search")
-    opening.freeze(found, chosen)
+    run_folders.freeze(found, chosen)
     journal = Journal(found.trials)
     for number in range(len(scores)):
         by = "recipe" if number == 0 else "spread" if number < 4 else "gp"
         journal.append("asked", trial=number, settings=_point(number), by=by, of=None, seed=None)
-        opening.freeze(found.trial(number), config.with_overrides(chosen, _point(number)))
+        run_folders.freeze(found.trial(number), config.with_overrides(chosen, _point(number)))
     for number, score in enumerate(scores):
         if score is None:
             error = (errors or {}).get(number, "ValueError: no")
@@ -136,11 +136,11 @@ def _end(
     for of, seed, right in repeats:
         number = len(journal.history.trials)
         journal.append("asked", trial=number, settings=_point(of), by=SEED, of=of, seed=seed)
-        opening.freeze(search.trial(number), config.with_overrides(chosen, {**_point(of), "train.seed": seed}))
+        run_folders.freeze(search.trial(number), config.with_overrides(chosen, {**_point(of), "train.seed": seed}))
         _begin(search.trial(number))
         _finish(search, journal, chosen, number, right, rows, seed)
     if any(trial.finished for trial in journal.history.trials):
-        answers = judged.every(search, journal.history, chosen.deploy.tune.held_back, 1)
+        answers = holdout_scores.every(search, journal.history, chosen.deploy.tune.held_back, 1)
         full = ROWS_PER_UPDATE * UPDATES
         wanted = finals.next_runs(journal.history, full, (3 + len(repeats)) * full if repeats else 0, answers)
         assert isinstance(wanted, finals.Verdict), wanted
@@ -154,9 +154,9 @@ def _finish(search: Run, journal: Journal, chosen: Config, number: int, right: f
     _train(run, UPDATES // 2 + UPDATES // 4, UPDATES, right, rows)
     answered(run, right, rows, seed)
     run.append("finished", update=UPDATES)
-    answers = answer_rows.read(run, "valid")
+    answers = row_predictions.read(run, "valid")
     assert answers is not None  # they were just written
-    kept = judged.mask(np.arange(rows, dtype=np.uint64), chosen.deploy.tune.held_back)
+    kept = holdout_scores.mask(np.arange(rows, dtype=np.uint64), chosen.deploy.tune.held_back)
     kept = kept if kept.any() else ~kept
     score, held = float(answers.right.mean()), float(answers.right[kept].mean())
     seconds, all_rows = 2.0 * UPDATES, ROWS_PER_UPDATE * UPDATES

@@ -14,9 +14,9 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from rtrain.batch import Encoded, Head, Outputs
 from rtrain.config import Serve
-from rtrain.predict import Predictor
+from rtrain.core.ragged import Encoded, Head, Outputs
+from rtrain.inference.predictor import Predictor
 from serve.app import build_app
 from tests.tiny import make_artifact, make_task_artifact
 

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rtrain import config, env
+from rtrain import config
+from rtrain.core import env
 from tests.conftest import labelled_rows, write_rows
 from tests.soak import FAILPOINTS, armed
 from tests.tiny import make_encoder
@@ -41,7 +42,7 @@ def main(folder: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(FAILPOINTS), os.environ.get("PYTHONPATH", "")])
     importlib.import_module("tests.failpoints.sitecustomize")  # in this process too: it opens the storage
     env.prepare()
-    from rtrain.cluster.session import session
+    from rtrain.cluster.connection import session
 
     with session(settings(folder), folder):
         sys.stdout.write(json.dumps({"slow": _slow(folder), "hung": _hung(folder)}))
@@ -49,30 +50,30 @@ def main(folder: Path) -> None:
 
 def _slow(folder: Path) -> dict[str, Any]:
     """A run that pauses, loses its checkpoints and goes on from its storage, with two workers."""
-    from rtrain.runs import driver, preparing
+    from rtrain.runs import controller, prepare
 
     chosen = settings(folder, **{"cluster.storage": f"slow://{folder}/storage"})
     slow = folder / "slow"
     slow.write_text(str(SLOW_S))
-    driver.fit(preparing.prepare(chosen, folder / "run"), until=UNTIL)
+    controller.fit(prepare.prepare(chosen, folder / "run"), until=UNTIL)
     shutil.rmtree(folder / "run" / "checkpoints")
-    driver.fit(preparing.prepare(chosen, folder / "run", "resume"))
+    controller.fit(prepare.prepare(chosen, folder / "run", "resume"))
     slow.unlink()
     return _told(folder / "run") | {"phases": sorted(set((folder / "slowed").read_text().splitlines()))}
 
 
 def _hung(folder: Path) -> dict[str, Any]:
     """A run whose first worker hangs for ever when it makes the artefact."""
-    from rtrain.runs import driver, preparing
+    from rtrain.runs import controller, prepare
 
-    prepared = preparing.prepare(settings(folder), folder / "hung")
+    prepared = prepare.prepare(settings(folder), folder / "hung")
     armed("artefact", rank=0)(prepared.run)
-    driver.fit(prepared)
+    controller.fit(prepared)
     return _told(prepared.run.folder) | {"taken": (folder / "taken.json").is_file()}
 
 
 def _told(run: Path) -> dict[str, Any]:
-    from rtrain import events
+    from rtrain.core import events
 
     log = events.read(run)
     crashed = [event for event in log if event["kind"] == "crashed"]

@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rtrain import config, env
-from rtrain.cluster.session import session
+from rtrain import config
+from rtrain.cluster.connection import session
+from rtrain.core import env
 
 
 def main(folder: Path) -> None:

@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rtrain import config, env
-from rtrain.proof.faults import CONTROLLER, FAULTS, WORKER, Fault, processes
-from rtrain.run import Run
+from rtrain import config
+from rtrain.core import env
+from rtrain.core.run_folder import Run
+from rtrain.verification.faults import CONTROLLER, FAULTS, WORKER, Fault, processes
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder
 
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         share = {"num_failures": -1, "req_failure_prob": options.rpc, "resp_failure_prob": options.rpc}
         os.environ["RAY_testing_rpc_failure"] = json.dumps(dict.fromkeys(RPCS, share))  # noqa: SIM112 - Ray's own spelling
     env.prepare()
-    from rtrain.cluster.session import session
+    from rtrain.cluster.connection import session
 
     chosen = settings(folder)
     with session(chosen, folder):
@@ -123,7 +124,7 @@ def soak(chosen: config.Config, folder: Path, options: Any) -> bool:
 
 
 def drill(chosen: config.Config, folder: Path, faults: Sequence[Fault]) -> bool:
-    from rtrain.proof import drill as proof
+    from rtrain.verification import drill as proof
 
     def say(event: dict[str, Any]) -> None:
         if event["kind"] in ("stage", "crashed", "failed", "set_aside", "started"):

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rtrain import config, events, manifest
-from rtrain.run import Run
-from rtrain.runs import opening
+from rtrain import config
+from rtrain.core import events, manifest
+from rtrain.core.run_folder import Run
+from rtrain.runs import run_folders
 
 WEIGHTS = 10_000
 """Bytes of a checkpoint's stand-in weights."""
@@ -32,7 +33,7 @@ def make(
     finished one has an artefact of `version`, which answers nothing."""
     run = Run(folder)
     settings = {"data.path": "/data/rows.csv", **{name.replace("__", "."): value for name, value in overrides.items()}}
-    opening.freeze(run, config.load("intent", settings))
+    run_folders.freeze(run, config.load("intent", settings))
     tokens = folder.parent / ".tokens" / store
     log(run, "created", begun, store=str(tokens), data_digest=store, task="classification")
     log(run, "started", begun + 1, workers=2, update=0, of=20, precision="fp32")
@@ -54,7 +55,7 @@ def make(
 def search(folder: Path, *, trials: int = 3, best: int | None = 1, **overrides: Any) -> Run:
     """A search whose trials were paused at their budget; the chosen one is finished."""
     run = Run(folder)
-    opening.freeze(run, config.load("intent", {"data.path": "/data/rows.csv"}))
+    run_folders.freeze(run, config.load("intent", {"data.path": "/data/rows.csv"}))
     for number in range(trials):
         ended = "finished" if number == best else "paused"
         trial = make(run.trial(number).folder, ended=ended, updates=(5, 20), valid=number / 10, **overrides)

@@ -9,12 +9,12 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from rtrain.batch import Head, Tokens
-from rtrain.checkpoints import checkpoint
+from rtrain.checkpoint import format as checkpoint_format
 from rtrain.config import Distill, Recipe, load
-from rtrain.exchange import whole
-from rtrain.exchange.exchange import Exchange
-from rtrain.training import losses, optim, step
+from rtrain.core.ragged import Head, Tokens
+from rtrain.parallel import dtensor_utils
+from rtrain.parallel.base import Exchange
+from rtrain.trainer import losses, optimizers, step
 from tests import test_training_loop
 from tests.test_training_step import TASK, distance, make_network, make_rows, norm, pick
 from tests.workers import run
@@ -25,9 +25,12 @@ UPDATES = (13, 2, 1, 12)
 
 def held(network: torch.nn.Module) -> dict[str, int]:
     """Bytes of weights and gradients that this worker has now."""
-    every = [one for one in network.parameters() if whole.here(one)]
+    every = [one for one in network.parameters() if dtensor_utils.here(one)]
     grown = [one.grad for one in every if one.grad is not None]
-    return {name: sum(whole.local(one).nbytes for one in of) for name, of in (("weights", every), ("gradients", grown))}
+    return {
+        name: sum(dtensor_utils.local(one).nbytes for one in of)
+        for name, of in (("weights", every), ("gradients", grown))
+    }
 
 
 class Looking(losses.RunLoss):
@@ -68,7 +71,7 @@ def share_of(number: int, world: int, rank: int) -> list[Tokens]:
 
 def trained(exchange: Exchange, kept: Path, **train: Any) -> list[dict[str, Any]]:
     """Four updates by AdamW; rank 0 keeps gradients and weights."""
-    optimizer, found, gradients = optim.of_run(exchange, recipe(**train)), [], []
+    optimizer, found, gradients = optimizers.of_run(exchange, recipe(**train)), [], []
     for number, count in enumerate(UPDATES):
         share, rows = share_of(number, exchange.world, exchange.rank), step.row_sum(make_rows(count, number).row_ids)
         seen, loss = Kept(), Looking(exchange.module)
@@ -80,7 +83,7 @@ def trained(exchange: Exchange, kept: Path, **train: Any) -> list[dict[str, Any]
         found.append(each | noise | {"inside": loss.held, "after": seen.held})
         gradients.append(seen.found)
     weights = dict(exchange.whole({name: one.detach() for name, one in exchange.module.named_parameters()}))
-    moments = dict(exchange.whole(checkpoint.moments_of(exchange.module, optimizer)))
+    moments = dict(exchange.whole(checkpoint_format.moments_of(exchange.module, optimizer)))
     if weights:
         kept.mkdir()
         for name, value in (("gradients", gradients), ("weights", weights), ("moments", moments)):
@@ -100,30 +103,32 @@ class Spoiling(step.Observer):
 
     def gradient(self, exchange: Exchange) -> None:
         every = [one.grad for one in exchange.module.parameters() if one.grad is not None]
-        for one in [one for one in every if 0 < whole.local(one).numel() < one.numel()][:1]:
-            whole.local(one).fill_(float("inf"))
+        for one in [one for one in every if 0 < dtensor_utils.local(one).numel() < one.numel()][:1]:
+            dtensor_utils.local(one).fill_(float("inf"))
 
 
 def scaled(exchange: Exchange, **train: Any) -> dict[str, Any]:
     """Updates whose loss is scaled, as it is in fp16. In the second one the last worker's loss overflows, in the third
     one only what it has of a tensor that is cut, in layouts that cut any."""
     optimizer, network, last = (
-        optim.of_run(exchange, recipe(**train)),
+        optimizers.of_run(exchange, recipe(**train)),
         exchange.module,
         distributed.get_world_size() - 1,
     )
     usual, found = losses.RunLoss(TASK, Distill(), Head()), dict[str, Any]()
-    cuts = any(whole.local(one).numel() < one.numel() for one in network.parameters())
+    cuts = any(dtensor_utils.local(one).numel() < one.numel() for one in network.parameters())
     for name, number in (("first", 0), ("loss", 3), *((("share", 3),) if cuts else ()), ("after", 1)):
         is_last = distributed.get_rank() == last
         loss = Overflowing(TASK, Distill(), Head()) if name == "loss" and is_last else usual
         observer = Spoiling() if name == "share" and is_last else step.Observer()
-        before = [whole.local(one).detach().clone() for one in network.parameters()]
+        before = [dtensor_utils.local(one).detach().clone() for one in network.parameters()]
         share = share_of(number, exchange.world, exchange.rank)
         done = step.run_update(
             exchange, optimizer, loss, share, pad_id=0, clip_norm=1.0, scale=1024.0, observer=observer
         )
-        same = all(torch.equal(whole.local(one), old) for one, old in zip(network.parameters(), before, strict=True))
+        same = all(
+            torch.equal(dtensor_utils.local(one), old) for one, old in zip(network.parameters(), before, strict=True)
+        )
         found[name] = {"norm": done.gradient_norm, "skipped": done.skipped, "unchanged": same}
     return found
 
@@ -201,4 +206,4 @@ def kept(folder: Path, name: str, what: str) -> Any:
 def weights_of(folder: Path, name: str, update: int) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(checkpoint.path_of(folder / name / "checkpoints", update) / "model.safetensors")
+    return load_file(checkpoint_format.path_of(folder / name / "checkpoints", update) / "model.safetensors")

@@ -12,20 +12,22 @@ import numpy as np
 import pytest
 
 import rtrain.tasks
-from rtrain import artifact, config, engines
-from rtrain.answers import files
-from rtrain.batch import Floats, Head, Ragged, pack
+from rtrain import config
 from rtrain.compress import calibrate
-from rtrain.compress.graphs import Sample
+from rtrain.compress.exporters.base import Sample
 from rtrain.config import Recipe, loading, recipe
 from rtrain.config.recipe import Optim, Quantize
-from rtrain.data.stores.store import Store
-from rtrain.errors import ConfigError
-from rtrain.explain import targets
-from rtrain.metrics import by_output, scores
-from rtrain.metrics.additive import Additive, joined, ratio
-from rtrain.metrics.by_output import METRICS, Metric, metric_for
-from rtrain.predict import Predictor, golden_logits
+from rtrain.core import engines
+from rtrain.core.errors import ConfigError
+from rtrain.core.ragged import Floats, Head, Ragged, pack
+from rtrain.data.store.store import Store
+from rtrain.inference import artifact
+from rtrain.inference.batch import predict_files
+from rtrain.inference.explain import targets
+from rtrain.inference.predictor import Predictor, golden_logits
+from rtrain.metrics import registry, scores
+from rtrain.metrics.registry import METRICS, Metric, metric_for
+from rtrain.metrics.sums import Additive, joined, ratio
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
 from serve.app import build_app
@@ -88,8 +90,8 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (folder / "yes_no.py").write_text(EXAMPLE[1])
     monkeypatch.setattr(rtrain.tasks, "__path__", [*rtrain.tasks.__path__, str(folder)])
     monkeypatch.setattr(recipe, "TASKS", (*recipe.TASKS, "yes_no"))
-    metric = Metric("accuracy", by_output.additive_classes)
-    monkeypatch.setattr(by_output, "METRICS", {**METRICS, "verdict": metric})
+    metric = Metric("accuracy", registry.additive_classes)
+    monkeypatch.setattr(registry, "METRICS", {**METRICS, "verdict": metric})
     return "yes_no"
 
 
@@ -150,8 +152,8 @@ def test_an_added_task_answers_requests(added: str, tmp_path: Path) -> None:
 def test_an_added_task_answers_rows_of_files(added: str, tmp_path: Path) -> None:
     folder = make_task_artifact(tmp_path / "artifact", added, HEAD)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in CORPUS))
-    asked = files.Asked(folder, {"data.path": str(tmp_path / "rows.jsonl")})
-    files.to_file(asked, tmp_path / "answers.jsonl")
+    asked = predict_files.Asked(folder, {"data.path": str(tmp_path / "rows.jsonl")})
+    predict_files.to_file(asked, tmp_path / "answers.jsonl")
     found = [json.loads(line)["verdict"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert found == [answer["verdict"] for answer in Predictor.load(folder, threads=1)(CORPUS)]
 
@@ -249,10 +251,10 @@ def worst_class(outcomes: Ragged, wanted: Ragged, head: Head) -> Additive:
 
 def test_an_added_metric_is_measured_with_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     def additive(outcomes: Ragged, wanted: Ragged, head: Head) -> Additive:
-        return joined(by_output.additive_classes(outcomes, wanted, head), worst_class(outcomes, wanted, head))
+        return joined(registry.additive_classes(outcomes, wanted, head), worst_class(outcomes, wanted, head))
 
     metric = METRICS["classes"]._replace(additive=additive)
-    monkeypatch.setattr(by_output, "METRICS", {**METRICS, "classes": metric})
+    monkeypatch.setattr(registry, "METRICS", {**METRICS, "classes": metric})
     true = np.array([0, 1] * 20)
     said = np.where(np.arange(40) < 8, 0, true)  # four rows of class 1 are taken for 0
     outcomes, wanted = Ragged.even(np.eye(2)[said]), Ragged.even(true.astype(np.float32))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rtrain.batch import Head
 from rtrain.cli.output import show
-from rtrain.predict import Predictor
+from rtrain.core.ragged import Head
+from rtrain.inference.predictor import Predictor
 from tests.answering import MESSY, read_csv, read_jsonl, texts, write_csv, write_jsonl
 from tests.conftest import write_rows
 from tests.test_cli import Cli, error_of, fields_of, run

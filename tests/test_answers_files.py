@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from rtrain.answers import files, source
-from rtrain.answers.answering import Answered, Answerer, Work
-from rtrain.answers.folder import Reuse
-from rtrain.answers.source import Portion
-from rtrain.batch import Head
-from rtrain.predict import Predictor
+from rtrain.core.ragged import Head
+from rtrain.inference.batch import chunks, predict_files
+from rtrain.inference.batch.chunks import Portion
+from rtrain.inference.batch.output_folder import Reuse
+from rtrain.inference.batch.pipeline import Answered, Answerer, Work
+from rtrain.inference.predictor import Predictor
 from tests.answering import MESSY, asked, read_csv, read_jsonl, read_parquet, texts, write_csv, write_jsonl
 from tests.conftest import STARTUP
 from tests.refusing import refused, refused_fields
@@ -43,7 +43,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def portions_of_seven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "ROWS", 7)
+    monkeypatch.setattr(chunks, "ROWS", 7)
 
 
 def best(artifact: Path, rows: list[Any]) -> list[tuple[str, float]]:
@@ -58,7 +58,9 @@ def best(artifact: Path, rows: list[Any]) -> list[tuple[str, float]]:
 def test_each_row_of_a_messy_file_keeps_its_place_and_its_columns(artifact: Path, tmp_path: Path) -> None:
     (tmp_path / "messy.csv").write_bytes(MESSY)
     events: list[dict[str, Any]] = []
-    report = files.to_file(asked(artifact, tmp_path / "messy.csv"), tmp_path / "answers.csv", on_event=events.append)
+    report = predict_files.to_file(
+        asked(artifact, tmp_path / "messy.csv"), tmp_path / "answers.csv", on_event=events.append
+    )
     assert {name: report[name] for name in ("rows", "answered", "empty", "bad")} == {
         **{"rows": 7, "answered": 3},
         **{"empty": 2, "bad": 2},
@@ -100,7 +102,7 @@ def test_the_answers_of_many_portions_are_those_of_single_texts(artifact: Path, 
     rows = texts(50)
     write_csv(tmp_path / "rows.csv", rows)
     out = tmp_path / f"answers.{suffix}"
-    report = files.to_file(asked(artifact, tmp_path / "rows.csv"), out)
+    report = predict_files.to_file(asked(artifact, tmp_path / "rows.csv"), out)
     read: Any = {"csv": read_csv, "jsonl": read_jsonl, "parquet": read_parquet}[suffix]
     found = read(out)
     assert (report["rows"], report["answered"]) == (50, 50)
@@ -124,19 +126,19 @@ def test_parquet_keeps_the_types_of_its_columns(artifact: Path, tmp_path: Path) 
         }
     ).replace_schema_metadata({"pandas": "{}", "huggingface": "{}"})
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    files.to_file(asked(artifact, tmp_path / "rows.parquet"), tmp_path / "a.parquet")
+    predict_files.to_file(asked(artifact, tmp_path / "rows.parquet"), tmp_path / "a.parquet")
     found = pyarrow.parquet.ParquetFile(tmp_path / "a.parquet").read()
     assert found.schema.names == [*table.schema.names, "label", "score (answer)", "reason"]
     for name in table.schema.names:
         assert found[name].type == table[name].type
         assert found[name].combine_chunks().equals(table[name].combine_chunks()) or name == "score"
     assert found["reason"].to_pylist() == [None, f"row 2: {EMPTY}", None]
-    files.to_file(asked(artifact, tmp_path / "rows.parquet"), tmp_path / "a.jsonl")
+    predict_files.to_file(asked(artifact, tmp_path / "rows.parquet"), tmp_path / "a.jsonl")
     rows = read_jsonl(tmp_path / "a.jsonl")
     assert [row["score"] for row in rows] == [1.5, None, None]
     assert [row["kinds"] for row in rows] == [["a"], [], None]
     assert rows[0]["when"].startswith("2001-09-09")
-    files.to_file(asked(artifact, tmp_path / "rows.parquet"), tmp_path / "a.csv")
+    predict_files.to_file(asked(artifact, tmp_path / "rows.parquet"), tmp_path / "a.csv")
     assert [row["kinds"] for row in read_csv(tmp_path / "a.csv")] == ['["a"]', "[]", ""]
 
 
@@ -147,7 +149,7 @@ def test_json_lines_keep_their_values_and_parquet_gives_each_column_one_type(art
         {"text": "parcel", "n": None, "mixed": 3, "tags": [1, None], "huge": 10**30, "label": "own"},
     ]
     write_jsonl(tmp_path / "rows.jsonl", rows)
-    files.to_file(asked(artifact, tmp_path / "rows.jsonl"), tmp_path / "a.jsonl")
+    predict_files.to_file(asked(artifact, tmp_path / "rows.jsonl"), tmp_path / "a.jsonl")
     found = read_jsonl(tmp_path / "a.jsonl")
     assert [{name: row[name] for name in given} for row, given in zip(found, rows, strict=True)] == [
         rows[0],
@@ -156,7 +158,7 @@ def test_json_lines_keep_their_values_and_parquet_gives_each_column_one_type(art
     ]
     assert [row["label (answer)"] is None for row in found] == [False, True, False]
     assert found[1]["reason"].startswith("line 2: column 'text' holds half of a character")
-    files.to_file(asked(artifact, tmp_path / "rows.jsonl"), tmp_path / "a.parquet")
+    predict_files.to_file(asked(artifact, tmp_path / "rows.jsonl"), tmp_path / "a.parquet")
     table = pyarrow.parquet.ParquetFile(tmp_path / "a.parquet").read()
     assert table["n"].to_pylist() == [1.0, 2.5, None]
     assert table["mixed"].to_pylist() == ["x", None, "3"]
@@ -168,7 +170,7 @@ def test_json_lines_keep_their_values_and_parquet_gives_each_column_one_type(art
 
 def test_a_file_of_texts_alone_has_an_answer_for_every_line(artifact: Path, tmp_path: Path) -> None:
     (tmp_path / "texts.csv").write_text("text\nwhere\n\nmoney\n\n")
-    report = files.to_file(asked(artifact, tmp_path / "texts.csv"), tmp_path / "a.csv")
+    report = predict_files.to_file(asked(artifact, tmp_path / "texts.csv"), tmp_path / "a.csv")
     assert (report["rows"], report["answered"], report["empty"]) == (4, 2, 2)
     assert [row["text"] for row in read_csv(tmp_path / "a.csv")] == ["where", "", "money", ""]
 
@@ -178,7 +180,7 @@ def test_files_of_a_folder_are_answered_in_order_with_the_columns_of_all(artifac
     folder.mkdir()
     write_csv(folder / "b.csv", texts(3))
     write_jsonl(folder / "a.jsonl", [{"text": "where", "more": 1}, {"text": ""}])
-    files.to_file(asked(artifact, folder), tmp_path / "a.csv")
+    predict_files.to_file(asked(artifact, folder), tmp_path / "a.csv")
     found = read_csv(tmp_path / "a.csv")
     assert [row["text"] for row in found] == ["where", "", *texts(3)]
     assert [(row["more"], row["number"]) for row in found] == [("1", ""), ("", ""), ("", "0"), ("", "1"), ("", "2")]
@@ -188,8 +190,8 @@ def test_files_of_a_folder_are_answered_in_order_with_the_columns_of_all(artifac
 def test_columns_that_the_artefact_asks_for_and_the_file_lacks_are_named(artifact: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("Message\nwhere\n")
     with refused_fields("data.text"):
-        files.to_file(asked(artifact, tmp_path / "rows.csv"), tmp_path / "a.csv")
-    report = files.to_file(asked(artifact, tmp_path / "rows.csv", text="Message"), tmp_path / "a.csv")
+        predict_files.to_file(asked(artifact, tmp_path / "rows.csv"), tmp_path / "a.csv")
+    report = predict_files.to_file(asked(artifact, tmp_path / "rows.csv", text="Message"), tmp_path / "a.csv")
     assert report["answered"] == 1
 
 
@@ -220,8 +222,8 @@ def test_the_columns_of_a_task_are_its_http_answer(task: str, head: Head, data: 
         rows = [{"text": f"{text}. {text} again."} for text in CORPUS]
     write_jsonl(tmp_path / "rows.jsonl", rows)
     answers = Predictor.load(folder)([row if data else row["text"] for row in rows])
-    files.to_file(asked(folder, tmp_path / "rows.jsonl"), tmp_path / "a.jsonl")
-    files.to_file(asked(folder, tmp_path / "rows.jsonl"), tmp_path / "a.parquet")
+    predict_files.to_file(asked(folder, tmp_path / "rows.jsonl"), tmp_path / "a.jsonl")
+    predict_files.to_file(asked(folder, tmp_path / "rows.jsonl"), tmp_path / "a.parquet")
     found, table = read_jsonl(tmp_path / "a.jsonl"), read_parquet(tmp_path / "a.parquet")
     assert json.loads(json.dumps(table)) == found  # lists and objects are such, in both
     assert len(found) == len(CORPUS)
@@ -259,13 +261,13 @@ def test_the_columns_of_a_task_are_its_http_answer(task: str, head: Head, data: 
 def test_questions_need_a_context_and_no_answers(tmp_path: Path) -> None:
     folder = make_task_artifact(tmp_path / "artifact", "span_qa", Head(("start", "end"), {"no_answer": True}), data=QA)
     write_jsonl(tmp_path / "rows.jsonl", [{"question": "who", "context": " "}, {"question": "who", "context": "anna"}])
-    files.to_file(asked(folder, tmp_path / "rows.jsonl"), tmp_path / "a.jsonl")
+    predict_files.to_file(asked(folder, tmp_path / "rows.jsonl"), tmp_path / "a.jsonl")
     found = read_jsonl(tmp_path / "a.jsonl")
     assert [row["reason"] for row in found] == ["line 1: it has an empty context; send a text", None]
     asks = [{"id": "1", "question": "who"}, {"id": "2", "question": "where"}]
     document = {"data": [{"title": "t", "paragraphs": [{"context": "anna is here", "qas": asks}]}]}
     (tmp_path / "squad.json").write_text(json.dumps(document))
-    report = files.to_file(asked(folder, tmp_path / "squad.json", format="squad"), tmp_path / "b.jsonl")
+    report = predict_files.to_file(asked(folder, tmp_path / "squad.json", format="squad"), tmp_path / "b.jsonl")
     assert report["answered"] == 2
     assert [row["id"] for row in read_jsonl(tmp_path / "b.jsonl")] == ["1", "2"]
 
@@ -277,7 +279,7 @@ class Stopped(Exception):
     pass
 
 
-def stops_after(count: int) -> files.Answers:
+def stops_after(count: int) -> predict_files.Answers:
     def answers(work: Work, portions: list[Portion]) -> Iterator[Answered]:
         assert len(portions) > count
         yield from Answerer(work).each(portions[:count])
@@ -286,7 +288,7 @@ def stops_after(count: int) -> files.Answers:
     return answers
 
 
-def done_here(numbers: list[int]) -> files.Answers:
+def done_here(numbers: list[int]) -> predict_files.Answers:
     """Answers portions from the last to the first, and notes which."""
 
     def answers(work: Work, portions: list[Portion]) -> Iterator[Answered]:
@@ -304,16 +306,16 @@ def test_a_stopped_job_goes_on_with_the_same_bytes(artifact: Path, tmp_path: Pat
     write_csv(tmp_path / "rows.csv", texts(50))
     job = asked(artifact, tmp_path / "rows.csv")
     whole, out = tmp_path / f"whole.{suffix}", tmp_path / f"out.{suffix}"
-    files.to_file(job, whole)
+    predict_files.to_file(job, whole)
     with pytest.raises(Stopped):
-        files.to_file(job, out, answers=stops_after(3))
+        predict_files.to_file(job, out, answers=stops_after(3))
     assert not out.exists()
     hidden = tmp_path / f".out.{suffix}.portions"
     with (hidden / "portions.jsonl").open("a") as log:
         log.write("\0" * 80 + '\n{"number": 3, "cou\n[]\n{}\n{"number": 4, "cou')
     (hidden / f"000001.{suffix}").write_bytes(b"damaged")
     numbers: list[int] = []
-    report = files.to_file(job, out, "resume", done_here(numbers))
+    report = predict_files.to_file(job, out, "resume", done_here(numbers))
     assert numbers == [7, 6, 5, 4, 3, 1]
     assert (report["rows"], report["reused_rows"]) == (50, 14)
     assert out.read_bytes() == whole.read_bytes()
@@ -327,7 +329,7 @@ def test_a_job_that_fails_before_its_first_answer_leaves_nothing(artifact: Path,
         raise Stopped
 
     with pytest.raises(Stopped):
-        files.to_file(job, tmp_path / "a.csv", answers=fails)
+        predict_files.to_file(job, tmp_path / "a.csv", answers=fails)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
 
 
@@ -336,27 +338,27 @@ def test_what_portions_were_made_of_must_be_the_same(artifact: Path, other: Path
     write_csv(tmp_path / "rows.csv", texts(50))
     out = tmp_path / "out.csv"
     with pytest.raises(Stopped):
-        files.to_file(asked(artifact, tmp_path / "rows.csv"), out, answers=stops_after(1))
+        predict_files.to_file(asked(artifact, tmp_path / "rows.csv"), out, answers=stops_after(1))
     with refused("other_job"):
-        files.to_file(asked(other, tmp_path / "rows.csv"), out, "resume")
+        predict_files.to_file(asked(other, tmp_path / "rows.csv"), out, "resume")
     with refused("other_job"):
-        files.to_file(asked(artifact, tmp_path / "rows.csv", max_row_bytes=1000), out, "resume")
+        predict_files.to_file(asked(artifact, tmp_path / "rows.csv", max_row_bytes=1000), out, "resume")
     with refused("unfinished_job", "--out"):
-        files.to_file(asked(artifact, tmp_path / "rows.csv"), out)
+        predict_files.to_file(asked(artifact, tmp_path / "rows.csv"), out)
     bound = tmp_path / ".out.csv.portions" / "manifest.json"
     whole = bound.read_bytes()
     bound.write_bytes(b"")
     with refused("unreadable"):
-        files.to_file(asked(artifact, tmp_path / "rows.csv"), out, "resume")
+        predict_files.to_file(asked(artifact, tmp_path / "rows.csv"), out, "resume")
     assert bound.with_name("portions.jsonl").read_bytes()
     bound.write_bytes(whole)
     write_csv(tmp_path / "rows.csv", texts(51))
     with refused("other_job"):
-        files.to_file(asked(artifact, tmp_path / "rows.csv"), out, "resume")
-    assert files.to_file(asked(artifact, tmp_path / "rows.csv"), out, "overwrite")["reused_rows"] == 0
+        predict_files.to_file(asked(artifact, tmp_path / "rows.csv"), out, "resume")
+    assert predict_files.to_file(asked(artifact, tmp_path / "rows.csv"), out, "overwrite")["reused_rows"] == 0
     assert len(read_csv(out)) == 51
     with refused("already_exists", "--out"):
-        files.to_file(asked(artifact, tmp_path / "rows.csv"), out)
+        predict_files.to_file(asked(artifact, tmp_path / "rows.csv"), out)
 
 
 def test_rows_that_change_while_they_are_read_are_refused(artifact: Path, tmp_path: Path) -> None:
@@ -367,7 +369,7 @@ def test_rows_that_change_while_they_are_read_are_refused(artifact: Path, tmp_pa
         write_csv(tmp_path / "rows.csv", texts(6))
 
     with refused("rows_changed"):
-        files.to_file(asked(artifact, tmp_path / "rows.csv"), tmp_path / "a.csv", answers=changes)
+        predict_files.to_file(asked(artifact, tmp_path / "rows.csv"), tmp_path / "a.csv", answers=changes)
     assert not (tmp_path / "a.csv").exists()
 
 
@@ -386,14 +388,16 @@ def test_a_killed_command_is_resumed_without_a_row_lost_or_twice(artifact: Path,
     assert not (tmp_path / "a.csv").exists()
     job = asked(artifact, tmp_path / "rows.csv")
     with refused("other_job"):
-        files.to_file(files.Asked(job.artifact, job.overrides, batch_rows=2), tmp_path / "a.csv", "resume")
-    report = files.to_file(job, tmp_path / "a.csv", "resume")
+        predict_files.to_file(
+            predict_files.Asked(job.artifact, job.overrides, batch_rows=2), tmp_path / "a.csv", "resume"
+        )
+    report = predict_files.to_file(job, tmp_path / "a.csv", "resume")
     assert report["rows"] == 20_000
     assert 0 < report["reused_rows"] < 20_000
     assert [(row["number"], row["text"]) for row in read_csv(tmp_path / "a.csv")] == [
         (str(number), text) for number, text in enumerate(texts(20_000))
     ]
-    files.to_file(job, tmp_path / "whole.csv")
+    predict_files.to_file(job, tmp_path / "whole.csv")
     assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
 
 
@@ -406,7 +410,7 @@ def test_answers_are_not_written_among_the_rows(artifact: Path, tmp_path: Path, 
     before = path.read_bytes()
     for data, out in ((path, path), (tmp_path, tmp_path / "a.csv"), (tmp_path / "*.csv", path)):
         with refused("among_the_rows", "--out"):
-            files.to_file(asked(artifact, data), out, reuse)
+            predict_files.to_file(asked(artifact, data), out, reuse)
     assert path.read_bytes() == before
 
 
@@ -414,12 +418,12 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_first_answer(art
     data = write_csv(tmp_path / "rows.csv", ["where"])
     (tmp_path / "file").write_text("")
     with refused("not_writable"):
-        files.to_file(asked(artifact, data), tmp_path / "file" / "a.csv")
+        predict_files.to_file(asked(artifact, data), tmp_path / "file" / "a.csv")
     with refused("unknown_format", "--out"):
-        files.to_file(asked(artifact, data), tmp_path / "answers.xls")
+        predict_files.to_file(asked(artifact, data), tmp_path / "answers.xls")
     (tmp_path / "folder.csv").mkdir()
     with refused("is_a_folder", "--out"):
-        files.to_file(asked(artifact, data), tmp_path / "folder.csv", "overwrite")
+        predict_files.to_file(asked(artifact, data), tmp_path / "folder.csv", "overwrite")
 
 
 def test_two_jobs_do_not_write_one_file(artifact: Path, tmp_path: Path) -> None:
@@ -427,14 +431,14 @@ def test_two_jobs_do_not_write_one_file(artifact: Path, tmp_path: Path) -> None:
 
     def meanwhile(work: Work, portions: list[Portion]) -> Iterator[Answered]:
         with refused("already_running"):
-            files.to_file(job, tmp_path / "a.csv", "resume")
+            predict_files.to_file(job, tmp_path / "a.csv", "resume")
         yield from Answerer(work).each(portions)
 
-    assert files.to_file(job, tmp_path / "a.csv", answers=meanwhile)["rows"] == 3
+    assert predict_files.to_file(job, tmp_path / "a.csv", answers=meanwhile)["rows"] == 3
 
 
 def test_a_timestamp_is_no_text_of_python(artifact: Path, tmp_path: Path) -> None:
     table = pa.table({"text": ["where"], "day": [datetime.date(2020, 1, 2)]})
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    files.to_file(asked(artifact, tmp_path / "rows.parquet"), tmp_path / "a.jsonl")
+    predict_files.to_file(asked(artifact, tmp_path / "rows.parquet"), tmp_path / "a.jsonl")
     assert read_jsonl(tmp_path / "a.jsonl")[0]["day"] == "2020-01-02"

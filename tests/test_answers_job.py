@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rtrain.answers import files, job, source
-from rtrain.answers.answering import Answered, Work
-from rtrain.answers.source import Portion
+from rtrain.inference.batch import actors, chunks, predict_files
+from rtrain.inference.batch.chunks import Portion
+from rtrain.inference.batch.pipeline import Answered, Work
 from tests.answering import asked, read_csv, texts, write_csv
 from tests.refusing import refused
 from tests.tiny import make_artifact
@@ -22,24 +22,24 @@ class Stopped(Exception):
 def test_a_cluster_leaves_the_bytes_of_one_process_and_goes_on_from_its_portions(
     ray_session: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "ROWS", 16)
+    monkeypatch.setattr(chunks, "ROWS", 16)
     artifact = make_artifact(tmp_path / "artifact")
     rows = texts(100)
     rows[50] = " "
     work = asked(artifact, write_csv(tmp_path / "rows.csv", rows))
-    files.to_file(work, tmp_path / "here.csv")
+    predict_files.to_file(work, tmp_path / "here.csv")
     numbers: list[int] = []
 
     def stopped(given: Work, portions: list[Portion]) -> Iterator[Answered]:
-        for answered in job.on_cluster(given, portions):
+        for answered in actors.on_cluster(given, portions):
             yield answered
             numbers.append(answered.number)
             if len(numbers) == 2:
                 raise Stopped
 
     with pytest.raises(Stopped):
-        files.to_file(work, tmp_path / "there.csv", answers=stopped)
-    report = files.to_file(work, tmp_path / "there.csv", "resume", job.on_cluster)
+        predict_files.to_file(work, tmp_path / "there.csv", answers=stopped)
+    report = predict_files.to_file(work, tmp_path / "there.csv", "resume", actors.on_cluster)
     assert len(set(numbers)) == 2
     assert report["reused_rows"] == sum(16 if number < 6 else 4 for number in numbers)
     assert (report["rows"], report["answered"], report["empty"]) == (100, 99, 1)
@@ -52,8 +52,8 @@ def test_an_artefact_that_the_nodes_cannot_read_is_told_in_a_line(ray_session: P
 
     def damaged(given: Work, portions: list[Portion]) -> Iterator[Answered]:
         (tmp_path / "artifact" / "model.safetensors").write_bytes(b"")
-        yield from job.on_cluster(given, portions)
+        yield from actors.on_cluster(given, portions)
 
     with refused("failed_on_node"):
-        files.to_file(work, tmp_path / "a.csv", answers=damaged)
+        predict_files.to_file(work, tmp_path / "a.csv", answers=damaged)
     assert not list(tmp_path.glob(".a.csv*"))

@@ -11,10 +11,10 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from rtrain.answers import source
-from rtrain.answers.source import Chunk, Portion, Reader
 from rtrain.config import Data
-from rtrain.data import records
+from rtrain.data import row_reader
+from rtrain.inference.batch import chunks
+from rtrain.inference.batch.chunks import Chunk, Portion, Reader
 from tests.answering import MESSY, texts, write_csv, write_jsonl
 
 ROWS = 5
@@ -22,7 +22,7 @@ ROWS = 5
 
 @pytest.fixture(autouse=True)
 def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "ROWS", ROWS)
+    monkeypatch.setattr(chunks, "ROWS", ROWS)
 
 
 def unclosed(path: Path) -> Path:
@@ -103,15 +103,15 @@ def test_portions_in_any_order_are_the_rows_of_one_reading(
 ) -> None:
     make, settings, count = FILES[name]
     data = Data(path=str(make(tmp_path / name)), **{"label": None, **settings})
-    found = records.inspect(data)
-    monkeypatch.setattr(source, "ROWS", 10_000)
-    [whole] = source.survey(found, data).portions or [Portion(0, 0, 0)]
+    found = row_reader.inspect(data)
+    monkeypatch.setattr(chunks, "ROWS", 10_000)
+    [whole] = chunks.survey(found, data).portions or [Portion(0, 0, 0)]
     expected = rows_of(Reader(found, data).read(whole)) if whole.rows else []
     assert [record for record, _ in expected] == [
-        record for piece in found.pieces for record in records.read(piece, data)
+        record for piece in found.pieces for record in row_reader.read(piece, data)
     ]
-    monkeypatch.setattr(source, "ROWS", ROWS)
-    survey = source.survey(found, data)
+    monkeypatch.setattr(chunks, "ROWS", ROWS)
+    survey = chunks.survey(found, data)
     assert survey.rows == count == len(expected)
     assert [portion.number for portion in survey.portions] == list(range(-(-count // ROWS)))
     assert all(portion.rows == ROWS for portion in survey.portions[:-1])
@@ -126,19 +126,19 @@ def test_portions_in_any_order_are_the_rows_of_one_reading(
 
 
 def test_a_portion_ends_at_its_bytes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "ROWS", 1000)
-    monkeypatch.setattr(source, "BYTES", 300)
+    monkeypatch.setattr(chunks, "ROWS", 1000)
+    monkeypatch.setattr(chunks, "BYTES", 300)
     rows = ["x" * 100] * 20
     data = Data(path=str(write_csv(tmp_path / "rows.csv", rows)), label=None)
-    assert {portion.rows for portion in source.survey(records.inspect(data), data).portions} == {3, 2}
+    assert {portion.rows for portion in chunks.survey(row_reader.inspect(data), data).portions} == {3, 2}
     pyarrow.parquet.write_table(pa.table({"text": [f"{place}" * 50 for place in range(20)]}), tmp_path / "rows.parquet")
     data = data.model_copy(update={"path": str(tmp_path / "rows.parquet")})
-    assert len(source.survey(records.inspect(data), data).portions) > 2
+    assert len(chunks.survey(row_reader.inspect(data), data).portions) > 2
 
 
 def test_plain_files_are_not_read_from_their_beginning_for_each_portion(tmp_path: Path) -> None:
     data = Data(path=str(write_csv(tmp_path / "rows.csv", texts(23))), label=None)
-    portions = source.survey(records.inspect(data), data).portions
+    portions = chunks.survey(row_reader.inspect(data), data).portions
     assert [portion.skip for portion in portions] == [0] * 5
     assert [portion.before for portion in portions] == [0, 6, 11, 16, 21]
     lines = (tmp_path / "rows.csv").read_bytes().split(b"\n")

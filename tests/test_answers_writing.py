@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from rtrain.answers import columns, source, writing
-from rtrain.answers.folder import refuse_among_rows
-from rtrain.answers.writing import Format
 from rtrain.config import Data
-from rtrain.data import records
+from rtrain.data import row_reader
+from rtrain.inference.batch import chunks, columns, formats
+from rtrain.inference.batch.formats import Format
+from rtrain.inference.batch.output_folder import refuse_among_rows
 from tests.answering import write_jsonl
 from tests.refusing import refused
 
@@ -22,14 +22,14 @@ from tests.refusing import refused
 def written(path: Path, format: Format) -> bytes:
     """The rows of a file with no other column than the reason."""
     data = Data(path=str(path), label=None)
-    found = records.inspect(data)
-    survey = source.survey(found, data)
+    found = row_reader.inspect(data)
+    survey = chunks.survey(found, data)
     layout = columns.layout(survey.kinds, [])
-    [chunk] = [source.Reader(found, data).read(portion) for portion in survey.portions]
+    [chunk] = [chunks.Reader(found, data).read(portion) for portion in survey.portions]
     portion = path.parent / "portion"
-    portion.write_bytes(writing.encode(format, layout, chunk, [[None] * len(chunk.records)]))
+    portion.write_bytes(formats.encode(format, layout, chunk, [[None] * len(chunk.records)]))
     file = io.BytesIO()
-    writing.join(format, layout, [portion], file)
+    formats.join(format, layout, [portion], file)
     return file.getvalue()
 
 
@@ -110,7 +110,7 @@ def test_answers_are_not_written_where_they_would_be_read_as_rows(tmp_path: Path
     (tmp_path / "rows" / "a.csv").write_text("text\nx\n")
     (tmp_path / "link").symlink_to("rows")
     data = Data(path=str(tmp_path / rows), label=None)
-    found = records.inspect(data)
+    found = row_reader.inspect(data)
     with refused("among_the_rows", "--out"):
         refuse_among_rows(found, data, tmp_path / out)
     refuse_among_rows(found, data, tmp_path / "answers.csv")

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from rtrain import artifact, manifest
-from rtrain.artifact import GOLDEN_INPUTS, Artifact
+from rtrain.core import manifest
+from rtrain.inference import artifact
+from rtrain.inference.artifact import GOLDEN_INPUTS, Artifact
 from tests.refusing import refused
 from tests.tiny import MAX_TOKENS, NAME, make_artifact
 

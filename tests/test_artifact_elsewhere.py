@@ -9,12 +9,13 @@ import pytest
 import torch
 import transformers
 
-from rtrain import artifact, config, predict
-from rtrain.batch import Head
+from rtrain import config
 from rtrain.compress import student
 from rtrain.config import Distill, Recipe
-from rtrain.network import model, pooling, tokenizer_files
-from rtrain.predict import Predictor
+from rtrain.core.ragged import Head
+from rtrain.inference import artifact, predictor as inference_predictor
+from rtrain.inference.predictor import Predictor
+from rtrain.models import builder, pooling, tokenizer_files
 from rtrain.runs.worker import write_model
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
@@ -48,7 +49,7 @@ def recipe_of(task: str, **overrides: Any) -> Recipe:
 def made(folder: Path, task: str, encoder: Path, **overrides: Any) -> tuple[Any, Path]:
     """A network of the task with random weights, and its artifact as a run writes it."""
     recipe, found, head = recipe_of(task, **overrides), base.get(task), HEADS[task]
-    network: Any = model.build(encoder, found, head.labels, 0, recipe.model).eval()
+    network: Any = builder.build(encoder, found, head.labels, 0, recipe.model).eval()
     with torch.no_grad():
         for name, weight in network.named_parameters():
             if not name.startswith(network.base_model_prefix):
@@ -56,8 +57,8 @@ def made(folder: Path, task: str, encoder: Path, **overrides: Any) -> tuple[Any,
     write_model(network, encoder, folder, recipe, head)
     facts = {**head.facts, **({pooling.FACT: "mean"} if recipe.model.pooling == "mean" else {})}
     described = artifact.Artifact("x", task, head.labels, MAX_TOKENS, "torch", facts=facts)
-    inputs = predict.golden_inputs(found, dataclasses.replace(head, facts=facts))
-    artifact.write(folder, described, predict.golden_logits, inputs)
+    inputs = inference_predictor.golden_inputs(found, dataclasses.replace(head, facts=facts))
+    artifact.write(folder, described, inference_predictor.golden_logits, inputs)
     return network, folder
 
 
@@ -106,11 +107,16 @@ def test_a_pipeline_tags_tokens_as_rtrain_does(encoder: Path, tmp_path: Path) ->
 def test_a_pipeline_fills_masks_as_rtrain_does(tmp_path: Path) -> None:
     make_masked(tmp_path / "encoder", "bert")
     recipe, task = recipe_of("masked_lm"), base.get("masked_lm")
-    network: Any = model.build(tmp_path / "encoder", task, (), 0, recipe.model).eval()
+    network: Any = builder.build(tmp_path / "encoder", task, (), 0, recipe.model).eval()
     head = task.head({}, load_tokenizer(tmp_path / "encoder", MAX_TOKENS))
     write_model(network, tmp_path / "encoder", tmp_path / "artifact", recipe, head)
     described = artifact.Artifact("x", "masked_lm", (), MAX_TOKENS, "torch", facts=head.facts)
-    artifact.write(tmp_path / "artifact", described, predict.golden_logits, predict.golden_inputs(task, head))
+    artifact.write(
+        tmp_path / "artifact",
+        described,
+        inference_predictor.golden_logits,
+        inference_predictor.golden_inputs(task, head),
+    )
     [[ours]] = Predictor.load(tmp_path / "artifact")(["where is my [MASK]"])
     pipeline: Any = transformers.pipeline("fill-mask", str(tmp_path / "artifact"), device="cpu")
     theirs = {entry["token"]: entry["score"] for entry in pipeline("where is my [MASK]")}
@@ -141,7 +147,7 @@ def test_answers_that_others_cannot_read_are_refused_there(task: str, encoder: P
 @pytest.mark.parametrize("pool", ["own", "mean"])
 def test_a_regression_s_weights_are_read_as_trained(pool: str, encoder: Path, tmp_path: Path) -> None:
     network, folder = made(tmp_path / "artifact", "regression", encoder, **{"model.pooling": pool})
-    again: Any = model.build(folder, base.get("regression"), ("score",), 9, recipe_of("regression").model)
+    again: Any = builder.build(folder, base.get("regression"), ("score",), 9, recipe_of("regression").model)
     kept = again.state_dict()
     assert all(torch.equal(kept[name], weight) for name, weight in network.state_dict().items() if name in kept)
 
@@ -150,7 +156,7 @@ def test_a_regression_s_weights_are_read_as_trained(pool: str, encoder: Path, tm
 def test_a_student_starts_with_its_teacher_s_head_as_trained(width: int | None, encoder: Path, tmp_path: Path) -> None:
     network, folder = made(tmp_path / "artifact", "regression", encoder)
     start = student.start(folder, Distill(layers=1, width=width), tmp_path)
-    read: Any = model.build(start, base.get("regression"), ("score",), 9, recipe_of("regression").model)
+    read: Any = builder.build(start, base.get("regression"), ("score",), 9, recipe_of("regression").model)
     weight = network.classifier.weight
     kept = read.classifier.weight
     assert torch.equal(kept, weight) if width is None else kept.shape == (1, width)

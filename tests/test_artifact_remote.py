@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rtrain import artifact, manifest, remote
-from rtrain.artifact import ArtifactError
 from rtrain.cli import app as cli
-from rtrain.errors import UserError
+from rtrain.core import manifest
+from rtrain.core.errors import UserError
+from rtrain.inference import artifact, remote
+from rtrain.inference.artifact import ArtifactError
 from tests.conftest import write_rows
 from tests.test_checkpoints_replica import s3  # noqa: F401
 from tests.test_serve_deployment import openvino_artifact
@@ -136,7 +137,7 @@ def test_what_was_fetched_is_served_and_its_verdict_stays_as_it_was_made(
         raise Begun
 
     with monkeypatch.context() as patch:
-        patch.setattr("serve.starting.session", begun)
+        patch.setattr("serve.launcher.session", begun)
         with pytest.raises(Begun):
             cli.main(["serve", address])
     rows = write_rows(tmp_path / "rows.csv", [(text, "abc"[at % 3]) for at, text in enumerate(CORPUS)])
@@ -160,7 +161,7 @@ def test_a_smaller_one_in_storage_is_served_by_its_verdict_alone(
     def begun(*given: object, **named: object) -> None:
         raise Begun
 
-    monkeypatch.setattr("serve.starting.session", begun)
+    monkeypatch.setattr("serve.launcher.session", begun)
     with pytest.raises(SystemExit) as refused:
         cli.main(["serve", url])
     assert refused.value.code == 1

@@ -11,9 +11,10 @@ import torch
 import transformers
 
 from rtrain import config
-from rtrain.data import records, splits, tokens
+from rtrain.core.errors import UserError
+from rtrain.data import row_reader, splits
 from rtrain.data.augment import paraphrase, rewriting
-from rtrain.errors import UserError
+from rtrain.data.store import builder
 from tests.causes import caused_by
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_tokenizer
@@ -160,13 +161,13 @@ def test_paraphrases_of_training_rows_become_rows(trained: Maker, ray_session: P
     overrides = {"data.path": str(write_rows(tmp_path / "rows.csv", rows))}
     recipe = config.load("intent", {**overrides, "augment.paraphrase": trained(ENGLISH, BACK)}).recipe
     encoder = make_tokenizer(tmp_path / "encoder")
-    made, _ = tokens.ensure(recipe, records.inspect(recipe.data), encoder, tmp_path)
+    made, _ = builder.ensure(recipe, row_reader.inspect(recipe.data), encoder, tmp_path)
 
     def key(text: str) -> int:
-        return splits.content_hashes(records.Record(0, text, None, "refund", None))[1]
+        return splits.content_hashes(row_reader.Record(0, text, None, "refund", None))[1]
 
     def trains(text: str) -> bool:
-        kept, _ = splits.content_hashes(records.Record(0, text, None, "refund", None))
+        kept, _ = splits.content_hashes(row_reader.Record(0, text, None, "refund", None))
         return splits.Splits(False, 0.1).at("train", kept) == "train"
 
     written = rewriting.read(made.folder, 0)

@@ -12,14 +12,14 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain import config
 from rtrain.config import Augment, Recipe
-from rtrain.data import records, tokens
+from rtrain.core.errors import ConfigError
+from rtrain.data import row_reader
 from rtrain.data.augment import rewriting, variants
 from rtrain.data.augment.noise import Noise
-from rtrain.data.records import Record
+from rtrain.data.row_reader import Record
 from rtrain.data.splits import Splits
-from rtrain.data.stores import shards
-from rtrain.data.stores.store import Store
-from rtrain.errors import ConfigError
+from rtrain.data.store import builder, shards
+from rtrain.data.store.store import Store
 from tests.causes import caused_by
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_store, make_tokenizer
@@ -96,9 +96,9 @@ def test_the_same_settings_make_the_same_bytes_and_another_seed_other_rows(
 
 
 def test_augmentation_is_part_of_a_run_s_identity_where_there_is_any(path: Path, encoder: Path) -> None:
-    plain, source = recipe_of(path), records.inspect(recipe_of(path).data)
+    plain, source = recipe_of(path), row_reader.inspect(recipe_of(path).data)
     some = [recipe_of(path, **NOISE), recipe_of(path, **NOISE, seed=1), recipe_of(path, **{**NOISE, "copies": 3})]
-    for address in (Recipe.identity, lambda recipe: tokens.digest(recipe, source, encoder)):
+    for address in (Recipe.identity, lambda recipe: builder.digest(recipe, source, encoder)):
         assert len({address(recipe) for recipe in (plain, *some)}) == 4
         assert address(recipe_of(path, seed=5)) == address(plain)  # a seed of nothing
 
@@ -130,12 +130,12 @@ def test_settings_that_contradict_each_other_are_refused(augment: dict[str, Any]
 
 def test_what_labels_of_places_do_not_allow_is_refused() -> None:
     recipe = recipe_of(Path("rows.conll"), "entities", copies=1, swap=0.1, drop=0.1, typo=0.1, paraphrase="some/model")
-    assert [problem.field for problem in tokens.problems(recipe)] == [
+    assert [problem.field for problem in builder.problems(recipe)] == [
         "augment.paraphrase",
         "augment.swap",
         "augment.drop",
     ]
-    assert tokens.problems(recipe_of(Path("rows.conll"), "entities", copies=1, mask=0.1)) == []
+    assert builder.problems(recipe_of(Path("rows.conll"), "entities", copies=1, mask=0.1)) == []
 
 
 def test_a_mask_needs_a_mask_token(tmp_path: Path, encoder: Path) -> None:
@@ -182,7 +182,7 @@ def test_texts_are_rewritten_in_chunks_and_read_back(tmp_path: Path, monkeypatch
 
 def test_only_training_texts_are_rewritten(path: Path, encoder: Path, plain: Store, tmp_path: Path) -> None:
     recipe = recipe_of(path, paraphrase="some/model")
-    source = records.inspect(recipe.data)
+    source = row_reader.inspect(recipe.data)
     job = shards.Job(recipe, encoder, tmp_path, Splits.of(recipe.data, source))
     found = list(shards.texts_to_rewrite({"number": 0, "piece": list(source.pieces[0])}, job))
     assert len(found) == plain.rows("train")

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain.report import baseline, collect
-from rtrain.run import Run
+from rtrain.core.run_folder import Run
+from rtrain.report import baselines, collect
 from tests.conftest import labelled_rows, write_rows
 from tests.reports import make_answered, make_run
 
@@ -17,9 +17,9 @@ def test_accuracy_on_rows_whose_label_is_in_their_words() -> None:
     rows = labelled_rows(60)
     texts, labels = [row[0] for row in rows], [row[1] for row in rows]
     train, valid = (texts[:40], labels[:40]), (texts[40:50], labels[40:50])
-    assert baseline.accuracy(train, valid, (texts[50:], labels[50:])) == 1.0
+    assert baselines.accuracy(train, valid, (texts[50:], labels[50:])) == 1.0
     shifted = (texts[50:], [labels[49], *labels[50:-1]])  # neighbours have different labels: each is wrong now
-    assert baseline.accuracy(train, valid, shifted) == 0.0
+    assert baselines.accuracy(train, valid, shifted) == 0.0
 
 
 def essays(count: int, seed: int) -> tuple[list[str], list[float]]:
@@ -31,9 +31,9 @@ def essays(count: int, seed: int) -> tuple[list[str], list[float]]:
 
 def test_numbers_follow_the_words() -> None:
     texts, values = essays(40, 2)
-    found = baseline.numbers(essays(200, 0), essays(40, 1), texts)
+    found = baselines.numbers(essays(200, 0), essays(40, 1), texts)
     assert np.corrcoef(found, values)[0, 1] > 0.95
-    assert found.tolist() == baseline.numbers(essays(200, 0), essays(40, 1), texts).tolist()
+    assert found.tolist() == baselines.numbers(essays(200, 0), essays(40, 1), texts).tolist()
 
 
 def test_numbers_take_the_alpha_that_is_best_on_validation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,14 +41,14 @@ def test_numbers_take_the_alpha_that_is_best_on_validation(monkeypatch: pytest.M
     train = essays(100, 0)
     noise = np.random.default_rng(3).normal(0, 8, 100)
     noisy = (train[0], [value + float(error) for value, error in zip(train[1], noise, strict=True)])
-    chosen = baseline.numbers(noisy, essays(40, 1), texts)
+    chosen = baselines.numbers(noisy, essays(40, 1), texts)
     each = {}
-    for alpha in baseline.CHOICES_OF_ALPHA:
-        monkeypatch.setattr(baseline, "CHOICES_OF_ALPHA", (alpha,))
+    for alpha in baselines.CHOICES_OF_ALPHA:
+        monkeypatch.setattr(baselines, "CHOICES_OF_ALPHA", (alpha,))
         valid = essays(40, 1)
-        each[alpha] = float(((baseline.numbers(noisy, valid, valid[0]) - valid[1]) ** 2).sum())
+        each[alpha] = float(((baselines.numbers(noisy, valid, valid[0]) - valid[1]) ** 2).sum())
         if each[alpha] == min(each.values()):
-            best = baseline.numbers(noisy, valid, texts)
+            best = baselines.numbers(noisy, valid, texts)
     assert len(set(each.values())) == 3
     assert chosen.tolist() == best.tolist()
 
@@ -61,7 +61,7 @@ def test_tags_are_the_most_frequent_of_each_token() -> None:
         (["May"], ["B-PER"]),
     ]
     # May is O as often as B-PER: the first by name. Rome was never seen.
-    assert baseline.tags(train, [["Paris", "Hilton", "is"], ["May", "Rome"], []]) == [
+    assert baselines.tags(train, [["Paris", "Hilton", "is"], ["May", "Rome"], []]) == [
         ["B-LOC", "I-PER", "O"],
         ["B-PER", "O"],
         [],
@@ -73,8 +73,8 @@ def test_tags_are_the_most_frequent_of_each_token() -> None:
 
 def measured(run: Path) -> dict[str, dict[str, float]]:
     """Baseline -> split -> headline."""
-    assert baseline.ensure(Run(run)) == run / baseline.NAME
-    found = baseline.read(Run(run))
+    assert baselines.ensure(Run(run)) == run / baselines.NAME
+    found = baselines.read(Run(run))
     assert found is not None
     return {one["name"]: one["scores"] for one in found["baselines"]}
 
@@ -83,12 +83,12 @@ def test_labels_of_a_run_have_two_baselines(tmp_path: Path) -> None:
     """A text's label is in its words: TF-IDF finds all, the most frequent label its own share."""
     run = make_answered(tmp_path, "classification")
     found = measured(run)
-    assert found[baseline.TFIDF] == {"valid": 1.0, "test": 1.0}
+    assert found[baselines.TFIDF] == {"valid": 1.0, "test": 1.0}
     known = collect.read(Run(run))
     assert known.store is not None
     codes = known.classes()
     assert codes is not None
-    for split, share in found[baseline.ONE_ANSWER].items():
+    for split, share in found[baselines.ONE_ANSWER].items():
         most = int(np.bincount(codes).argmax())
         assert share == pytest.approx(float((known.store.targets(split).values == most).mean()))
 
@@ -99,19 +99,19 @@ def test_numbers_of_a_run_are_compared_with_their_mean(tmp_path: Path) -> None:
     assert known.store is not None
     true = known.store.targets("test").values.astype(np.float64)
     spread = float(np.sqrt(((true - known.store.targets("train").values.mean()) ** 2).mean()))
-    assert found[baseline.ONE_ANSWER]["test"] == pytest.approx(-spread)
-    assert found[baseline.TFIDF]["test"] > -spread
+    assert found[baselines.ONE_ANSWER]["test"] == pytest.approx(-spread)
+    assert found[baselines.TFIDF]["test"] > -spread
 
 
 def test_tagged_words_of_a_run_are_known_by_their_tokens(tmp_path: Path) -> None:
-    assert measured(make_answered(tmp_path, "token_tags")) == {baseline.TAGS: {"valid": 1.0, "test": 1.0}}
+    assert measured(make_answered(tmp_path, "token_tags")) == {baselines.TAGS: {"valid": 1.0, "test": 1.0}}
 
 
 def test_several_labels_have_two_baselines(tmp_path: Path) -> None:
     """A text's labels are in its words. The one answer is the set of labels with the best micro F1 for all rows."""
     run = make_answered(tmp_path, "multi_label")
     found = measured(run)
-    assert list(found) == [baseline.ONE_ANSWER, baseline.TFIDF]
+    assert list(found) == [baselines.ONE_ANSWER, baselines.TFIDF]
     store = collect.read(Run(run)).store
     assert store is not None
     train, test = (store.targets(split).matrix(len(store.manifest.labels)) > 0 for split in ("train", "test"))
@@ -119,14 +119,14 @@ def test_several_labels_have_two_baselines(tmp_path: Path) -> None:
     best = max(range(1, len(order) + 1), key=lambda n: 2 * train[:, order[:n]].sum() / (n * len(train) + train.sum()))
     given = np.isin(np.arange(len(order)), order[:best])
     expected = 2 * test[:, given].sum() / (best * len(test) + test.sum())
-    assert found[baseline.ONE_ANSWER]["test"] == pytest.approx(expected)
-    assert found[baseline.TFIDF]["test"] > found[baseline.ONE_ANSWER]["test"]
+    assert found[baselines.ONE_ANSWER]["test"] == pytest.approx(expected)
+    assert found[baselines.TFIDF]["test"] > found[baselines.ONE_ANSWER]["test"]
 
 
 def test_each_head_has_a_linear_model(tmp_path: Path) -> None:
     found = measured(make_answered(tmp_path, "multi_head"))
-    assert list(found) == [baseline.ONE_ANSWER, baseline.TFIDF]
-    assert found[baseline.TFIDF]["test"] > found[baseline.ONE_ANSWER]["test"]
+    assert list(found) == [baselines.ONE_ANSWER, baselines.TFIDF]
+    assert found[baselines.TFIDF]["test"] > found[baselines.ONE_ANSWER]["test"]
 
 
 def test_questions_are_answered_by_the_words_around(tmp_path: Path) -> None:
@@ -149,34 +149,34 @@ def test_questions_are_answered_by_the_words_around(tmp_path: Path) -> None:
     assert store is not None
     places = store.targets("test")
     empty = float(np.mean([not row.reshape(-1, 2)[:, 1].any() for row in places]))
-    assert list(found) == [baseline.BESIDE, baseline.NO_ANSWER]
-    assert found[baseline.NO_ANSWER]["test"] == pytest.approx(empty)
-    assert found[baseline.BESIDE]["test"] > 0.9
+    assert list(found) == [baselines.BESIDE, baselines.NO_ANSWER]
+    assert found[baselines.NO_ANSWER]["test"] == pytest.approx(empty)
+    assert found[baselines.BESIDE]["test"] > 0.9
 
 
 def test_they_are_measured_once_and_of_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baseline, "MOST_ROWS", 20)
+    monkeypatch.setattr(baselines, "MOST_ROWS", 20)
     run = make_answered(tmp_path, "classification")
     measured(run)
-    found = baseline.read(Run(run))
+    found = baselines.read(Run(run))
     assert found is not None
     assert found["trained_on"] == 20
-    monkeypatch.setattr(baseline, "MOST_ROWS", 10)
-    assert baseline.ensure(Run(run)) is not None
-    assert baseline.read(Run(run)) == found
+    monkeypatch.setattr(baselines, "MOST_ROWS", 10)
+    assert baselines.ensure(Run(run)) is not None
+    assert baselines.read(Run(run)) == found
 
 
 def test_runs_on_the_same_rows_share_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_answered(tmp_path, "classification")
     found = measured(run)
     Run(run).baselines.unlink()
-    monkeypatch.setattr(baseline, "_measure", None)  # nothing is measured again
+    monkeypatch.setattr(baselines, "_measure", None)  # nothing is measured again
     assert measured(run) == found
 
 
 def test_there_are_none_of_other_answers_or_before_the_end(tmp_path: Path) -> None:
-    assert baseline.ensure(Run(make_answered(tmp_path / "tokens", "masked_lm"))) is None
-    assert baseline.ensure(Run(make_run(tmp_path / "begun", trained=False))) is None
+    assert baselines.ensure(Run(make_answered(tmp_path / "tokens", "masked_lm"))) is None
+    assert baselines.ensure(Run(make_run(tmp_path / "begun", trained=False))) is None
 
 
 # --------------------------------------------------------------------------------------------- texts in other scripts
@@ -187,8 +187,8 @@ def test_texts_without_a_word_of_two_letters_are_told_apart(words: tuple[str, st
     """BERT's kin spell Chinese with blanks between the characters, and scikit-learn's words have two letters."""
     texts = [f"{word} {'x y z'[:number]}" for number in range(4) for word in words]
     labels, values = [0, 1] * 4, [0.0, 1.0] * 4
-    assert baseline.labels((texts, labels), (texts, labels), texts).tolist() == labels
-    found = baseline.numbers((texts, values), (texts, values), texts)
+    assert baselines.labels((texts, labels), (texts, labels), texts).tolist() == labels
+    found = baselines.numbers((texts, values), (texts, values), texts)
     assert max(found[::2]) < 0.5 < min(found[1::2])
 
 
@@ -198,4 +198,4 @@ def test_texts_of_unknown_pieces_alone_leave_the_one_answer(tmp_path: Path) -> N
     path = write_rows(tmp_path / "chinese.csv", rows)
     columns: dict[str, Any] = {"data.path": str(path), "data.text": "text", "data.label": "label", "data.slices": []}
     found = measured(make_answered(tmp_path, "classification", **columns))
-    assert list(found) == [baseline.ONE_ANSWER]
+    assert list(found) == [baselines.ONE_ANSWER]

@@ -13,8 +13,8 @@ from benchmarks import floors, sets, tasks
 from benchmarks.results import Found, Keep, Results
 from rtrain import config
 from rtrain.cli.options import SHORT
-from rtrain.data import records
-from rtrain.data.formats import files
+from rtrain.data import row_reader
+from rtrain.data.sources import find
 
 
 def rows_of(arguments: list[str]) -> list[dict[str, Any]]:
@@ -88,9 +88,9 @@ def test_the_last_tweets_choose_and_none_is_lost(tmp_path: Path) -> None:
     sets.twitter(tmp_path, tmp_path / "work")
     found = {}
     for split in ("train", "valid"):
-        piece = files.Piece(str(tmp_path / "work" / f"{split}.conll"), "conll", split)
+        piece = find.Piece(str(tmp_path / "work" / f"{split}.conll"), "conll", split)
         recipe = config.load("entities", {"data.path": piece.uri}).recipe
-        found[split] = [record.text for record in records.read(piece, recipe.data)]
+        found[split] = [record.text for record in row_reader.read(piece, recipe.data)]
     assert found["valid"] == ["h2", "h3"]
     assert len(found["train"]) == 4 * 4 + 2
     assert {text[0] for text in found["train"]} == set("abegh")

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.compress import __main__ as command, figures, latency, making, parts, rivals
 from benchmarks.compress.figures import Aim
-from rtrain.batch import pack, padded
-from rtrain.predict import Predictor
+from rtrain.core.ragged import pack, padded
+from rtrain.inference.predictor import Predictor
 from tests import tiny
 from tests.root import ROOT
 

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.search import __main__ as command, commands, figures, parts
 from benchmarks.search.figures import Ended, Trained
 from rtrain import config
-from rtrain.run import Run
-from tune.known.history import Finished, History, Reached, Trial
+from rtrain.core.run_folder import Run
+from tune.history import Finished, History, Reached, Trial
 
 # ------------------------------------------------------------------------------------------------------------- the rows
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rtrain import manifest
-from rtrain.checkpoints import checkpoint
-from rtrain.checkpoints.checkpoint import State
+from rtrain.checkpoint import format as checkpoint_format
+from rtrain.checkpoint.format import State
 from rtrain.config import Optim
-from rtrain.training import optim
+from rtrain.core import manifest
+from rtrain.trainer import optimizers
 
 RUN = "the run"
 STATE = State(update=12, ledger="ab" * 32, best_update=None, best_score=None, run=RUN)
@@ -40,10 +40,10 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 
 def saved(folder: Path, *updates: int) -> None:
     network = make_network()
-    optimizer = optim.build(network, Optim())
+    optimizer = optimizers.build(network, Optim())
     train(network, optimizer, 1)
     for update in updates:
-        checkpoint.save(folder, network, optimizer, State(update, "00", None, None, RUN))
+        checkpoint_format.save(folder, network, optimizer, State(update, "00", None, None, RUN))
 
 
 def names(folder: Path) -> list[str]:
@@ -66,38 +66,38 @@ def without_state(path: Path, *parameters: str) -> None:
 def test_a_checkpoint_without_optimizer_state_is_refused(tmp_path: Path, lost: list[str]) -> None:
     """Its manifest is in order: it would load, and train on as another run."""
     saved(tmp_path, 1)
-    path = checkpoint.path_of(tmp_path, 1)
+    path = checkpoint_format.path_of(tmp_path, 1)
     without_state(path, *lost)
-    assert checkpoint.select(tmp_path, RUN) == 1
+    assert checkpoint_format.select(tmp_path, RUN) == 1
     network = make_network()
-    with pytest.raises(checkpoint.Incomplete):
-        checkpoint.load(path, network, optim.build(network, Optim()))
-    checkpoint.load(path, network)  # weights alone are wanted where a best checkpoint is exported
+    with pytest.raises(checkpoint_format.Incomplete):
+        checkpoint_format.load(path, network, optimizers.build(network, Optim()))
+    checkpoint_format.load(path, network)  # weights alone are wanted where a best checkpoint is exported
 
 
 def test_a_parameter_that_never_had_a_gradient_resumes_without_state(tmp_path: Path) -> None:
     network = make_network()
-    optimizer = optim.build(network, Optim())
+    optimizer = optimizers.build(network, Optim())
     network.get_submodule("0")(torch.ones(2, 3)).sum().backward()
     optimizer.step()
-    path = checkpoint.save(tmp_path, network, optimizer, STATE)
+    path = checkpoint_format.save(tmp_path, network, optimizer, STATE)
     other = make_network(seed=1)
-    restored = optim.build(other, Optim())
-    checkpoint.load(path, other, restored)
+    restored = optimizers.build(other, Optim())
+    checkpoint_format.load(path, other, restored)
     assert len(restored.state) == len(optimizer.state) == 2
 
 
 def test_weights_optimizer_and_state_come_back_exactly(tmp_path: Path) -> None:
     network = make_network()
-    optimizer = optim.build(network, Optim(lr=0.01))
+    optimizer = optimizers.build(network, Optim(lr=0.01))
     train(network, optimizer, 3)
     state = State(update=3, ledger="cd" * 32, best_update=2, best_score=0.1 + 0.2)
-    path = checkpoint.save(tmp_path, network, optimizer, state)
+    path = checkpoint_format.save(tmp_path, network, optimizer, state)
 
     other = make_network(seed=9)
-    fresh = optim.build(other, Optim(lr=0.01))
+    fresh = optimizers.build(other, Optim(lr=0.01))
     assert not equal(other.state_dict(), network.state_dict())
-    assert checkpoint.load(path, other, fresh) == state
+    assert checkpoint_format.load(path, other, fresh) == state
     assert equal(other.state_dict(), network.state_dict())
     for one, two in zip(network.parameters(), other.parameters(), strict=True):
         assert set(optimizer.state[one]) == {"step", "exp_avg", "exp_avg_sq"}
@@ -133,9 +133,9 @@ def test_tensors_that_share_memory_or_are_turned_are_saved(tmp_path: Path) -> No
     network = torch.nn.Linear(3, 4)
     network.weight = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4).T)
     assert not network.weight.is_contiguous()
-    path = checkpoint.save(tmp_path, network, optim.build(network, Optim()), STATE)
+    path = checkpoint_format.save(tmp_path, network, optimizers.build(network, Optim()), STATE)
     other = torch.nn.Linear(3, 4)
-    checkpoint.load(path, other)
+    checkpoint_format.load(path, other)
     assert torch.equal(other.weight, network.weight)
 
 
@@ -146,7 +146,7 @@ def test_an_incomplete_folder_of_the_name_is_replaced(tmp_path: Path) -> None:
     saved(tmp_path, 4)
     (tmp_path / "update-00000004" / "MANIFEST.json").unlink()
     (tmp_path / "update-00000004" / "stray").touch()
-    assert checkpoint.updates(tmp_path) == []
+    assert checkpoint_format.updates(tmp_path) == []
     saved(tmp_path, 4)
     assert names(tmp_path / "update-00000004") == FILES
 
@@ -156,8 +156,8 @@ def test_an_incomplete_folder_of_the_name_is_replaced(tmp_path: Path) -> None:
 
 def test_the_newest_is_selected_by_number(tmp_path: Path) -> None:
     saved(tmp_path, 9, 10, 100_000_000, 2)
-    assert checkpoint.updates(tmp_path) == [2, 9, 10, 100_000_000]
-    assert checkpoint.select(tmp_path, RUN) == 100_000_000
+    assert checkpoint_format.updates(tmp_path) == [2, 9, 10, 100_000_000]
+    assert checkpoint_format.select(tmp_path, RUN) == 100_000_000
 
 
 # ------------------------------------------------------------------------------------------------------------ manifest

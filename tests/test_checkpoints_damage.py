@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from rtrain import manifest
-from rtrain.checkpoints import checkpoint
-from rtrain.checkpoints.checkpoint import FILES, State
+from rtrain.checkpoint import format as checkpoint_format
+from rtrain.checkpoint.format import FILES, State
 from rtrain.config import Optim
-from rtrain.training import optim
+from rtrain.core import manifest
+from rtrain.trainer import optimizers
 from tests.test_checkpoints_checkpoint import RUN, equal, make_network, names, saved, train
 
 UPDATES = (1, 2, 3)
@@ -27,10 +27,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three checkpoints of a run, each of other weights."""
     folder = tmp_path_factory.mktemp("whole")
     network = make_network()
-    optimizer = optim.build(network, Optim(lr=0.01))
+    optimizer = optimizers.build(network, Optim(lr=0.01))
     for update in UPDATES:
         train(network, optimizer, 1)
-        checkpoint.save(folder, network, optimizer, State(update, f"{update:02d}", 1, 0.5, RUN))
+        checkpoint_format.save(folder, network, optimizer, State(update, f"{update:02d}", 1, 0.5, RUN))
     return folder
 
 
@@ -40,7 +40,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 
 
 def same(folder: Path, whole: Path, update: int) -> bool:
-    first, second = (checkpoint.path_of(root, update) for root in (folder, whole))
+    first, second = (checkpoint_format.path_of(root, update) for root in (folder, whole))
     return all((first / name).read_bytes() == (second / name).read_bytes() for name in FILES)
 
 
@@ -55,39 +55,39 @@ def rewrite(path: Path, **fields: object) -> None:
 
 
 def test_an_older_copy_under_a_newer_name_is_refused(folder: Path, whole: Path) -> None:
-    shutil.rmtree(checkpoint.path_of(folder, 3))
-    shutil.copytree(checkpoint.path_of(folder, 1), checkpoint.path_of(folder, 3))
-    assert manifest.damage(checkpoint.path_of(folder, 3), FILES) is None
-    assert checkpoint.flaw(checkpoint.path_of(folder, 3), 3, RUN) == "it is of update 1"
-    assert checkpoint.select(folder, RUN) == 2
+    shutil.rmtree(checkpoint_format.path_of(folder, 3))
+    shutil.copytree(checkpoint_format.path_of(folder, 1), checkpoint_format.path_of(folder, 3))
+    assert manifest.damage(checkpoint_format.path_of(folder, 3), FILES) is None
+    assert checkpoint_format.flaw(checkpoint_format.path_of(folder, 3), 3, RUN) == "it is of update 1"
+    assert checkpoint_format.select(folder, RUN) == 2
     assert same(folder, whole, 2)
     assert names(folder) == ["damaged", "update-00000001", "update-00000002"]
 
 
 def test_a_checkpoint_of_another_run_is_refused(folder: Path) -> None:
     """It may be the only one of a run whose config.yaml was changed: it stays where it is."""
-    rewrite(checkpoint.path_of(folder, 3), run="another")
-    with pytest.raises(checkpoint.OtherRun):
-        checkpoint.select(folder, RUN)
-    assert checkpoint.updates(folder) == [1, 2, 3]
+    rewrite(checkpoint_format.path_of(folder, 3), run="another")
+    with pytest.raises(checkpoint_format.OtherRun):
+        checkpoint_format.select(folder, RUN)
+    assert checkpoint_format.updates(folder) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_files_that_two_checkpoints_exchanged_are_refused(folder: Path, name: str) -> None:
-    swap(checkpoint.path_of(folder, 3) / name, checkpoint.path_of(folder, 2) / name)
-    assert (checkpoint.flaw(checkpoint.path_of(folder, 3), 3, RUN) or "").startswith(name)
-    assert checkpoint.select(folder, RUN) == 1
+    swap(checkpoint_format.path_of(folder, 3) / name, checkpoint_format.path_of(folder, 2) / name)
+    assert (checkpoint_format.flaw(checkpoint_format.path_of(folder, 3), 3, RUN) or "").startswith(name)
+    assert checkpoint_format.select(folder, RUN) == 1
     assert [name.rsplit("-", 1)[0] for name in names(folder / "damaged")] == ["update-00000002", "update-00000003"]
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_manifest_must_record_every_file(folder: Path, name: str) -> None:
-    path = checkpoint.path_of(folder, 3) / manifest.NAME
+    path = checkpoint_format.path_of(folder, 3) / manifest.NAME
     document = json.loads(path.read_text())
     del document["files"][name]
     path.write_text(json.dumps(document))
-    assert checkpoint.flaw(path.parent, 3, RUN) == f"{manifest.NAME} does not record {name}"
-    assert checkpoint.select(folder, RUN) == 2
+    assert checkpoint_format.flaw(path.parent, 3, RUN) == f"{manifest.NAME} does not record {name}"
+    assert checkpoint_format.select(folder, RUN) == 2
 
 
 @pytest.mark.parametrize("name", ["optim.safetensors", manifest.NAME])
@@ -95,7 +95,7 @@ def test_a_manifest_must_record_every_file(folder: Path, name: str) -> None:
 def test_a_file_that_cannot_be_read_now_is_no_damage(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
-    bad, whole = checkpoint.path_of(folder, 3) / name, Path.open
+    bad, whole = checkpoint_format.path_of(folder, 3) / name, Path.open
 
     def failing(path: Path, *rest: Any, **options: Any) -> Any:
         if path == bad:
@@ -104,28 +104,28 @@ def test_a_file_that_cannot_be_read_now_is_no_damage(
 
     monkeypatch.setattr(Path, "open", failing)
     with pytest.raises(manifest.Unreadable) as told:
-        checkpoint.select(folder, RUN)
+        checkpoint_format.select(folder, RUN)
     assert told.value.exit_code == 75
     monkeypatch.undo()
-    assert checkpoint.select(folder, RUN) == 3
-    assert not checkpoint.set_aside(folder)
+    assert checkpoint_format.select(folder, RUN) == 3
+    assert not checkpoint_format.set_aside(folder)
 
 
 @pytest.mark.parametrize("version", [2, 4])
 def test_another_version_s_checkpoint_is_refused_by_name_and_left_where_it_is(folder: Path, version: int) -> None:
-    path = checkpoint.path_of(folder, 3)
+    path = checkpoint_format.path_of(folder, 3)
     rewrite(path, schema_version=version)
-    with pytest.raises(checkpoint.OtherVersion):
-        checkpoint.select(folder, RUN)
-    with pytest.raises(checkpoint.OtherVersion):
-        checkpoint.load(path, make_network())
-    assert checkpoint.updates(folder) == [1, 2, 3]
+    with pytest.raises(checkpoint_format.OtherVersion):
+        checkpoint_format.select(folder, RUN)
+    with pytest.raises(checkpoint_format.OtherVersion):
+        checkpoint_format.load(path, make_network())
+    assert checkpoint_format.updates(folder) == [1, 2, 3]
 
 
 def test_a_save_replaces_a_damaged_checkpoint_of_its_name(folder: Path) -> None:
-    (checkpoint.path_of(folder, 3) / "optim.safetensors").write_bytes(b"")
+    (checkpoint_format.path_of(folder, 3) / "optim.safetensors").write_bytes(b"")
     saved(folder, 3)
-    assert checkpoint.flaw(checkpoint.path_of(folder, 3), 3, RUN) is None
+    assert checkpoint_format.flaw(checkpoint_format.path_of(folder, 3), 3, RUN) is None
     assert len(names(folder / "damaged")) == 1
 
 
@@ -140,38 +140,38 @@ def swap(first: Path, second: Path) -> None:
 
 
 def flip(draw: random.Random, folder: Path) -> None:
-    path = checkpoint.path_of(folder, draw.choice(UPDATES)) / draw.choice(ALL)
+    path = checkpoint_format.path_of(folder, draw.choice(UPDATES)) / draw.choice(ALL)
     content = bytearray(path.read_bytes())
     content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
     path.write_bytes(content)
 
 
 def cut(draw: random.Random, folder: Path) -> None:
-    path = checkpoint.path_of(folder, draw.choice(UPDATES)) / draw.choice(ALL)
+    path = checkpoint_format.path_of(folder, draw.choice(UPDATES)) / draw.choice(ALL)
     path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
 
 
 def exchange_files(draw: random.Random, folder: Path) -> None:
-    first, second = (checkpoint.path_of(folder, update) for update in draw.sample(UPDATES, 2))
+    first, second = (checkpoint_format.path_of(folder, update) for update in draw.sample(UPDATES, 2))
     for name in draw.sample(ALL, draw.randint(1, len(ALL))):
         swap(first / name, second / name)
 
 
 def exchange_folders(draw: random.Random, folder: Path) -> None:
     first, second = draw.sample(UPDATES, 2)
-    swap(checkpoint.path_of(folder, first), checkpoint.path_of(folder, second))
+    swap(checkpoint_format.path_of(folder, first), checkpoint_format.path_of(folder, second))
 
 
 def roll_back_files(draw: random.Random, folder: Path) -> None:
     older, newer = sorted(draw.sample(UPDATES, 2))
     for name in draw.sample(ALL, draw.randint(1, len(ALL))):
-        shutil.copy(checkpoint.path_of(folder, older) / name, checkpoint.path_of(folder, newer) / name)
+        shutil.copy(checkpoint_format.path_of(folder, older) / name, checkpoint_format.path_of(folder, newer) / name)
 
 
 def roll_back_folder(draw: random.Random, folder: Path) -> None:
     older, newer = sorted(draw.sample(UPDATES, 2))
-    shutil.rmtree(checkpoint.path_of(folder, newer))
-    shutil.copytree(checkpoint.path_of(folder, older), checkpoint.path_of(folder, newer))
+    shutil.rmtree(checkpoint_format.path_of(folder, newer))
+    shutil.copytree(checkpoint_format.path_of(folder, older), checkpoint_format.path_of(folder, newer))
 
 
 Harm = Callable[[random.Random, Path], None]
@@ -181,20 +181,22 @@ HARMS: list[Harm] = [flip, flip, cut, exchange_files, exchange_folders, roll_bac
 def test_a_hundred_random_damages_and_no_silent_load(whole: Path, tmp_path: Path) -> None:
     loaded = {update: make_network(seed=9) for update in UPDATES}
     for update, network in loaded.items():
-        checkpoint.load(checkpoint.path_of(whole, update), network)
+        checkpoint_format.load(checkpoint_format.path_of(whole, update), network)
     set_aside, chosen = 0, []
     for seed in range(100):
         draw, folder = random.Random(seed), Path(shutil.copytree(whole, tmp_path / str(seed)))
         harm = HARMS[seed % len(HARMS)]
         harm(draw, folder)
-        newest = checkpoint.select(folder, RUN)
+        newest = checkpoint_format.select(folder, RUN)
         assert newest is not None, (seed, harm)  # no harm reaches all three
         assert same(folder, whole, newest), (seed, harm)
         network = make_network(seed=9)
-        assert checkpoint.load(checkpoint.path_of(folder, newest), network).update == newest
+        assert checkpoint_format.load(checkpoint_format.path_of(folder, newest), network).update == newest
         assert equal(network.state_dict(), loaded[newest].state_dict())
-        for other in checkpoint.updates(folder):  # also those that a best checkpoint or a later start would ask for
-            assert not checkpoint.sound(folder, other, RUN) or same(folder, whole, other), (seed, harm)
+        for other in checkpoint_format.updates(
+            folder
+        ):  # also those that a best checkpoint or a later start would ask for
+            assert not checkpoint_format.sound(folder, other, RUN) or same(folder, whole, other), (seed, harm)
         set_aside += (folder / "damaged").is_dir()
         chosen.append(newest)
     assert set_aside >= 90  # some flips of a manifest change nothing that it says

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rtrain.checkpoints import checkpoint
+from rtrain.checkpoint import format as checkpoint_format
 from tests.root import ROOT
 
 SAVES = 3
@@ -81,20 +81,20 @@ class Points:
 
 def saves(folder: Path, target: int | None) -> None:
     """In a fork: three checkpoints, one after another; the process does not return from point `target`."""
-    from rtrain.checkpoints.saver import Saver
+    from rtrain.checkpoint.saver import Saver
     from rtrain.config import Optim
-    from rtrain.training import optim
+    from rtrain.trainer import optimizers
     from tests.test_checkpoints_checkpoint import RUN, make_network, train
 
     points = Points(target)
     points.install()
     network = make_network()
-    optimizer = optim.build(network, Optim(lr=0.01))
+    optimizer = optimizers.build(network, Optim(lr=0.01))
     with Saver(folder / "checkpoints", KEEP) as saver:
         for update in range(1, SAVES + 1):
             points.names.append(f"update {update}")
             train(network, optimizer, 1)
-            saver.save(network, optimizer, checkpoint.State(update, f"{update:02d}", None, None, RUN))
+            saver.save(network, optimizer, checkpoint_format.State(update, f"{update:02d}", None, None, RUN))
             saver.flush()
     (folder / POINTS).write_bytes(json.dumps(points.names).encode())
 
@@ -104,12 +104,12 @@ def forks(root: Path) -> None:
     import torch
 
     from rtrain.config import Optim
-    from rtrain.training import optim
+    from rtrain.trainer import optimizers
     from tests.test_checkpoints_checkpoint import make_network, train
 
     torch.set_num_threads(1)  # no thread may be lost by a fork
     network = make_network()
-    train(network, optim.build(network, Optim()), 1)  # torch loads much of itself now: once, not in every fork
+    train(network, optimizers.build(network, Optim()), 1)  # torch loads much of itself now: once, not in every fork
     assert forked(root / "whole", None) == 0
     for target in targets(json.loads((root / "whole" / POINTS).read_text())):
         assert forked(root / str(target), target) == -signal.SIGKILL, target
@@ -155,12 +155,12 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
 
 def test_the_points_are_every_boundary_of_a_save(killed: Killed) -> None:
     last = killed.points[killed.points.index(f"update {SAVES}") + 1 :]
-    files = [*checkpoint.FILES, "MANIFEST.json"]
+    files = [*checkpoint_format.FILES, "MANIFEST.json"]
     draft, final = f".update-{SAVES:08d}", f"update-{SAVES:08d}"
     synced = [f"after fsync {name}" for name in files]
     order = [
         f"after mkdir {draft}",
-        *(f"{part} of {name}" for name in checkpoint.FILES for part in ("half", "all")),
+        *(f"{part} of {name}" for name in checkpoint_format.FILES for part in ("half", "all")),
         *synced[:-1],
         "half of MANIFEST.json",  # nothing that it records may be lost when it is there
         synced[-1],
@@ -177,14 +177,14 @@ def test_the_points_are_every_boundary_of_a_save(killed: Killed) -> None:
 
 
 def test_after_a_kill_at_any_point_the_newest_whole_checkpoint_loads(killed: Killed, tmp_path: Path) -> None:
-    from rtrain.checkpoints.saver import Saver
+    from rtrain.checkpoint.saver import Saver
     from rtrain.config import Optim
-    from rtrain.training import optim
+    from rtrain.trainer import optimizers
     from tests.test_checkpoints_checkpoint import RUN, equal, make_network, names, train
 
     weights = {}
     network = make_network()
-    optimizer = optim.build(network, Optim(lr=0.01))
+    optimizer = optimizers.build(network, Optim(lr=0.01))
     for update in range(1, SAVES + 1):
         train(network, optimizer, 1)
         weights[update] = {name: value.clone() for name, value in network.state_dict().items()}
@@ -194,17 +194,17 @@ def test_after_a_kill_at_any_point_the_newest_whole_checkpoint_loads(killed: Kil
         committed = [update for update in range(1, SAVES + 1) if f"after rename {renamed(update)}" in at]
         newest = max(committed, default=None)
         left_over += any(name.startswith(".") for name in (names(folder) if folder.is_dir() else []))
-        checkpoint.sweep(folder)
-        assert checkpoint.select(folder, RUN) == newest, killed.points[target]
+        checkpoint_format.sweep(folder)
+        assert checkpoint_format.select(folder, RUN) == newest, killed.points[target]
         found = make_network(seed=9)
-        restored = optim.build(found, Optim(lr=0.01))
+        restored = optimizers.build(found, Optim(lr=0.01))
         if newest is not None:
-            checkpoint.load(checkpoint.path_of(folder, newest), found, restored)
+            checkpoint_format.load(checkpoint_format.path_of(folder, newest), found, restored)
             assert equal(found.state_dict(), weights[newest]), killed.points[target]
             train(found, restored, 1)
         with Saver(folder, KEEP) as saver:
-            saver.save(found, restored, checkpoint.State(9, "09", None, None, RUN))
-        assert checkpoint.select(folder, RUN) == 9
+            saver.save(found, restored, checkpoint_format.State(9, "09", None, None, RUN))
+        assert checkpoint_format.select(folder, RUN) == 9
         assert names(folder) == ["update-00000009"]  # no draft, and nothing was damaged
         shutil.rmtree(folder.parent)
     assert left_over >= 30

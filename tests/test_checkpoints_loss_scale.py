@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from rtrain.batch import Head, Tokens
-from rtrain.checkpoints import checkpoint, loss_scale
-from rtrain.checkpoints.loss_scale import Scale
+from rtrain.checkpoint import format as checkpoint_format, loss_scale
+from rtrain.checkpoint.loss_scale import Scale
 from rtrain.config import Distill, Optim
-from rtrain.exchange.exchange import Exchange
-from rtrain.exchange.replicated import Replicated
-from rtrain.training import losses, optim, step
+from rtrain.core.ragged import Head, Tokens
+from rtrain.parallel.base import Exchange
+from rtrain.parallel.ddp import Replicated
+from rtrain.trainer import losses, optimizers, step
 from tests import test_training_loop
 from tests.test_training_loop import UPDATES, fingerprint, start, weights_digest
 from tests.test_training_step import (
@@ -137,7 +137,7 @@ def test_without_a_scale_small_gradients_would_vanish_in_fp16(encoder: Path) -> 
 def test_an_infinite_gradient_trains_nothing(encoder: Path, name: Any) -> None:
     """With an optimizer that has begun, and one that has not; the gradient after it is right again."""
     network = make_network(encoder).float()
-    optimizer, exchange = optim.build(network, Optim(name=name, lr=1e-2)), Replicated(network)
+    optimizer, exchange = optimizers.build(network, Optim(name=name, lr=1e-2)), Replicated(network)
     rows = [make_rows(7)]
 
     def update(scale: float) -> step.Done:
@@ -219,7 +219,10 @@ def test_a_killed_run_in_fp16_resumes_to_the_undisturbed_run_bit_for_bit(
     assert resumed.recorder.of("started")[0]["update"] == 3
     assert weights_digest(resumed.network) == weights_digest(straight.network)
     assert fingerprint(tmp_path / "killed", UPDATES) == fingerprint(tmp_path / "straight", UPDATES)
-    states = [checkpoint.read_state(checkpoint.path_of(tmp_path / "straight" / "checkpoints", n)) for n in (5, 6)]
+    states = [
+        checkpoint_format.read_state(checkpoint_format.path_of(tmp_path / "straight" / "checkpoints", n))
+        for n in (5, 6)
+    ]
     # 2^14 from the second update on, in which it was halved twice; doubled after the fourth.
     assert [state.scale for state in states] == [Scale(2.0**15, 1), Scale(2.0**15, 2)]
 

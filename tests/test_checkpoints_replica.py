@@ -14,13 +14,13 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from rtrain import events, manifest
-from rtrain.checkpoints import checkpoint, replica
-from rtrain.checkpoints.replica import Lost, Replica, Unreachable
+from rtrain.checkpoint import format as checkpoint_format, remote_copy
+from rtrain.checkpoint.remote_copy import Lost, Replica, Unreachable
 from rtrain.config import Cluster
-from rtrain.errors import UserError
-from rtrain.run import Run
-from rtrain.runs import driver
+from rtrain.core import events, manifest
+from rtrain.core.errors import UserError
+from rtrain.core.run_folder import Run
+from rtrain.runs import controller
 from tests import test_training_loop
 from tests.test_training_loop import Ran, start, update_name, weights_digest
 
@@ -81,7 +81,7 @@ def objects(storage: str) -> list[str]:
 
 
 def checkpoint_objects(*updates: int) -> list[str]:
-    return [f"checkpoints/update-{u:08d}/{name}" for u in updates for name in (manifest.NAME, *checkpoint.FILES)]
+    return [f"checkpoints/update-{u:08d}/{name}" for u in updates for name in (manifest.NAME, *checkpoint_format.FILES)]
 
 
 def test_a_run_whose_folder_is_lost_goes_on_from_its_copy_bit_for_bit(
@@ -141,7 +141,7 @@ def test_a_copy_that_was_changed_is_set_aside_and_an_older_one_taken(
     assert Replica(storage, "run").checkpoints() == [*map(update_name, (3, 4, 5))]  # 4 is the new one
     fetched = tmp_path / "again" / "update-00000004"
     Replica(storage, "run").pull(fetched)
-    assert manifest.damage(fetched, checkpoint.FILES) is None
+    assert manifest.damage(fetched, checkpoint_format.FILES) is None
 
 
 @pytest.mark.parametrize("fault", ["a read error", "another run"])
@@ -162,7 +162,7 @@ def test_nothing_is_lost_in_the_storage_where_a_copy_cannot_be_judged(
     error, told, rows = {
         "a read error": (manifest.Unreadable, r"cannot be read \(Input/output error\)", {}),
         "another run": (
-            checkpoint.OtherRun,
+            checkpoint_format.OtherRun,
             r"file://.*/run/checkpoints/update-00000004 is of",
             {"rows_per_update": 20},
         ),
@@ -204,7 +204,7 @@ def test_storage_that_fails_for_a_while_costs_no_training(
     assert all(
         "cluster.storage: file://" in event["error"] and "Input/output error" in event["error"] for event in told
     )
-    kept = checkpoint.updates(tmp_path / "run" / "checkpoints")
+    kept = checkpoint_format.updates(tmp_path / "run" / "checkpoints")
     assert copy.checkpoints() == [*map(update_name, kept)]  # the later saves made up for it
 
 
@@ -235,7 +235,7 @@ def test_a_fetched_run_has_its_whole_log_and_what_is_whole_of_its_checkpoints(tm
 def test_a_fetch_that_is_cut_short_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, copy = tmp_path / "there" / "run", claimed((tmp_path / "mounted").as_uri())
     run.mkdir(parents=True)
-    for name in replica.FILES:
+    for name in remote_copy.FILES:
         (run / name).touch()
     copy.push(run, [])
 
@@ -260,17 +260,17 @@ def test_a_name_that_leads_out_of_the_run_is_not_written(tmp_path: Path, name: s
     assert not files_of(tmp_path)
 
 
-RUNG = f"{replica.RUNGS}/update-00000004.safetensors"
+RUNG = f"{remote_copy.RUNGS}/update-00000004.safetensors"
 
 
 @pytest.mark.parametrize("error", [OSError("connection reset"), KeyboardInterrupt()])
-@pytest.mark.parametrize("name", [*replica.FILES, *replica.LOGS, *replica.ANSWERS, RUNG])
+@pytest.mark.parametrize("name", [*remote_copy.FILES, *remote_copy.LOGS, *remote_copy.ANSWERS, RUNG])
 def test_a_run_that_came_back_in_part_is_brought_back_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException
 ) -> None:
     run, copy = tmp_path / "there" / "run", claimed((tmp_path / "mounted").as_uri())
-    (run / replica.RUNGS).mkdir(parents=True)
-    for one in (*replica.FILES, *replica.LOGS, *replica.ANSWERS, RUNG):
+    (run / remote_copy.RUNGS).mkdir(parents=True)
+    for one in (*remote_copy.FILES, *remote_copy.LOGS, *remote_copy.ANSWERS, RUNG):
         (run / one).write_text(f"{one}\n")
     (run / "artifact").mkdir()
     (run / "artifact" / "MANIFEST.json").write_text("{}")
@@ -283,7 +283,7 @@ def test_a_run_that_came_back_in_part_is_brought_back_again(
             raise error
         return whole(files, path, *rest, **options)
 
-    call = "cat_file" if name in replica.LOGS else "get_file"  # logs are read in pieces
+    call = "cat_file" if name in remote_copy.LOGS else "get_file"  # logs are read in pieces
     whole = getattr(LocalFileSystem, call)
     monkeypatch.setattr(LocalFileSystem, call, failing)
     with pytest.raises((Unreachable, KeyboardInterrupt)):
@@ -331,7 +331,9 @@ def test_a_run_is_restarted_while_its_storage_is_away_and_copied_once_it_is_back
         server = served(port)
         again = start(ground, run, replica=Replica(storage, "run", owners), **EVERY)
         assert not again.recorder.of("unreachable")
-        assert Replica(storage, "run").checkpoints() == [*map(update_name, checkpoint.updates(run / "checkpoints"))]
+        assert Replica(storage, "run").checkpoints() == [
+            *map(update_name, checkpoint_format.updates(run / "checkpoints"))
+        ]
         with pytest.raises(Lost):  # the claim that failed was made up for
             first.push(run, [])
         server.stop()
@@ -347,7 +349,7 @@ def test_a_restart_with_its_best_checkpoint_in_the_storage_alone_does_not_go_on_
     test_training_loop.scripted(monkeypatch, 0.9, 0.5, 0.4, 0.3, 0.2, 0.1)
     copy = claimed((tmp_path / "mounted").as_uri())
     start(ground, tmp_path / "run", kill=4, replica=copy, **{**EVERY, "evaluate_every": 1, "keep": 1})
-    shutil.rmtree(checkpoint.path_of(tmp_path / "run" / "checkpoints", 1))
+    shutil.rmtree(checkpoint_format.path_of(tmp_path / "run" / "checkpoints", 1))
 
     def failing(files: LocalFileSystem, *rest: Any, **options: Any) -> None:
         raise OSError(5, "Input/output error")
@@ -420,7 +422,7 @@ def test_a_run_whose_name_is_a_pattern_is_copied_and_comes_back_and_other_runs_a
 
 def small(run: Path, update: int) -> Path:
     """A complete checkpoint of next to nothing."""
-    folder = checkpoint.path_of(run / "checkpoints", update)
+    folder = checkpoint_format.path_of(run / "checkpoints", update)
     folder.mkdir(exist_ok=True)
     (folder / "state.json").write_text("{}")
     manifest.write(folder)
@@ -447,7 +449,7 @@ def _push_and_die(run: Path, storage: str, at: int) -> None:
         setattr(LocalFileSystem, name, dying(getattr(LocalFileSystem, name)))
     copy = claimed(storage)
     folder = run / "checkpoints"
-    copy.push(run, [checkpoint.path_of(folder, update) for update in checkpoint.updates(folder)])
+    copy.push(run, [checkpoint_format.path_of(folder, update) for update in checkpoint_format.updates(folder)])
 
 
 def test_a_copy_killed_at_every_write_never_brings_back_anything_torn(ground: Path, tmp_path: Path) -> None:
@@ -456,7 +458,7 @@ def test_a_copy_killed_at_every_write_never_brings_back_anything_torn(ground: Pa
     start(ground, run, kill=2, replica=claimed(storage), **EVERY)  # 1 and 2 are there, 3 and 4 are to replace them
     before = shutil.copytree(tmp_path / "mounted", tmp_path / "before")
     start(ground, run, kill=4, **EVERY)
-    identity = checkpoint.read_state(checkpoint.path_of(run / "checkpoints", 4)).run
+    identity = checkpoint_format.read_state(checkpoint_format.path_of(run / "checkpoints", 4)).run
     context, found = multiprocessing.get_context("fork"), []
     for at in range(1, 100):
         shutil.rmtree(tmp_path / "mounted")
@@ -468,13 +470,13 @@ def test_a_copy_killed_at_every_write_never_brings_back_anything_torn(ground: Pa
         for name in names:
             back = tmp_path / f"back-{at}" / name
             Replica(storage, "run").pull(back)
-            update = checkpoint.update_of(name)
+            update = checkpoint_format.update_of(name)
             assert update is not None
-            assert checkpoint.flaw(back, update, identity) is None, (at, name)
+            assert checkpoint_format.flaw(back, update, identity) is None, (at, name)
         assert names, at
         found.append(tuple(int(name[-1]) for name in names))
         copy, folder = claimed(storage), run / "checkpoints"
-        copy.push(run, [checkpoint.path_of(folder, update) for update in checkpoint.updates(folder)])
+        copy.push(run, [checkpoint_format.path_of(folder, update) for update in checkpoint_format.updates(folder)])
         assert objects(storage) == [*checkpoint_objects(3, 4), "owner"], at  # nothing is left of the killed copy
         if child.exitcode == 0:
             break
@@ -509,8 +511,8 @@ def test_another_run_s_copy_is_neither_overwritten_nor_taken(tmp_path: Path) -> 
     Replica(storage, "another", ["mine"]).refuse_other(mine.folder)
     cluster = Cluster(storage=storage)
     with pytest.raises(UserError, check=lambda error: error.code == "other_run"):
-        driver.claim_storage(mine, cluster)
+        controller.claim_storage(mine, cluster)
     (mine.artifact).mkdir()
     with pytest.raises(UserError, check=lambda error: error.code == "other_run"):
-        driver.copy_out(mine, cluster)
+        controller.copy_out(mine, cluster)
     assert (tmp_path / "storage" / "intent" / "owner").read_text() == "theirs"

@@ -10,13 +10,13 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from rtrain import manifest
-from rtrain.checkpoints import checkpoint
-from rtrain.checkpoints.checkpoint import State
-from rtrain.checkpoints.replica import Replica
-from rtrain.checkpoints.saver import Saver, Unwritten
+from rtrain.checkpoint import format as checkpoint_format
+from rtrain.checkpoint.format import State
+from rtrain.checkpoint.remote_copy import Replica
+from rtrain.checkpoint.saver import Saver, Unwritten
 from rtrain.config import Optim
-from rtrain.training import optim
+from rtrain.core import manifest
+from rtrain.trainer import optimizers
 from tests.test_checkpoints_checkpoint import RUN, equal, make_network, names, train
 
 
@@ -27,7 +27,7 @@ def network() -> torch.nn.Module:
 
 @pytest.fixture
 def optimizer(network: torch.nn.Module) -> torch.optim.Optimizer:
-    made = optim.build(network, Optim(lr=0.01))
+    made = optimizers.build(network, Optim(lr=0.01))
     train(network, made, 1)
     return made
 
@@ -72,14 +72,14 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         moments = [copied(optimizer.state[parameter]) for parameter in network.parameters()]
         train(network, optimizer, 2)
         assert not equal(network.state_dict(), weights)
-        assert checkpoint.updates(tmp_path) == []
+        assert checkpoint_format.updates(tmp_path) == []
         disk.set()
         saver.flush()
-    assert checkpoint.select(tmp_path, RUN) == 1
+    assert checkpoint_format.select(tmp_path, RUN) == 1
     assert names(tmp_path) == ["update-00000001"]
     other = make_network(seed=9)
-    restored = optim.build(other, Optim())
-    assert checkpoint.load(checkpoint.path_of(tmp_path, 1), other, restored) == state(1)
+    restored = optimizers.build(other, Optim())
+    assert checkpoint_format.load(checkpoint_format.path_of(tmp_path, 1), other, restored) == state(1)
     assert equal(other.state_dict(), weights)
     for parameter, known in zip(other.parameters(), moments, strict=True):
         assert equal(restored.state[parameter], known)
@@ -100,11 +100,11 @@ def test_a_save_waits_for_the_one_before_and_takes_its_copy_only_then(
     disk.set()
     second.join(30)
     saver.flush()
-    assert checkpoint.updates(tmp_path) == [1, 2]
+    assert checkpoint_format.updates(tmp_path) == [1, 2]
     found = make_network()
-    checkpoint.load(checkpoint.path_of(tmp_path, 2), found)
+    checkpoint_format.load(checkpoint_format.path_of(tmp_path, 2), found)
     assert all(bool((value == 7).all()) for value in found.parameters())
-    checkpoint.load(checkpoint.path_of(tmp_path, 1), found)
+    checkpoint_format.load(checkpoint_format.path_of(tmp_path, 1), found)
     assert not any(bool((value == 7).all()) for value in found.parameters())
 
 
@@ -114,13 +114,13 @@ def test_what_was_taken_is_written_when_the_training_fails(
     def training() -> None:
         with Saver(tmp_path, keep=2) as saver:
             saver.save(network, optimizer, state(1))
-            assert checkpoint.updates(tmp_path) == []
+            assert checkpoint_format.updates(tmp_path) == []
             raise KeyboardInterrupt
 
     threading.Timer(0.2, disk.set).start()
     with pytest.raises(KeyboardInterrupt):
         training()
-    assert checkpoint.updates(tmp_path) == [1]
+    assert checkpoint_format.updates(tmp_path) == [1]
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
@@ -155,7 +155,7 @@ def test_a_full_disk_is_told_at_the_next_save_or_at_the_end(
         end(saver, network, optimizer, state(3))
     saver.flush()  # it is told once
     assert names(tmp_path) == ["update-00000001"]  # the draft is gone, and with it the space that it took
-    assert checkpoint.select(tmp_path, RUN) == 1
+    assert checkpoint_format.select(tmp_path, RUN) == 1
 
 
 def test_a_failed_write_does_not_hide_what_ended_the_training(
@@ -230,6 +230,6 @@ def test_a_damaged_checkpoint_does_not_push_out_a_good_one(
     save_all(saver, network, optimizer, state(1), state(2))
     flip(tmp_path / "update-00000002" / "optim.safetensors")
     save_all(Saver(tmp_path, keep=2) if restarted else saver, network, optimizer, state(3))
-    assert checkpoint.updates(tmp_path) == [1, 3]
+    assert checkpoint_format.updates(tmp_path) == [1, 3]
     [aside] = (tmp_path / "damaged").iterdir()
     assert aside.name.startswith("update-00000002-")

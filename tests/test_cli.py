@@ -17,10 +17,10 @@ import yaml
 
 from rtrain import config
 from rtrain.cli import app as cli
-from rtrain.cluster import session
-from rtrain.proof import ledger
-from rtrain.run import Run
-from rtrain.runs import opening
+from rtrain.cluster import connection
+from rtrain.core.run_folder import Run
+from rtrain.runs import run_folders
+from rtrain.verification import ledger
 from tests import stock
 from tests.conftest import STARTUP, Row, labelled_rows, write_rows
 from tests.root import ROOT
@@ -242,7 +242,7 @@ def test_a_student_with_too_many_layers_is_refused_before_ray_starts(
 ) -> None:
     teacher = stock.make(tmp_path / "teacher", ended="interrupted")
     make_artifact(teacher.artifact)  # of two layers
-    monkeypatch.setattr(session, "session", lambda *_: pytest.fail("Ray was started"))
+    monkeypatch.setattr(connection, "session", lambda *_: pytest.fail("Ray was started"))
     code, error = error_of(run, "distill", "teacher", "--set", f"distill.layers={layers}")
     assert (code, fields_of(error)) == (2, ["distill.layers"])
     assert not (tmp_path / "teacher-student").exists()
@@ -320,7 +320,7 @@ def test_a_resume_needs_the_folder_of_its_run_and_no_recipe(run: Cli, tmp_path: 
     for arguments in (["train"], ["tune"], ["train", "--resume", "--out", "none"]):
         code, error = error_of(run, *arguments)
         assert (code, fields_of(error)) == (2, ["recipe"])
-    opening.freeze(Run(tmp_path / "run"), config.load("intent", {"data.path": str(tmp_path / "gone.csv")}))
+    run_folders.freeze(Run(tmp_path / "run"), config.load("intent", {"data.path": str(tmp_path / "gone.csv")}))
     csv_of(tmp_path, labelled_rows(40), "gone2.csv")
     code, error = error_of(run, "train", "--resume", "--out", "run")
     assert (code, fields_of(error)) == (2, ["data.path"])  # of the run's own, which has gone
@@ -350,8 +350,8 @@ def test_a_search_of_which_the_storage_alone_is_left_is_refused_with_a_way_on(
 ) -> None:
     """Its trials are copied, and its journal is not. Each of --resume and a new search named the other as the fix."""
     gone = {"data.path": str(tmp_path / "gone.csv")}
-    opening.freeze(Run(tmp_path / "mounted" / "search" / "trial-000"), config.load("intent", gone))
-    opening.freeze(Run(teacher := tmp_path / "teacher"), config.load("intent", gone))
+    run_folders.freeze(Run(tmp_path / "mounted" / "search" / "trial-000"), config.load("intent", gone))
+    run_folders.freeze(Run(teacher := tmp_path / "teacher"), config.load("intent", gone))
     make_artifact(teacher / "artifact")
     words = ["tune", "intent", "--data", csv_of(tmp_path, labelled_rows(40))]
     words = words if verb == "tune" else ["distill", teacher, "--search"]
@@ -445,7 +445,7 @@ def test_a_student_of_a_student_learns_copies_of_its_own(run: Cli, tmp_path: Pat
     stale.write_text('{"text": "of other rows"}\n')
     rows = {"data.path": str(csv_of(tmp_path, labelled_rows(60))), "model.name": str(encoder)}
     taught = Run(tmp_path / "taught")
-    opening.freeze(taught, config.load("intent", {**rows, "distill.copies": 3, "distill.copied": str(stale)}))
+    run_folders.freeze(taught, config.load("intent", {**rows, "distill.copies": 3, "distill.copied": str(stale)}))
     make_artifact(taught.artifact)
     code, _, told = run("distill", taught.folder, "--set", "distill.copies=1", "--set", "distill.layers=9")
     assert (code, "distill.layers" in told) == (2, True)
@@ -457,7 +457,7 @@ def test_a_search_over_students_is_gone_on_with_by_the_verb_that_began_it(run: C
     """By another one no trial would learn from the teacher, and distill.lr would change nothing."""
     search = Run(tmp_path / "students")
     student = config.load("intent", {"data.path": str(csv_of(tmp_path, labelled_rows(60))), "distill.teacher": "v1"})
-    opening.freeze(search, student)
+    run_folders.freeze(search, student)
     search.trials.touch()
     way_on = f"rtrain distill TEACHER --search --resume --out {search.folder}"
     code, _, told = run("tune", "--resume", "--out", search.folder)

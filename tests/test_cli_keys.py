@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rtrain.cli import app as cli
-from serve.door import keys
+from serve.auth import api_keys
 from tests import test_cli
 from tests.test_cli import Cli, error_of, fields_of
 from tests.tiny import make_artifact
@@ -20,9 +20,9 @@ def test_a_key_is_printed_once_listed_without_its_hash_and_revoked(run: Cli, tmp
     plain = out.strip()
     assert (code, out) == (0, f"{plain}\n")
     assert err == "shop may ask by the header Authorization: Bearer KEY; the key is shown this once\n"
-    [key] = keys.read(path)
+    [key] = api_keys.read(path)
     limited = ("--model", "intent", "--model", "mood")
-    assert keys.find({key.id: key}, [f"Bearer {plain}".encode()]) == key
+    assert api_keys.find({key.id: key}, [f"Bearer {plain}".encode()]) == key
     assert run("serve", "keys", "add", path, "watch", "--scope", "metrics", "--scope", "predict", *limited)[0] == 0
     code, out, err = run("serve", "keys", "list", path)
     lines = [line.split() for line in out.splitlines()]
@@ -35,7 +35,7 @@ def test_a_key_is_printed_once_listed_without_its_hash_and_revoked(run: Cli, tmp
     assert [sorted(one) for one in json.loads(out)] == [["created", "id", "models", "name", "rate", "scopes"]] * 2
     code, out, err = run("serve", "keys", "revoke", path, "shop")
     assert (code, out, err) == (0, "", "shop is revoked; an endpoint that runs refuses it within 1 s\n")
-    assert [key.name for key in keys.read(path)] == ["watch"]
+    assert [key.name for key in api_keys.read(path)] == ["watch"]
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,6 @@ def test_an_artefact_of_any_name_is_served(
     def begun(*given: object, **named: object) -> None:
         raise Begun
 
-    monkeypatch.setattr("serve.starting.session", begun)
+    monkeypatch.setattr("serve.launcher.session", begun)
     with pytest.raises(Begun):
         cli.main(["serve", *words])

@@ -15,9 +15,9 @@ import pytest
 
 from rtrain import config, ray_internals
 from rtrain.cluster import address
-from rtrain.cluster.session import session
+from rtrain.cluster.connection import session
 from rtrain.config import Config
-from rtrain.errors import ConfigError, UserError
+from rtrain.core.errors import ConfigError, UserError
 
 
 def named(value: str) -> Config:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies
 
-from rtrain.cluster import supply
-from rtrain.cluster.demand import EXPIRE_S, REPEAT_S, Demand, Place, places
-from rtrain.cluster.supply import Host, Needs, Node
+from rtrain.cluster import capacity
+from rtrain.cluster.autoscaler_requests import EXPIRE_S, REPEAT_S, Demand, Place, places
+from rtrain.cluster.capacity import Host, Needs, Node
 from tests.root import ROOT
 
 NODES = strategies.lists(
@@ -33,14 +33,14 @@ NODES = strategies.lists(
 def test_what_is_asked_for_is_the_whole_run_and_fits_what_may_come(
     most: int, spare: int | None, device: str, may: list[Node]
 ) -> None:
-    workers = min(most, supply.fits(may, device, spare))
+    workers = min(most, capacity.fits(may, device, spare))
     asked = places(most, Needs(device, spare), list(map(Host, may)), NOTHING)
-    assert len(asked) == (workers + supply.data_cpus(spare, workers) if workers else 0)
+    assert len(asked) == (workers + capacity.data_cpus(spare, workers) if workers else 0)
     for name in ("CPU", "GPU"):
         assert sum(place.resource == name for place in asked) <= sum(node[name] for node in may)
 
 
-NOTHING = supply.startable({})
+NOTHING = capacity.startable({})
 EIGHT = Host({"CPU": 8.0})
 CPU, GPU = Place("CPU"), Place("GPU")
 
@@ -65,7 +65,7 @@ def test_data_tasks_are_not_asked_for_on_the_workers_nodes_unless_that_is_said()
 
 def test_a_node_less_is_asked_for_where_all_of_one_type_leave_no_place_for_another() -> None:
     kinds = {"gpu": {"resources": {"GPU": 1}}, "cpu": {"resources": {"CPU": 8}}}
-    may = supply.startable({"max_workers": 4, "available_node_types": kinds})
+    may = capacity.startable({"max_workers": 4, "available_node_types": kinds})
     assert places(4, Needs("gpu"), [], may) == [GPU] * 3 + [CPU] * 2
 
 
@@ -115,14 +115,14 @@ def test_the_types_come_from_the_file_or_from_the_variable_itself(
         "available_node_types": {"head": {"resources": {"CPU": 0}}, "big": {"resources": {"CPU": 16}}},
     }
     (tmp_path / "file.yaml").write_text(json.dumps(document))
-    monkeypatch.setattr(supply, "up", lambda: [Host({"CPU": 0.0})])
+    monkeypatch.setattr(capacity, "up", lambda: [Host({"CPU": 0.0})])
     for value in (json.dumps(document), str(tmp_path / "file.yaml")):
-        monkeypatch.setenv(supply.AUTOSCALER_FILE, value)
-        assert supply.types() == {"big": {"CPU": 16.0}}
-        assert supply.may("cpu") == [{"CPU": 0.0}, {"CPU": 16.0}, {"CPU": 16.0}]
-        assert supply.most("cpu") == 32
-    monkeypatch.setattr(supply, "up", lambda: [Host({"CPU": 64.0})])
-    assert supply.may("cpu") == [{"CPU": 64.0}]
+        monkeypatch.setenv(capacity.AUTOSCALER_FILE, value)
+        assert capacity.types() == {"big": {"CPU": 16.0}}
+        assert capacity.may("cpu") == [{"CPU": 0.0}, {"CPU": 16.0}, {"CPU": 16.0}]
+        assert capacity.most("cpu") == 32
+    monkeypatch.setattr(capacity, "up", lambda: [Host({"CPU": 64.0})])
+    assert capacity.may("cpu") == [{"CPU": 64.0}]
 
 
 SCRIPT = """
@@ -149,7 +149,7 @@ ray.shutdown()
 
 @pytest.mark.ray
 def test_the_cluster_s_own_word_of_what_it_may_have_is_read() -> None:
-    environ = {name: value for name, value in os.environ.items() if name != supply.AUTOSCALER_FILE}
+    environ = {name: value for name, value in os.environ.items() if name != capacity.AUTOSCALER_FILE}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280, check=False
     )

@@ -30,9 +30,9 @@ from ray._private.runtime_env.packaging import create_package
 from ray.dashboard.modules.dashboard_sdk import SubmissionClient
 
 from rtrain.cli import app, cluster
-from rtrain.cluster.jobs import client, copied, entry, launcher, naming, upload
-from rtrain.cluster.jobs.naming import Attach, Start
-from rtrain.errors import ConfigError, Ended, TryAgain, UserError
+from rtrain.cluster.jobs import chunked_log_upload, client, entry, job_names, launcher, upload
+from rtrain.cluster.jobs.job_names import Attach, Start
+from rtrain.core.errors import ConfigError, Ended, TryAgain, UserError
 from tests.conftest import STARTUP, labelled_rows, write_rows
 from tests.heads import Head
 from tests.root import ROOT
@@ -46,10 +46,10 @@ WITHIN_S = 900
 
 @pytest.mark.parametrize("name", ["intent", "rtrain-a", "x" * 70])
 def test_a_run_s_jobs_are_found_by_its_name(name: str) -> None:
-    own = naming.identity((), PurePosixPath(f"/shared/runs/{name}"))
+    own = job_names.identity((), PurePosixPath(f"/shared/runs/{name}"))
     jobs = [own, f"{own}-try-2", "rtrain-another-01234567"]
     for asked in (name, f"/shared/runs/{name}", own):
-        assert naming.meant(asked, jobs) == jobs[:2]
+        assert job_names.meant(asked, jobs) == jobs[:2]
 
 
 @pytest.mark.parametrize(
@@ -63,18 +63,18 @@ def test_a_run_s_jobs_are_found_by_its_name(name: str) -> None:
     ],
 )
 def test_a_job_is_called_after_its_run(words: list[str], run: str | None, name: str) -> None:
-    found = naming.run_of(words)
-    job = naming.identity(words, found)
-    assert (str(found) if found else None, job[: -naming.DIGITS]) == (run, name)
-    int(job[-naming.DIGITS :], 16)
+    found = job_names.run_of(words)
+    job = job_names.identity(words, found)
+    assert (str(found) if found else None, job[: -job_names.DIGITS]) == (run, name)
+    int(job[-job_names.DIGITS :], 16)
 
 
 OTHERS = [
     ["train", "intent", "--out", "/shared/alice/intent"],
     ["train", "intent", "--out", "/shared/bob/intent"],
     ["train", "intent", "--out", "/shared/runs/intent-try-2"],
-    ["train", "intent", "--out", f"/shared/runs/{'x' * naming.LONGEST}-A"],
-    ["train", "intent", "--out", f"/shared/runs/{'x' * naming.LONGEST}-B"],
+    ["train", "intent", "--out", f"/shared/runs/{'x' * job_names.LONGEST}-A"],
+    ["train", "intent", "--out", f"/shared/runs/{'x' * job_names.LONGEST}-B"],
     ["predict", "/shared/m1", "--data", "/shared/a.csv", "--out", "/shared/a.out.csv"],
     ["predict", "/shared/m2", "--data", "/shared/b.csv", "--out", "/shared/b.out.csv"],
     ["serve", "/shared/alice/intent"],
@@ -89,25 +89,25 @@ OTHERS = [
 
 
 def test_what_is_another_request_is_another_job() -> None:
-    jobs = [naming.identity(words, naming.run_of(words)) for words in OTHERS]
+    jobs = [job_names.identity(words, job_names.run_of(words)) for words in OTHERS]
     assert len(set(jobs)) == len(OTHERS)
     again = ["train", "sentiment", "--resume", "--out=/shared/alice/intent/"]  # one folder is one run
-    assert naming.identity(again, naming.run_of(again)) == jobs[0]
+    assert job_names.identity(again, job_names.run_of(again)) == jobs[0]
 
 
 def test_a_run_s_jobs_are_found_by_its_folder_its_name_or_their_own() -> None:
-    alice, bob, tried = (naming.identity(words, naming.run_of(words)) for words in OTHERS[:3])
+    alice, bob, tried = (job_names.identity(words, job_names.run_of(words)) for words in OTHERS[:3])
     jobs = [f"{alice}-try-2", bob, alice, tried, "rtrain-serve-intent-01234567"]
-    assert naming.meant("/shared/alice/intent", jobs) == [alice, f"{alice}-try-2"]
+    assert job_names.meant("/shared/alice/intent", jobs) == [alice, f"{alice}-try-2"]
     for name in (bob, bob.removeprefix("rtrain-")):
-        assert naming.meant(name, jobs) == [bob]
-    assert naming.meant("intent-try-2", jobs) == [tried]
-    assert naming.meant("serve-intent", jobs) == ["rtrain-serve-intent-01234567"]
+        assert job_names.meant(name, jobs) == [bob]
+    assert job_names.meant("intent-try-2", jobs) == [tried]
+    assert job_names.meant("serve-intent", jobs) == ["rtrain-serve-intent-01234567"]
     with pytest.raises(ConfigError) as refused:
-        naming.meant("intent", jobs)
+        job_names.meant("intent", jobs)
     assert [problem.code for problem in refused.value.problems] == ["ambiguous_name"]
-    assert naming.meant("intent", [bob, "rtrain-intention-01234567"]) == [bob]
-    assert naming.meant("nobody", jobs) == []
+    assert job_names.meant("intent", [bob, "rtrain-intention-01234567"]) == [bob]
+    assert job_names.meant("nobody", jobs) == []
 
 
 @pytest.mark.parametrize(
@@ -120,17 +120,17 @@ def test_a_run_s_jobs_are_found_by_its_folder_its_name_or_their_own() -> None:
 )
 def test_a_job_names_a_folder_of_the_nodes_and_the_same_run_each_time(more: list[str], code: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        naming.run_of(["train", "intent", *more])
+        job_names.run_of(["train", "intent", *more])
     assert [problem.code for problem in refused.value.problems] == [code]
 
 
 def test_settings_and_options_are_read_as_the_verb_reads_them() -> None:
     words = ["train", "--set", "cluster.storage=s3://a/b", "--set=cluster.storage=s3://c", "--out", "/x", "--out=/y"]
-    assert naming.assignments(words) == ["cluster.storage=s3://a/b", "cluster.storage=s3://c"]
-    assert naming.option(words, "--out") == "/y"
+    assert job_names.assignments(words) == ["cluster.storage=s3://a/b", "cluster.storage=s3://c"]
+    assert job_names.option(words, "--out") == "/y"
 
 
-STATUSES = strategies.sampled_from(["PENDING", "RUNNING", *naming.ENDED])
+STATUSES = strategies.sampled_from(["PENDING", "RUNNING", *job_names.ENDED])
 
 
 @given(strategies.lists(STATUSES, max_size=12), strategies.dictionaries(strategies.text(max_size=8), STATUSES))
@@ -138,8 +138,8 @@ def test_asked_again_a_job_is_there_or_a_new_one_follows_the_last(mine: list[str
     names = ["rtrain-x", *(f"rtrain-x-try-{number}" for number in range(2, 99))][: len(mine)]
     others = {f"rtrain-x-{name}": status for name, status in others.items() if not name.startswith("try-")}
     statuses = {**dict(zip(names, mine, strict=True)), **others, "rtrain-xy": "RUNNING"}
-    decided = naming.decide("rtrain-x", statuses)
-    running = [name for name in names if statuses[name] not in naming.ENDED]
+    decided = job_names.decide("rtrain-x", statuses)
+    running = [name for name in names if statuses[name] not in job_names.ENDED]
     if running:
         assert decided == Attach(running[-1])
     else:
@@ -162,8 +162,8 @@ def test_the_exit_code_is_the_driver_s_or_says_again(
 ) -> None:
     from ray.dashboard.modules.job.common import JobErrorType
 
-    assert naming.exit_code(status, driver, error) == code
-    assert set(naming.LOST) <= {one.value for one in JobErrorType}
+    assert job_names.exit_code(status, driver, error) == code
+    assert set(job_names.LOST) <= {one.value for one in JobErrorType}
 
 
 # --------------------------------------------------------------------------------------------------------- upload
@@ -262,7 +262,7 @@ def test_submodules_and_links_to_folders_go_along(checkout: Path, tmp_path: Path
 
 def test_a_storage_that_there_is_not_is_an_error() -> None:
     with pytest.raises(UserError) as refused:
-        copied.find_log("intent", "nosuch://bucket")
+        chunked_log_upload.find_log("intent", "nosuch://bucket")
     assert refused.value.code == "unreachable"
 
 
@@ -351,7 +351,7 @@ def test_a_run_of_one_name_with_another_is_not_taken_over(tmp_path: Path) -> Non
     words = ["train", "intent", "--data", "/none.csv", "--set", f"cluster.storage={storage}", "--out"]
 
     def started(*asked: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", naming.ENTRY, *words, *asked]
+        command = [sys.executable, "-m", job_names.ENTRY, *words, *asked]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
     first = started(str(old))  # nothing tells whose the copy is: it is gone on with, and noted
@@ -417,7 +417,7 @@ def test_a_storage_that_connects_as_it_is_opened_says_try_again_too(tmp_path: Pa
 def test_a_password_of_the_storage_is_in_no_line_nor_log(tmp_path: Path) -> None:
     """The log lies on the folder that all share, and is sent to the storage itself."""
     run, secret, storage = tmp_path / "runs" / "x", "hunter2pw", "ftp://me:hunter2pw@127.0.0.1:1"
-    command = [sys.executable, "-m", naming.ENTRY, "train", "intent", "--out", str(run), "--data", "/none.csv"]
+    command = [sys.executable, "-m", job_names.ENTRY, "train", "intent", "--out", str(run), "--data", "/none.csv"]
     command += ["--set", f"cluster.storage={storage}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 75, done.stderr
@@ -430,7 +430,7 @@ def test_a_password_of_the_storage_is_in_no_line_nor_log(tmp_path: Path) -> None
     assert (done.returncode != 75, "--resume" in done.stdout) == (True, True)
     assert secret not in done.stdout + done.stderr + (run.parent / ".jobs" / "x.log").read_text()
     with pytest.raises(UserError) as refused:
-        copied.find_log("x", storage)
+        chunked_log_upload.find_log("x", storage)
     assert refused.value.code == "unreachable"
     assert secret not in str(refused.value)
 
@@ -459,7 +459,7 @@ def test_the_storage_is_that_of_the_configuration(tmp_path: Path) -> None:
 
 
 def test_a_job_that_does_not_say_where_its_run_is_ends_with_2() -> None:
-    command = [sys.executable, "-m", naming.ENTRY, "train", "intent", "--out", "runs/x"]
+    command = [sys.executable, "-m", job_names.ENTRY, "train", "intent", "--out", "runs/x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
 
@@ -488,16 +488,16 @@ def test_every_line_is_kept_and_printed_and_copied(tmp_path: Path) -> None:
     once = "from python\nfrom a child\nfrom its errors\n" + "".join(f"line {number}\n" for number in range(20000))
     assert done.stdout == once + "after\n"
     assert log.read_text() == once * 3
-    assert copied.find_log("x", f"file://{tmp_path}/storage") == once * 3
-    assert copied.find_log(str(tmp_path / "x"), None) == once * 3
-    assert copied.find_log("y", f"file://{tmp_path}/storage") is None
+    assert chunked_log_upload.find_log("x", f"file://{tmp_path}/storage") == once * 3
+    assert chunked_log_upload.find_log(str(tmp_path / "x"), None) == once * 3
+    assert chunked_log_upload.find_log("y", f"file://{tmp_path}/storage") is None
 
 
 def test_a_log_whose_folder_was_lost_goes_on_behind_what_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log, url, sent = tmp_path / "here" / "x.log", f"file://{tmp_path}/storage/.jobs/x.log", []
-    monkeypatch.setattr(copied, "PART_BYTES", 10)
+    monkeypatch.setattr(chunked_log_upload, "PART_BYTES", 10)
     log.parent.mkdir()
     files = type(fsspec.core.url_to_fs(url)[0])
     pipe = files.pipe_file
@@ -509,7 +509,7 @@ def test_a_log_whose_folder_was_lost_goes_on_behind_what_is_stored(
     monkeypatch.setattr(files, "pipe_file", piped)
     lines = b""
     for start in range(3):
-        copy = copied.Copied(log, url)
+        copy = chunked_log_upload.Copied(log, url)
         copy.open()
         for number in range(3):
             with log.open("ab") as file:
@@ -517,7 +517,7 @@ def test_a_log_whose_folder_was_lost_goes_on_behind_what_is_stored(
             lines += new
             copy.put()
             copy.put()  # nothing new
-            assert copied.find_log("x", f"file://{tmp_path}/storage") == lines.decode()
+            assert chunked_log_upload.find_log("x", f"file://{tmp_path}/storage") == lines.decode()
         assert log.read_bytes() == lines
         shutil.rmtree(log.parent)  # with the machine
         log.parent.mkdir()
@@ -529,9 +529,9 @@ def test_a_storage_that_is_away_as_a_job_begins_keeps_what_it_has(tmp_path: Path
     """The log is written anew meanwhile; what comes of it is put behind."""
     log, storage, url = tmp_path / "x.log", tmp_path / "storage", f"file://{tmp_path}/storage/.jobs/x.log"
     log.write_text("old lines\n")
-    copied.Copied(log, url).put()
+    chunked_log_upload.Copied(log, url).put()
     log.unlink()
-    copy = copied.Copied(log, url)
+    copy = chunked_log_upload.Copied(log, url)
     storage.rename(tmp_path / "away")
     storage.write_text("no folder")
     with pytest.raises((FileExistsError, NotADirectoryError)):
@@ -542,7 +542,7 @@ def test_a_storage_that_is_away_as_a_job_begins_keeps_what_it_has(tmp_path: Path
     storage.unlink()
     (tmp_path / "away").rename(storage)
     copy.put()
-    assert copied.find_log("x", f"file://{storage}") == "old lines\nnew lines\n"
+    assert chunked_log_upload.find_log("x", f"file://{storage}") == "old lines\nnew lines\n"
     assert log.read_text() == "new lines\n"
 
 
@@ -645,7 +645,7 @@ def test_options_without_a_value_are_known() -> None:
     flags, others = (
         {name for one in of_verbs if one.is_flag == is_flag for name in one.opts} for is_flag in (True, False)
     )
-    assert flags - others == set(naming.FLAGS)
+    assert flags - others == set(job_names.FLAGS)
 
 
 class Taken(BreaksOff):
@@ -825,7 +825,7 @@ def command(head: Head) -> list[str]:
 
 
 def job_of(run: Path) -> str:
-    return naming.identity((), PurePosixPath(run))
+    return job_names.identity((), PurePosixPath(run))
 
 
 def own_lines(done: "subprocess.CompletedProcess[str]") -> str:
@@ -887,7 +887,7 @@ def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(head: Head, 
         time.sleep(0.5)
     stopped = ask(head, "stop", "long")
     assert stopped.returncode == 0, stopped.stderr
-    while next(job for job in head.jobs() if job["submission_id"] == job_of(out))["status"] not in naming.ENDED:
+    while next(job for job in head.jobs() if job["submission_id"] == job_of(out))["status"] not in job_names.ENDED:
         assert time.monotonic() < give_up
         time.sleep(0.5)
     script = "import sys; from rtrain.cluster.jobs import client; print(client.Jobs(sys.argv[1]).head_ip())"
@@ -926,7 +926,7 @@ def test_a_job_that_went_with_its_head_is_started_again(
 ) -> None:
     """The record of the old one stays, also where it ended a moment before."""
     words = ["train", "intent", "--out", "/x"]
-    base, api = naming.identity(words, naming.run_of(words)), Restarted(end)
+    base, api = job_names.identity(words, job_names.run_of(words)), Restarted(end)
     api.statuses = {base: "RUNNING"}
     assert jobs_of(api).submit(words, upload.of(checkout), print) == f"{base}-try-2"
     assert (api.statuses[base], api.started) == (end, [f"{base}-try-2"])

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from rtrain.cluster import feasible, supply
+from rtrain.cluster import capacity, placement
+from rtrain.cluster.checks import check_file
+from rtrain.cluster.checks.findings import Around, installed
+from rtrain.cluster.checks.yaml_document import read
 from rtrain.cluster.kubernetes import manifests, rules
-from rtrain.cluster.lint import lint
-from rtrain.cluster.lint.document import read
-from rtrain.cluster.lint.findings import Around, installed
-from rtrain.errors import ConfigError
+from rtrain.core.errors import ConfigError
 from tests.root import ROOT
 from tests.test_cli import Cli, run  # noqa: F401
 
@@ -29,8 +29,8 @@ def test_the_manifests_are_those_of_the_golden_file() -> None:
 
 
 def test_nothing_is_found_in_ours() -> None:
-    assert lint.check(TEXT, HERE) == []
-    assert lint.check(manifests.text(manifests.Settings(gpus=4, workers=1, image=IMAGE)), HERE) == []
+    assert check_file.check(TEXT, HERE) == []
+    assert check_file.check(manifests.text(manifests.Settings(gpus=4, workers=1, image=IMAGE)), HERE) == []
 
 
 def test_the_job_goes_on_and_the_service_imports_what_is_there() -> None:
@@ -59,23 +59,23 @@ def test_the_service_serves_the_artefact_of_the_job_s_run() -> None:
     assert served(verb=("predict", "/shared/m")) == "/shared/runs/FILL-IN/artifact"
     assert served(verb=(*words, "--out=/shared/x"), artifact="/shared/y/artifact") == "/shared/y/artifact"
     for out, lost in (("/shared/x", False), ("/data/x", True), ("/shared/../x", True), ("/shared2/x", True)):
-        found = lint.check(manifests.text(manifests.Settings(verb=(*words, "--out", out))), HERE)
+        found = check_file.check(manifests.text(manifests.Settings(verb=(*words, "--out", out))), HERE)
         assert [one.rule for one in found] == ["k8s-job"] * lost
 
 
 def test_jobs_know_what_may_be_started_by_its_labels_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """With no worker's pod up, a run that asks for its nodes by their labels is not refused."""
-    monkeypatch.setattr(supply, "up", lambda: [supply.Host({"CPU": 0.0})])
+    monkeypatch.setattr(capacity, "up", lambda: [capacity.Host({"CPU": 0.0})])
     for document in read(TEXT):
         for group in rules.groups([document]):
             if not rules.is_head(group):
                 continue
             [container] = group.get("template", "spec", "containers")
-            [value] = [one["value"] for one in container["env"] if one["name"] == supply.AUTOSCALER_FILE]
-            monkeypatch.setenv(supply.AUTOSCALER_FILE, value)
+            [value] = [one["value"] for one in container["env"] if one["name"] == capacity.AUTOSCALER_FILE]
+            monkeypatch.setenv(capacity.AUTOSCALER_FILE, value)
             [workers] = [one for one in rules.groups([document]) if not rules.is_head(one)]
-            assert supply.absent("cluster.labels", workers.get("labels")) == []
-            assert supply.types(workers.get("labels")) == {"workers": {"CPU": 8.0}}
+            assert capacity.absent("cluster.labels", workers.get("labels")) == []
+            assert capacity.types(workers.get("labels")) == {"workers": {"CPU": 8.0}}
 
 
 def test_gpus_are_the_workers_own() -> None:
@@ -100,7 +100,7 @@ def test_gpus_are_the_workers_own() -> None:
 def test_a_second_group_is_for_data_tasks_and_jobs_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = manifests.Settings(gpus=2, workers=3, data_workers=5, image=IMAGE)
     text = manifests.text(settings)
-    assert lint.check(text, HERE) == []
+    assert check_file.check(text, HERE) == []
     [cluster] = [document for document in read(text) if document.get("kind") == "RayCluster"]
     groups = {group.get("groupName"): group for group in rules.groups([cluster]) if not rules.is_head(group)}
     limits = ("template", "spec", "containers", 0, "resources", "limits", "nvidia.com/gpu")
@@ -110,17 +110,17 @@ def test_a_second_group_is_for_data_tasks_and_jobs_know_it(monkeypatch: pytest.M
     }
     [head] = [group for group in rules.groups([cluster]) if rules.is_head(group)]
     environ = {one["name"]: one["value"] for one in head.get("template", "spec", "containers", 0, "env")}
-    may = supply.startable(json.loads(environ[supply.AUTOSCALER_FILE]))
-    needs = supply.Needs("gpu", 20, manifests.ROLE, manifests.DATA_ROLE)
-    assert (may.limit, feasible.workers([], may, needs, 99)) == (8, 6)
-    assert feasible.workers([], may, needs._replace(data_labels=manifests.ROLE), 99) == 6
+    may = capacity.startable(json.loads(environ[capacity.AUTOSCALER_FILE]))
+    needs = capacity.Needs("gpu", 20, manifests.ROLE, manifests.DATA_ROLE)
+    assert (may.limit, placement.workers([], may, needs, 99)) == (8, 6)
+    assert placement.workers([], may, needs._replace(data_labels=manifests.ROLE), 99) == 6
     [service] = [document for document in read(text) if document.get("kind") == "RayService"]
     assert len([group for group in rules.groups([service]) if not rules.is_head(group)]) == 1
 
 
 def test_a_bucket_is_mounted_in_place_of_a_claim_by_pods_that_say_so() -> None:
     text = manifests.text(manifests.Settings(bucket=manifests.bucket_of("gs://my-runs/"), image=IMAGE))
-    assert lint.check(text, HERE) == []
+    assert check_file.check(text, HERE) == []
     assert "PersistentVolumeClaim" not in text
     [account, *_] = yaml.safe_load_all(text)
     for document in read(text):
@@ -131,7 +131,7 @@ def test_a_bucket_is_mounted_in_place_of_a_claim_by_pods_that_say_so() -> None:
             assert shared["csi"]["volumeAttributes"]["bucketName"] == "my-runs"
     silent = text.replace("        annotations:\n          gke-gcsfuse/volumes: 'true'\n", "", 1)
     assert silent != text
-    assert [one.rule for one in lint.check(silent, HERE)] == ["k8s-storage"]
+    assert [one.rule for one in check_file.check(silent, HERE)] == ["k8s-storage"]
     for other in ("s3://bucket", "gs://", "bucket", "gs://A/b"):
         with pytest.raises(ConfigError):
             manifests.bucket_of(other)
@@ -152,10 +152,10 @@ BROKEN = (
     Broken("k8s-head-tasks", "num-cpus: '0'", "num-cpus: '4'", "rayStartParams:"),
     Broken("k8s-replicas", "maxReplicas: 4", "maxReplicas: -1", "replicas: 0"),
     Broken("k8s-leaving", "terminationGracePeriodSeconds: 120", "terminationGracePeriodSeconds: 30", "Seconds: 30\n"),
-    Broken("k8s-leaving", "- rtrain.cluster.leave\n", "- rtrain.cluster.live\n", "lifecycle:"),
+    Broken("k8s-leaving", "- rtrain.cluster.graceful_shutdown\n", "- rtrain.cluster.live\n", "lifecycle:"),
     Broken(
         "k8s-leaving",
-        "- rtrain.cluster.spot\n",
+        "- rtrain.cluster.spot_watcher\n",
         "- rtrain.cluster.stop\n",
         "lifecycle:\n            preStop:\n              exec:\n                command:\n                - python\n"
         "                - -m\n                - rtrain.cluster.stop",
@@ -166,7 +166,9 @@ BROKEN = (
     Broken("k8s-storage", "claimName: rtrain-shared", "claimName: another", "persistentVolumeClaim:"),
     Broken("k8s-job", "backoffLimit: 3", "backoffLimit: 0", "backoffLimit: 0"),
     Broken("k8s-job", "python -m rtrain.cluster.jobs.entry train", "python -m rtrain train", "entrypoint:"),
-    Broken("k8s-service", "import_path: serve.service:application", "import_path: serve.nothing:app", "serveConfigV2"),
+    Broken(
+        "k8s-service", "import_path: serve.kuberay_app:application", "import_path: serve.nothing:app", "serveConfigV2"
+    ),
     Broken("k8s-service", "path: /v2/health/ready", "path: /healthy", "readinessProbe:"),
 )
 
@@ -184,7 +186,7 @@ def line_of(text: str, words: str) -> int:
 @pytest.mark.parametrize("case", BROKEN, ids=lambda case: f"{case.rule}: {case.new[:30]}".replace("\n", " "))
 def test_each_rule_is_broken_once_and_found_at_its_line(case: Broken) -> None:
     text = broken_text(case)
-    found = lint.check(text, HERE)
+    found = check_file.check(text, HERE)
     lines = {one.line for one in found if one.rule == case.rule}
     around = line_of(text, case.at)
     assert lines & {around, around + 1, around + 2}, [one.text("x") for one in found]
@@ -206,7 +208,9 @@ def test_every_rule_has_its_case() -> None:
 
 
 def test_a_manifest_of_another_shape_is_a_finding_and_no_traceback() -> None:
-    found = lint.check("apiVersion: ray.io/v1\nkind: RayCluster\nmetadata: []\nspec: {headGroupSpec: [1]}\n", HERE)
+    found = check_file.check(
+        "apiVersion: ray.io/v1\nkind: RayCluster\nmetadata: []\nspec: {headGroupSpec: [1]}\n", HERE
+    )
     assert "error" in {one.level for one in found}
 
 

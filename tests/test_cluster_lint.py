@@ -8,13 +8,13 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from rtrain.cluster import supply
-from rtrain.cluster.lint import lint
-from rtrain.cluster.lint.document import Unreadable, read
-from rtrain.cluster.lint.findings import Around, installed
-from rtrain.cluster.variants import variants
-from rtrain.doctor.forecast import layouts
-from rtrain.errors import UserError
+from rtrain.cluster import capacity
+from rtrain.cluster.checks import check_file
+from rtrain.cluster.checks.findings import Around, installed
+from rtrain.cluster.checks.yaml_document import Unreadable, read
+from rtrain.cluster.templates import render
+from rtrain.core.errors import UserError
+from rtrain.planning import placement
 from tests.root import ROOT
 from tests.test_cli import Cli, run  # noqa: F401
 
@@ -48,9 +48,19 @@ BROKEN = (
         "      InstanceMarketOptions: {MarketType: spot}\n      IamInstanceProfile: {Name: FILL-IN-head}",
         "node_config:\n      InstanceType: m7i.large",
     ),
-    Broken("spot-watch", "-m rtrain.cluster.spot", "-m another.watcher", "worker_start_ray_commands:"),
-    Broken("spot-watch", "-m rtrain.cluster.spot aws", "-m rtrain.cluster.spot", "-m rtrain.cluster.spot"),
-    Broken("spot-watch", "-m rtrain.cluster.spot aws", "-m rtrain.cluster.spot gcp", "-m rtrain.cluster.spot gcp"),
+    Broken("spot-watch", "-m rtrain.cluster.spot_watcher", "-m another.watcher", "worker_start_ray_commands:"),
+    Broken(
+        "spot-watch",
+        "-m rtrain.cluster.spot_watcher aws",
+        "-m rtrain.cluster.spot_watcher",
+        "-m rtrain.cluster.spot_watcher",
+    ),
+    Broken(
+        "spot-watch",
+        "-m rtrain.cluster.spot_watcher aws",
+        "-m rtrain.cluster.spot_watcher gcp",
+        "-m rtrain.cluster.spot_watcher gcp",
+    ),
     Broken("spot-label", "    labels: {ray.io/market-type: spot}\n", "", "  worker:\n"),
     Broken("spot-label", "{ray.io/market-type: spot}", "{for: training}", "{for: training}"),
     Broken("zone", "availability_zone: us-west-2a", "availability_zone: us-west-2a,us-east-1b", "us-east-1b"),
@@ -86,7 +96,7 @@ BROKEN = (
     Broken("dashboard", "--dashboard-host=127.0.0.1", "--dashboard-host=0.0.0.0", "--dashboard-host=0.0.0.0"),
     Broken(
         "hook",
-        "\n    RAY_START_HOOK=rtrain.cluster.session.on_node_start RAY_JOB_STOP_WAIT_TIME_S=60;",
+        "\n    RAY_START_HOOK=rtrain.cluster.connection.on_node_start RAY_JOB_STOP_WAIT_TIME_S=60;",
         ";",
         "ray start --head",
     ),
@@ -99,7 +109,7 @@ BROKEN = (
     Broken("storage", "sudo mount -t nfs4\n", "true\n", "setup_commands:"),
     Broken("storage", "sudo mount -t nfs4\n", "mount-s3 bucket /shared; true\n", "mount-s3 bucket"),
     Broken("storage", "wsize=1048576,hard,", "wsize=1048576,soft,", "wsize=1048576,soft,"),
-    Broken("hook", "session.on_node_start", "session.on_start", "RAY_START_HOOK=rtrain.cluster.session.on_start"),
+    Broken("hook", "session.on_node_start", "session.on_start", "RAY_START_HOOK=rtrain.cluster.connection.on_start"),
     Broken("name", "python -m rtrain tune intent", "python -m rtrain tune intnt", "tune intnt"),
     Broken("name", "--watch -- train intent", "--watch -- train intnt", "train intnt"),
     Broken("name", "python -m rtrain serve", "python -m rtrain sevre", "sevre"),
@@ -112,9 +122,9 @@ def test_room_is_counted_on_nodes_that_may_be_up_together() -> None:
     text = TEXT.replace("max_workers: 4\n#", "max_workers: 1\n#").replace("resources: {CPU: 8}", "resources: {CPU: 1}")
     more = "  big:\n    resources: {CPU: 3, GPU: 8}\n    max_workers: 1\n    node_config: {}\n"
     text = text.replace("available_node_types:\n", f"available_node_types:\n{more}", 1)
-    assert not [one for one in lint.check(text, HERE) if one.rule == "room"]
+    assert not [one for one in check_file.check(text, HERE) if one.rule == "room"]
     short = text.replace("{CPU: 3, GPU: 8}", "{CPU: 2, GPU: 8}")
-    assert [one for one in lint.check(short, HERE) if one.rule == "room"]
+    assert [one for one in check_file.check(short, HERE) if one.rule == "room"]
 
 
 def line_of(text: str, words_: str) -> int:
@@ -126,7 +136,7 @@ def line_of(text: str, words_: str) -> int:
 def test_each_rule_is_broken_once_and_found_at_its_line(case: Broken) -> None:
     assert TEXT.count(case.old) >= 1
     text = TEXT.replace(case.old, case.new, 1)
-    found = lint.check(text, HERE)
+    found = check_file.check(text, HERE)
     lines = {one.line for one in found if one.rule == case.rule}
     assert line_of(text, case.at) in lines, [one.text("cluster.yaml") for one in found]
     assert all(one.what and one.mend for one in found)
@@ -149,14 +159,14 @@ def test_each_rule_is_broken_once_and_found_at_its_line(case: Broken) -> None:
 )
 def test_whatever_starts_ray_is_looked_at(rule: str, old: str, new: str) -> None:
     assert TEXT.count(old) >= 1
-    assert rule in {one.rule for one in lint.check(TEXT.replace(old, new, 1), HERE)}
+    assert rule in {one.rule for one in check_file.check(TEXT.replace(old, new, 1), HERE)}
 
 
 @pytest.mark.parametrize("recipe", ["config.yaml", "recipes/mine.yaml", "/shared/runs/intent", "intent"])
 def test_a_recipe_may_be_a_file_or_a_run(recipe: str) -> None:
     text = TEXT.replace("--watch -- train intent", f"--watch -- train {recipe}", 1)
     assert text != TEXT or recipe == "intent"
-    assert lint.check(text, HERE) == []
+    assert check_file.check(text, HERE) == []
 
 
 @pytest.mark.parametrize(
@@ -171,18 +181,18 @@ def test_a_recipe_may_be_a_file_or_a_run(recipe: str) -> None:
 )
 def test_local_zones_and_wavelength_zones_are_zones_of_their_region(zone: str, count: int) -> None:
     text = TEXT.replace("availability_zone: us-west-2a", f"availability_zone: {zone}")
-    assert [one.rule for one in lint.check(text, HERE)] == ["zone"] * count
+    assert [one.rule for one in check_file.check(text, HERE)] == ["zone"] * count
 
 
 def test_a_region_is_changed_in_all_of_its_places() -> None:
     """One of them may be in a comment alone."""
     text = TEXT.replace("us-west-2", "eu-central-1")
-    assert lint.check(text, HERE) == []
-    of_google = variants.render("gcp")
-    assert lint.check(of_google.replace("us-central1", "europe-west4"), HERE) == []
+    assert check_file.check(text, HERE) == []
+    of_google = render.render("gcp")
+    assert check_file.check(of_google.replace("us-central1", "europe-west4"), HERE) == []
     half = of_google.replace("region: us-central1", "region: europe-west4")
     half = half.replace("availability_zone: us-central1-a", "availability_zone: europe-west4-a")
-    found = {half.splitlines()[one.line - 1].strip() for one in lint.check(half, HERE)}
+    found = {half.splitlines()[one.line - 1].strip() for one in check_file.check(half, HERE)}
     assert len(found) == 2
     assert all("us-central1" in line for line in found)
 
@@ -191,9 +201,9 @@ def test_a_file_without_a_limit_is_counted_with_ray_s_in_every_place() -> None:
     """Its defaults have two workers at most: as many as a plan counts with."""
     document = yaml.safe_load(TEXT)
     del document["max_workers"]
-    assert supply.startable(document).limit == layouts.of_document(document).limit == 2
+    assert capacity.startable(document).limit == placement.of_document(document).limit == 2
     document["available_node_types"]["worker"] |= {"min_workers": 3, "max_workers": 4}
-    assert [one.rule for one in lint.check(yaml.safe_dump(document), HERE)] == ["limits", "limits"]
+    assert [one.rule for one in check_file.check(yaml.safe_dump(document), HERE)] == ["limits", "limits"]
 
 
 @pytest.mark.parametrize(
@@ -206,22 +216,22 @@ def test_a_file_without_a_limit_is_counted_with_ray_s_in_every_place() -> None:
 )
 def test_a_number_without_end_is_a_finding(old: str, new: str) -> None:
     assert old in TEXT
-    assert lint.check(TEXT.replace(old, new, 1), HERE)
+    assert check_file.check(TEXT.replace(old, new, 1), HERE)
 
 
 def test_every_rule_has_its_case() -> None:
-    assert {case.rule for case in BROKEN} == {rule[0] for rule in lint.RULES} | {"yaml"}
-    assert len({rule[0] for rule in lint.RULES}) == len(lint.RULES)
+    assert {case.rule for case in BROKEN} == {rule[0] for rule in check_file.RULES} | {"yaml"}
+    assert len({rule[0] for rule in check_file.RULES}) == len(check_file.RULES)
 
 
 def test_nothing_is_found_in_our_own_file() -> None:
-    assert lint.check(TEXT, HERE) == []
-    assert len(lint.to_fill_in(TEXT)) == 6
+    assert check_file.check(TEXT, HERE) == []
+    assert len(check_file.to_fill_in(TEXT)) == 6
 
 
 def test_nodes_of_the_same_ray_as_here_are_fine() -> None:
     here = installed("ray")
-    assert lint.check(TEXT.replace("s3fs==2026.9.0", f"ray=={here} s3fs==2026.9.0"), HERE) == []
+    assert check_file.check(TEXT.replace("s3fs==2026.9.0", f"ray=={here} s3fs==2026.9.0"), HERE) == []
     assert installed("no-such-package") is None
 
 
@@ -229,7 +239,7 @@ def test_nodes_of_the_same_ray_as_here_are_fine() -> None:
     "text", ["", "- a\n- b\n", "a: 1\n---\nb: 2\n", "{", "a: &a [*a]\n", "a: b\x01\n", "a: 2026-13-45\n"]
 )
 def test_what_is_no_file_of_a_cluster_is_one_finding(text: str) -> None:
-    found = lint.check(text, HERE)
+    found = check_file.check(text, HERE)
     assert found
     assert {one.level for one in found} == {"error"}
 
@@ -243,7 +253,7 @@ def test_a_file_of_another_shape_does_not_end_the_check() -> None:
             start = document.lines[(key,)] - 1
             later = [line - 1 for place, line in document.lines.items() if len(place) == 1 and line - 1 > start]
             text = "\n".join([*lines[:start], f"{key}: {value}", *lines[min(later, default=len(lines)) :]])
-            lint.check(text, HERE)
+            check_file.check(text, HERE)
 
 
 def test_lines_of_nested_values_and_of_aliases() -> None:
@@ -273,7 +283,7 @@ def test_the_verb_counts_prints_and_fails(run: Cli, tmp_path: Path) -> None:  # 
     assert (code, "public-address" in rules, rules <= {"public-address", "mount"}) == (1, True, True)
     assert run("cluster", "lint", "mien.yaml")[0] == 1
     with pytest.raises(UserError) as missing:
-        lint.read_file(tmp_path / "mien.yaml")
+        check_file.read_file(tmp_path / "mien.yaml")
     assert missing.value.code == "not_found"
 
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, strategies
 
 from rtrain import config
-from rtrain.cluster import demand, preflight, supply
+from rtrain.cluster import autoscaler_requests, capacity as cluster_capacity, preflight
 from rtrain.config import Recipe
-from rtrain.errors import Problem, UserError
-from rtrain.runs import notice
+from rtrain.core.errors import Problem, UserError
+from rtrain.runs import stop_request
 from tests.root import ROOT
 
 
@@ -42,8 +42,8 @@ def test_workers_of_one_replica_share_a_row() -> None:
 
 def capacity(of: Recipe, device: str, asked: int | None, cpus: int) -> list[Problem]:
     """The problems on one node of so many CPUs, which has GPUs too, and no autoscaler."""
-    needs, hosts = supply.Needs(device, asked), [supply.Host({"CPU": float(cpus), "GPU": 100.0})]
-    return preflight.capacity(of, needs, hosts, supply.startable({}))
+    needs, hosts = cluster_capacity.Needs(device, asked), [cluster_capacity.Host({"CPU": float(cpus), "GPU": 100.0})]
+    return preflight.capacity(of, needs, hosts, cluster_capacity.startable({}))
 
 
 @pytest.mark.parametrize(("cpus", "workers", "spare", "fix"), [(2, 2, 1, 1), (4, 8, 2, 2), (1, 2, 1, 0), (3, 3, 1, 2)])
@@ -73,12 +73,12 @@ def test_what_is_not_refused_starts_by_what_is_free(
 ) -> None:
     """An elastic run waits for its least number; where that has room it must not wait for the data tasks of all."""
     least = max(1, int(share * most))
-    hosts, needs = [supply.Host({"CPU": float(cpus), "GPU": 100.0})], supply.Needs(device, asked)
+    hosts, needs = [cluster_capacity.Host({"CPU": float(cpus), "GPU": 100.0})], cluster_capacity.Needs(device, asked)
     elastic = config.load("intent", {"train.workers": most, "train.min_workers": least}).recipe
     refused = capacity(elastic, device, asked, cpus)
-    workers = notice.wanted(most, least, needs)(hosts)
+    workers = stop_request.wanted(most, least, needs)(hosts)
     assert bool(refused) == (workers == 0)
-    places = demand.places(most, needs, hosts, supply.startable({}))
+    places = autoscaler_requests.places(most, needs, hosts, cluster_capacity.startable({}))
     assert bool(refused) == (len(places) < least + needs.of(least).data)
 
 

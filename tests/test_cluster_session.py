@@ -13,15 +13,10 @@ import pytest
 import ray
 
 from rtrain import config, ray_internals
-from rtrain.cluster import session
-from rtrain.cluster.session import (
-    LEAST_STORE_BYTES,
-    OBJECT_STORE_BYTES,
-    ObjectStore,
-    object_store,
-)
-from rtrain.cluster.supply import DATA_CPUS, data_cpus
-from rtrain.errors import UserError
+from rtrain.cluster import connection
+from rtrain.cluster.capacity import DATA_CPUS, data_cpus
+from rtrain.cluster.connection import LEAST_STORE_BYTES, OBJECT_STORE_BYTES, ObjectStore, object_store
+from rtrain.core.errors import UserError
 from tests.conftest import STARTUP
 from tests.root import ROOT
 
@@ -92,11 +87,11 @@ def test_a_token_is_made_where_there_is_none_and_where_a_killed_command_left_an_
     if begun:
         token.parent.mkdir()
         token.touch()
-    session.ensure_token()
+    connection.ensure_token()
     assert len(token.read_text()) == 64
     assert token.stat().st_mode & 0o777 == 0o600
     first = token.read_text()
-    session.ensure_token()
+    connection.ensure_token()
     assert token.read_text() == first
     assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
 
@@ -109,7 +104,7 @@ def test_a_command_that_is_ended_while_it_makes_the_token_leaves_none(
 
     monkeypatch.setattr(Path, "write_text", ended)
     with pytest.raises(KeyboardInterrupt):
-        session.ensure_token()
+        connection.ensure_token()
     assert list(token.parent.iterdir()) == []
 
 
@@ -118,7 +113,7 @@ def test_a_token_is_made_on_storage_without_hard_links(token: Path, monkeypatch:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", refused)
-    session.ensure_token()
+    connection.ensure_token()
     assert len(token.read_text()) == 64
     assert token.stat().st_mode & 0o777 == 0o600
     assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
@@ -127,16 +122,16 @@ def test_a_token_is_made_on_storage_without_hard_links(token: Path, monkeypatch:
 def test_where_no_token_can_be_written_the_variable_is_named(token: Path) -> None:
     token.parent.write_text("a file in place of a folder")
     with pytest.raises(UserError) as refused:
-        session.ensure_token()
+        connection.ensure_token()
     assert refused.value.code == "not_writable"
 
 
 def test_of_two_commands_that_make_the_token_at_once_one_s_counts(token: Path) -> None:
-    session.make_token(token)
+    connection.make_token(token)
     first, exists = token.read_text(), Path.exists
     with pytest.MonkeyPatch.context() as patch:  # the other one has looked before
         patch.setattr(Path, "exists", lambda path: path != token and exists(path))
-        session.make_token(token)
+        connection.make_token(token)
     assert token.read_text() == first
 
 
@@ -148,9 +143,9 @@ def test_a_command_whose_own_ray_has_lost_its_store_ends_after_a_while(monkeypat
         return len(looks) > 1
 
     monkeypatch.setattr(ray_internals, "store_has_ended", store_has_ended)
-    monkeypatch.setattr(session, "KEPT_S", 0.5)
+    monkeypatch.setattr(connection, "KEPT_S", 0.5)
     with pytest.raises(UserError) as lost:
-        session.until_interrupted()
+        connection.until_interrupted()
     assert lost.value.code == "store_lost"
     assert len(looks) == 2
     assert time.monotonic() - looks[1] >= 0.5
@@ -178,7 +173,7 @@ def test_nothing_is_left_of_a_private_ray_not_even_what_its_raylet_has_lost(tmp_
 def test_a_cluster_that_is_named_is_none_of_this_command_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    assert session.starts_ray(config.load("intent"))
-    assert not session.starts_ray(config.load("intent", {"cluster.address": "10.0.0.1:6379"}))
+    assert connection.starts_ray(config.load("intent"))
+    assert not connection.starts_ray(config.load("intent", {"cluster.address": "10.0.0.1:6379"}))
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    assert not session.starts_ray(config.load("intent"))
+    assert not connection.starts_ray(config.load("intent"))

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from rtrain import ray_internals
-from rtrain.cluster import spot
-from rtrain.cluster.rehearsal.machines.metadata import Machines, Told, serving
-from rtrain.cluster.spot import Aws, Azure, Gcp, Notice, Service
+from rtrain.cluster import spot_watcher
+from rtrain.cluster.spot_watcher import Aws, Azure, Gcp, Notice, Service
+from rtrain.rehearsal.machines.metadata import Machines, Told, serving
 from tests.root import ROOT
 
 
@@ -121,7 +121,7 @@ def test_a_watcher_that_has_gone_without_its_answer_is_no_error(capsys: pytest.C
 def test_it_looks_on_where_the_service_fails_and_says_so_once(machine: Told, service: Service) -> None:
     machine.failures, machine.ends = 3, 2_000_000_000.0
     said: list[str] = []
-    notice = spot.wait(Aws(service), 0.0, said.append, lambda one: one.is_final)
+    notice = spot_watcher.wait(Aws(service), 0.0, said.append, lambda one: one.is_final)
     assert notice.what == "spot terminate"
     assert len(said) == 1
 
@@ -155,13 +155,13 @@ AZURE_ENDS = HEAD + b'{"Events": [{"EventType": "Preempt"}]}'
     ],
 )
 def test_no_answer_of_the_service_ends_the_watcher(
-    cloud: Callable[[Service], spot.Look], odd: bytes, then: bytes
+    cloud: Callable[[Service], spot_watcher.Look], odd: bytes, then: bytes
 ) -> None:
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=answering, args=(server, odd, then), daemon=True).start()
         look = cloud(Service(f"http://127.0.0.1:{server.getsockname()[1]}"))
-        assert spot.wait(look, 0.0, said.append, lambda one: one.is_final).what
+        assert spot_watcher.wait(look, 0.0, said.append, lambda one: one.is_final).what
     assert len(said) == 1
 
 
@@ -175,7 +175,7 @@ def test_a_recommendation_is_said_once_and_waited_through(machine: Told, service
             machine.ends = 2_000_000_000.0
         return Aws(service)()
 
-    assert spot.wait(look, 0.0, said.append, lambda one: one.is_final).what == "spot terminate"
+    assert spot_watcher.wait(look, 0.0, said.append, lambda one: one.is_final).what == "spot terminate"
     assert len(said) == 1
 
 
@@ -184,14 +184,14 @@ def test_a_recommendation_is_said_once_and_waited_through(machine: Told, service
 
 def test_where_ray_has_ended_now_does_not_wait_to_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pod whose Ray is gone would stay for the whole grace period."""
-    monkeypatch.setattr(spot, "RETRY_S", 0.01)
-    monkeypatch.setattr(spot, "GONE_S", 0.05)
+    monkeypatch.setattr(spot_watcher, "RETRY_S", 0.01)
+    monkeypatch.setattr(spot_watcher, "GONE_S", 0.05)
     monkeypatch.setattr(ray_internals, "running_here", lambda: None)
     looks = iter([{"node"}, {"node"}, set[str]()])  # its processes are still ending
     monkeypatch.setattr(ray_internals, "nodes_here", lambda: next(looks))
     began = time.monotonic()
     with pytest.raises(SystemExit) as ended:
-        spot.main(["now", "--wait", "--seconds", "60"])
+        spot_watcher.main(["now", "--wait", "--seconds", "60"])
     assert (ended.value.code, next(looks, None), time.monotonic() - began < 30) == (1, None, True)
 
 
@@ -207,25 +207,25 @@ def test_it_tries_until_the_head_takes_the_drain(monkeypatch: pytest.MonkeyPatch
         return answer
 
     monkeypatch.setattr(ray_internals, "drain", drain)
-    monkeypatch.setattr(spot, "RETRY_S", 0.0)
+    monkeypatch.setattr(spot_watcher, "RETRY_S", 0.0)
     monkeypatch.setenv("RAY_CLOUD_INSTANCE_ID", "i-1")
     said: list[str] = []
     deadline = time.time() + 60
-    assert spot.drain(Notice("spot terminate", deadline), "head:6379", said.append) == ["node"]
-    assert asked == [("head:6379", "i-1", "spot terminate", deadline, spot.DRAIN_S)] * 3
+    assert spot_watcher.drain(Notice("spot terminate", deadline), "head:6379", said.append) == ["node"]
+    assert asked == [("head:6379", "i-1", "spot terminate", deadline, spot_watcher.DRAIN_S)] * 3
     assert len(said) == 1
 
 
 def test_it_gives_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_internals, "drain", lambda *_: [])
     said: list[str] = []
-    assert spot.drain(Notice("spot terminate", time.time()), "head:6379", said.append) == []
+    assert spot_watcher.drain(Notice("spot terminate", time.time()), "head:6379", said.append) == []
     assert len(said) == 1
 
 
 def test_nothing_heavy_is_imported_before_the_notice() -> None:
     heavy = ("ray", "yaml", "numpy", "torch")
-    script = f"import sys, rtrain.cluster.spot; print(len(set({heavy!r}) & set(sys.modules)))"
+    script = f"import sys, rtrain.cluster.spot_watcher; print(len(set({heavy!r}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "0"
 
@@ -233,7 +233,7 @@ def test_nothing_heavy_is_imported_before_the_notice() -> None:
 def test_a_watcher_that_is_started_again_takes_the_place_of_the_first(machine: Told, tmp_path: Path) -> None:
     """The first one knows the address of the head before. A third that cannot end the second says so."""
     with serving(Machines(lambda: machine)) as address:
-        command = [sys.executable, "-m", "rtrain.cluster.spot", "aws", "--every", "0.1"]
+        command = [sys.executable, "-m", "rtrain.cluster.spot_watcher", "aws", "--every", "0.1"]
         command += ["--metadata", f"{address}/node-1", "--lock", str(tmp_path / "lock"), "--address"]
 
         def watching(head: str) -> "subprocess.Popen[str]":
@@ -270,7 +270,7 @@ import json, os, subprocess, sys, time
 os.environ["RAY_AUTH_MODE"] = "disabled"
 import ray
 from ray.cluster_utils import Cluster
-from rtrain.cluster.rehearsal.machines.metadata import Machines, Told, serving
+from rtrain.rehearsal.machines.metadata import Machines, Told, serving
 from rtrain.cluster import supply
 os.environ["RAY_CLOUD_INSTANCE_ID"] = "head"
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
@@ -280,7 +280,7 @@ ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
 machine, before = Told(), [n["NodeID"] for n in ray.nodes() if n["Alive"]]
 with serving(Machines(lambda: machine)) as address:
     address = f"{address}/i-spot"
-    command = [sys.executable, "-m", "rtrain.cluster.spot", "aws", "--metadata", address, "--every", "0.2",
+    command = [sys.executable, "-m", "rtrain.cluster.spot_watcher", "aws", "--metadata", address, "--every", "0.2",
                "--lock", sys.argv[1], "--address", cluster.address]
     watcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while not machine.asked:

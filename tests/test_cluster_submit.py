@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rtrain.cluster.session import IN_JOB
+from rtrain.cluster.connection import IN_JOB
 from tests.root import ROOT
 from tests.test_cli import Cli, run  # noqa: F401
 from tests.test_cluster_jobs import checkout  # noqa: F401

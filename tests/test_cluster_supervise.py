@@ -16,13 +16,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rtrain import events
-from rtrain.checkpoints import checkpoint
+from rtrain.checkpoint import format as checkpoint_format
 from rtrain.cli import app as cli
-from rtrain.cluster import supervise
-from rtrain.cluster.jobs.naming import SUPERVISED
-from rtrain.cluster.session import IN_JOB
+from rtrain.cluster import supervisor as cluster_supervisor
+from rtrain.cluster.connection import IN_JOB
+from rtrain.cluster.jobs.job_names import SUPERVISED
 from rtrain.config import recipe_names
+from rtrain.core import events
 from rtrain.report import summary
 from tests.conftest import labelled_rows, write_rows
 from tests.processes import end
@@ -35,40 +35,40 @@ WITHIN_S = 400
 
 def test_a_command_is_continued_by_resume_once_its_run_exists(tmp_path: Path) -> None:
     command = ["train", "intent", "--new", "--out", str(tmp_path)]
-    assert supervise.resumed(command, tmp_path) == ["train", "intent", "--out", str(tmp_path)]
+    assert cluster_supervisor.resumed(command, tmp_path) == ["train", "intent", "--out", str(tmp_path)]
     (tmp_path / "config.yaml").touch()
-    assert supervise.resumed(command, tmp_path) == ["train", "intent", "--out", str(tmp_path), "--resume"]
+    assert cluster_supervisor.resumed(command, tmp_path) == ["train", "intent", "--out", str(tmp_path), "--resume"]
 
 
 def test_a_search_gets_on_with_each_checkpoint_of_each_trial(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    seen = [supervise.newest_checkpoints(tmp_path)]
+    seen = [cluster_supervisor.newest_checkpoints(tmp_path)]
     for name in ("checkpoints/update-00000003", "trial-000/checkpoints/update-00000009"):
         (tmp_path / name).mkdir(parents=True)
-        seen.append(supervise.newest_checkpoints(tmp_path))
+        seen.append(cluster_supervisor.newest_checkpoints(tmp_path))
     for name in ("trial-000/checkpoints/update-00000010", "trial-001/checkpoints/update-00000002"):
         (tmp_path / name).mkdir(parents=True)
-        seen.append(supervise.newest_checkpoints(tmp_path))
+        seen.append(cluster_supervisor.newest_checkpoints(tmp_path))
     (tmp_path / "trial-000/checkpoints/update-00000009").rmdir()  # older ones go
     assert seen == sorted(set(seen))
-    assert supervise.newest_checkpoints(tmp_path) == seen[-1]
+    assert cluster_supervisor.newest_checkpoints(tmp_path) == seen[-1]
     assert seen[-1] == ("update-00000003", "trial-000/update-00000010", "trial-001/update-00000002")
 
 
 def test_only_a_job_is_supervised_and_no_child_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(IN_JOB, raising=False)
-    assert not supervise.is_needed()
+    assert not cluster_supervisor.is_needed()
     monkeypatch.setenv(IN_JOB, "{}")
-    assert supervise.is_needed()
-    monkeypatch.setenv(supervise.CHILD, "1")
-    assert not supervise.is_needed()
+    assert cluster_supervisor.is_needed()
+    monkeypatch.setenv(cluster_supervisor.CHILD, "1")
+    assert not cluster_supervisor.is_needed()
 
 
 def test_a_driver_that_ends_by_itself_is_not_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert supervise.supervise(["recipes", "list"], tmp_path) == 0
-    assert supervise.supervise(["train", "nonesuch"], tmp_path) == 2
+    assert cluster_supervisor.supervise(["recipes", "list"], tmp_path) == 0
+    assert cluster_supervisor.supervise(["train", "nonesuch"], tmp_path) == 2
     out, err = capfd.readouterr()
     assert [line.split()[0] for line in out.splitlines()] == recipe_names()
     assert err.count("nonesuch") == 1
@@ -90,18 +90,18 @@ def test_a_driver_that_ends_by_itself_is_not_started_again(
 )
 def test_a_job_that_is_to_be_submitted_anew_says_75(code: int, head: bool, job: int) -> None:
     """1 and 2 are for the user to mend, but where the cluster is no longer there."""
-    assert supervise.again(code, lambda: head) == job
+    assert cluster_supervisor.again(code, lambda: head) == job
 
 
 def test_a_head_answers_while_something_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-        assert supervise.head_answers()
-    assert not supervise.head_answers()
+        assert cluster_supervisor.head_answers()
+    assert not cluster_supervisor.head_answers()
     for unsaid in ("", "auto"):
         monkeypatch.setenv("RAY_ADDRESS", unsaid)
-        assert supervise.head_answers()
+        assert cluster_supervisor.head_answers()
 
 
 # In place of `rtrain`: a driver that writes a checkpoint and is killed, as often as its run's folder says.
@@ -130,7 +130,7 @@ def test_a_killed_driver_is_started_again_while_it_gets_on(
     monkeypatch.chdir(tmp_path)  # `python -m rtrain` finds the stand-in first
     monkeypatch.setenv("RUN", str(tmp_path))
     monkeypatch.setenv("SAVED", saved)
-    assert supervise.supervise(["train", "intent", "--new"], tmp_path) == code
+    assert cluster_supervisor.supervise(["train", "intent", "--new"], tmp_path) == code
     given = json.loads((tmp_path / "starts").read_text())
     assert given == [["train", "intent", "--new"], *[["train", "intent", "--resume"]] * (starts - 1)]
 
@@ -196,7 +196,7 @@ def test_a_driver_ends_with_its_supervisor(tmp_path: Path) -> None:
 
 
 def test_the_jobs_of_a_head_that_goes_end_with_a_checkpoint(tmp_path: Path) -> None:
-    leave = [sys.executable, "-m", "rtrain.cluster.leave", "--seconds"]
+    leave = [sys.executable, "-m", "rtrain.cluster.graceful_shutdown", "--seconds"]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     assert subprocess.run([*leave, "0"], cwd=ROOT, env=environ, check=False).returncode == 0  # there is none
     with supervisor(tmp_path) as started:
@@ -210,17 +210,17 @@ def test_the_jobs_of_a_head_that_goes_end_with_a_checkpoint(tmp_path: Path) -> N
 
 def test_a_supervisor_that_was_killed_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert supervise.running() == []
-    with supervise.registered():
+    assert cluster_supervisor.running() == []
+    with cluster_supervisor.registered():
         [jobs] = tmp_path.iterdir()
         (jobs / "1").touch()
         (jobs / "2.draft").touch()  # of one that is not locked yet
-        assert supervise.running() == [os.getpid()]
+        assert cluster_supervisor.running() == [os.getpid()]
     assert [path.name for path in jobs.iterdir()] == ["2.draft"]
     shutil.rmtree(jobs)
     jobs.touch()
-    with supervise.registered():
-        assert supervise.running() == []
+    with cluster_supervisor.registered():
+        assert cluster_supervisor.running() == []
 
 
 def until(met: Callable[[], bool], process: subprocess.Popen[str], log: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_driver_that_is_killed_and_then_terminated_resumes_and_ends_its_run(tm
     command = ["train", "intent", "--data", str(data), "--model", str(model), "--workers", "1"]
     command += ["--out", str(run), *(part for setting in settings for part in ("--set", setting))]
     script = (
-        "import json, sys, pathlib; from rtrain.cluster.supervise import supervise\n"
+        "import json, sys, pathlib; from rtrain.cluster.supervisor import supervise\n"
         "sys.exit(supervise(json.loads(sys.argv[1]), pathlib.Path(sys.argv[2])))"
     )
     with (
@@ -255,15 +255,15 @@ def test_a_driver_that_is_killed_and_then_terminated_resumes_and_ends_its_run(tm
     ):
         family: list[psutil.Process] = []
         try:
-            until(lambda: len(checkpoint.updates(run / "checkpoints")) > 0, supervisor, log)
+            until(lambda: len(checkpoint_format.updates(run / "checkpoints")) > 0, supervisor, log)
             [driver] = [
                 child for child in psutil.Process(supervisor.pid).children() if "rtrain" in " ".join(child.cmdline())
             ]
             family = driver.children(recursive=True)
             os.kill(driver.pid, signal.SIGKILL)
             until(lambda: len(started(run)) > 1, supervisor, log)
-            reached = max(checkpoint.updates(run / "checkpoints"))
-            until(lambda: max(checkpoint.updates(run / "checkpoints")) > reached, supervisor, log)
+            reached = max(checkpoint_format.updates(run / "checkpoints"))
+            until(lambda: max(checkpoint_format.updates(run / "checkpoints")) > reached, supervisor, log)
             family += psutil.Process(supervisor.pid).children(recursive=True)
             supervisor.terminate()
             code = supervisor.wait(WITHIN_S)
@@ -320,8 +320,8 @@ def test_in_a_job_every_verb_that_writes_a_run_is_left_to_a_supervisor(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(IN_JOB, "{}")
-    monkeypatch.delenv(supervise.CHILD, raising=False)
-    monkeypatch.setattr(supervise, "supervise", supervised)
+    monkeypatch.delenv(cluster_supervisor.CHILD, raising=False)
+    monkeypatch.setattr(cluster_supervisor, "supervise", supervised)
     monkeypatch.setattr(sys, "argv", ["rtrain", *words])
     with pytest.raises(SystemExit) as ended:
         cli.main(words)

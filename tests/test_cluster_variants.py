@@ -12,18 +12,18 @@ import pytest
 import ray.autoscaler
 import yaml
 
-from rtrain.cluster import instances, supply
-from rtrain.cluster.instances import INSTANCES
-from rtrain.cluster.lint import lint
-from rtrain.cluster.lint.findings import Around
-from rtrain.cluster.variants import variants
-from rtrain.errors import ConfigError
+from rtrain.cluster import capacity, instance_types
+from rtrain.cluster.checks import check_file
+from rtrain.cluster.checks.findings import Around
+from rtrain.cluster.instance_types import INSTANCES
+from rtrain.cluster.templates import render
+from rtrain.core.errors import ConfigError
 from tests.root import ROOT
 from tests.test_cli import Cli, run  # noqa: F401
 
 CLOUDS = ("aws", "gcp", "azure", "onprem")
 ALL = [
-    *((cloud, gpu) for cloud in CLOUDS for gpu in (None, *instances.gpus(cloud))),
+    *((cloud, gpu) for cloud in CLOUDS for gpu in (None, *instance_types.gpus(cloud))),
     ("onprem", "A100"),
 ]
 
@@ -36,8 +36,8 @@ ALL = [
     ],
 )
 def test_the_workers_type_may_be_named(cloud: str, name: str, cpus: int, gpus: int) -> None:
-    text = variants.render(cloud, instance=name)
-    assert lint.check(text, Around(ROOT)) == []
+    text = render.render(cloud, instance=name)
+    assert check_file.check(text, Around(ROOT)) == []
     worker = yaml.safe_load(text)["available_node_types"]["worker"]
     assert worker["resources"]["CPU"] == cpus
     assert worker["resources"].get("GPU", 0) == gpus
@@ -45,13 +45,13 @@ def test_the_workers_type_may_be_named(cloud: str, name: str, cpus: int, gpus: i
 
 
 def test_our_own_file_is_the_one_for_aws() -> None:
-    assert variants.render("aws") == (ROOT / "cluster.yaml").read_text(encoding="utf-8")
+    assert render.render("aws") == (ROOT / "cluster.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("cloud", "gpu"), ALL)
 def test_every_variant_passes_the_check_ray_s_schema_and_the_shell(cloud: str, gpu: str | None) -> None:
-    text = variants.render(cloud, gpu)
-    assert lint.check(text, Around(ROOT, verbs=("train", "tune", "serve"))) == []
+    text = render.render(cloud, gpu)
+    assert check_file.check(text, Around(ROOT, verbs=("train", "tune", "serve"))) == []
     document = yaml.safe_load(text)
     jsonschema.validate(document, json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text()))
     commands = [command for name in document if name.endswith("_commands") for command in document[name]]
@@ -59,13 +59,13 @@ def test_every_variant_passes_the_check_ray_s_schema_and_the_shell(cloud: str, g
     for command in commands:
         done = subprocess.run(["bash", "-n", "-c", command], capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
-    assert lint.to_fill_in(text)
+    assert check_file.to_fill_in(text)
     assert (
-        f"Replace every FILL-IN below ({variants.NUMBERS[text.partition('cluster_name:')[2].count('FILL-IN')]})" in text
+        f"Replace every FILL-IN below ({render.NUMBERS[text.partition('cluster_name:')[2].count('FILL-IN')]})" in text
     )
     if cloud != "onprem":
         worker = document["available_node_types"]["worker"]
-        assert worker["labels"] == ({"ray.io/accelerator-type": gpu} if gpu else {}) | dict(supply.SPOT)
+        assert worker["labels"] == ({"ray.io/accelerator-type": gpu} if gpu else {}) | dict(capacity.SPOT)
         assert bool(gpu) == (worker["resources"].get("GPU", 0) >= 1)
     assert ("download.pytorch.org/whl/cpu" in text) == (gpu is None)
 
@@ -74,8 +74,8 @@ def test_every_variant_passes_the_check_ray_s_schema_and_the_shell(cloud: str, g
 def test_ray_prepares_and_validates_each(cloud: str, gpu: str | None) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
-    document = yaml.safe_load(variants.render(cloud, gpu))
-    prepared = prepare_config(yaml.safe_load(variants.render(cloud, gpu)))
+    document = yaml.safe_load(render.render(cloud, gpu))
+    prepared = prepare_config(yaml.safe_load(render.render(cloud, gpu)))
     validate_config(prepared)
     assert prepared["setup_commands"] == document["setup_commands"]  # nothing of Ray's nightly defaults
     assert prepared["head_start_ray_commands"] == document["head_start_ray_commands"]
@@ -84,7 +84,7 @@ def test_ray_prepares_and_validates_each(cloud: str, gpu: str | None) -> None:
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_apt_waits_for_the_machine_s_own_updates(cloud: str, tmp_path: Path) -> None:
     """`update` fails at once where another process holds the lists, whatever time limit it is given."""
-    [install] = [one for one in yaml.safe_load(variants.render(cloud))["setup_commands"] if "apt-get" in one]
+    [install] = [one for one in yaml.safe_load(render.render(cloud))["setup_commands"] if "apt-get" in one]
     log = tmp_path / "log"
     apt = f'echo "$*" >> {log}; case "$*" in *update*) test $(grep -c update {log}) -ge 3 ;; esac'
     for name, text in (("apt-get", apt), ("sudo", 'env "$@"'), ("sleep", "true")):
@@ -100,7 +100,7 @@ def test_apt_waits_for_the_machine_s_own_updates(cloud: str, tmp_path: Path) -> 
 
 def test_versions_are_those_of_constraints_txt() -> None:
     pins = Around(ROOT).constraints()
-    assert (pins["ray"], pins["fsspec"]) == (variants.RAY, variants.FSSPEC)
+    assert (pins["ray"], pins["fsspec"]) == (render.RAY, render.FSSPEC)
 
 
 @pytest.mark.parametrize(
@@ -116,13 +116,13 @@ def test_versions_are_those_of_constraints_txt() -> None:
 )
 def test_what_there_is_not_is_refused(arguments: tuple[Any, ...], code: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        variants.render(*arguments)
+        render.render(*arguments)
     assert [problem.code for problem in refused.value.problems] == [code]
 
 
 @pytest.mark.parametrize("gpu", [None, "L4"])
 def test_sky_s_file_goes_on_where_a_run_is(gpu: str | None, tmp_path: Path) -> None:
-    text = variants.render("sky", gpu)
+    text = render.render("sky", gpu)
     assert len(text.splitlines()) <= 25
     document = yaml.safe_load(text)
     assert document["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
@@ -151,10 +151,10 @@ def test_instances_are_told_apart() -> None:
 
 def test_the_verb_writes_a_file_once(run: Cli, tmp_path: Path) -> None:  # noqa: F811
     assert run("cluster", "init", "--cloud", "gcp", "--gpu", "L4")[0] == 0
-    assert (tmp_path / "cluster.yaml").read_text() == variants.render("gcp", "L4")
+    assert (tmp_path / "cluster.yaml").read_text() == render.render("gcp", "L4")
     assert run("cluster", "init", "--cloud", "aws")[0] == 2
     assert run("cluster", "init", "--cloud", "aws", "--out", "own/aws.yaml")[0] == 0
     assert "ray up aws.yaml" in (tmp_path / "own" / "aws.yaml").read_text()
-    assert run("cluster", "init", "--cloud", "aws", "--out", "-")[:2] == (0, variants.render("aws"))
+    assert run("cluster", "init", "--cloud", "aws", "--out", "-")[:2] == (0, render.render("aws"))
     assert run("cluster", "init", "--cloud", "sky")[0] == 0
     assert (tmp_path / "sky.yaml").is_file()

@@ -82,7 +82,7 @@ def test_ray_starts_in_token_mode_with_our_python_first(name: str, tmp_path: Pat
     assert found["RAY_AUTH_TOKEN_PATH"] == f"{tmp_path}/.ray/auth_token"
     assert "RAY_AUTH_TOKEN" not in found
     assert found["PATH"].split(":")[0] == f"{tmp_path}/venv/bin"
-    from rtrain import env
+    from rtrain.core import env
 
     assert set(found) & set(env.SETTINGS) == set()  # rtrain's own to set
 

@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import artifact
-from rtrain.comparison import by_row
-from rtrain.comparison.by_row import Sheet
 from rtrain.config.recipe import TASKS
-from rtrain.data.stores.store import Store
+from rtrain.core.run_folder import Run
+from rtrain.data.store.store import Store
+from rtrain.evaluation import row_scores
+from rtrain.evaluation.row_scores import Sheet
+from rtrain.inference import artifact
 from rtrain.metrics import per_class, scores
-from rtrain.metrics.by_output import metric_for
-from rtrain.report import answer_rows
-from rtrain.run import Run
+from rtrain.metrics.registry import metric_for
+from rtrain.report import row_predictions
 from rtrain.tasks import base
 from tests.reports import make_answered
 
@@ -23,7 +23,7 @@ BY_WORDS = ("span_qa",)
 
 
 def sheet(run: Run) -> Sheet:
-    rows = answer_rows.read(run, "test")
+    rows = row_predictions.read(run, "test")
     assert rows is not None
     assert run.store is not None
     return Sheet(
@@ -40,7 +40,7 @@ def sheet(run: Run) -> Sheet:
 @pytest.mark.parametrize("task", TASKS)
 def test_over_all_rows_the_scores_are_those_of_the_run(task: str, tmp_path: Path) -> None:
     run, output = Run(make_answered(tmp_path, task)), base.get(task).output
-    found = by_row.judge(output, sheet(run))
+    found = row_scores.judge(output, sheet(run))
     assert found.headline == metric_for(output).headline
     measured = scores.read(run.scores("test"))
     assert measured is not None
@@ -68,38 +68,38 @@ def answers(target: list[Any], prediction: list[Any], **facts: Any) -> Sheet:
     return Sheet(column(target), column(prediction), np.ones(len(target)), facts, None, "test", rows)
 
 
-def column(values: list[Any]) -> by_row.Column:
+def column(values: list[Any]) -> row_scores.Column:
     found = np.empty(len(values), dtype=object)
     found[:] = values
     return found
 
 
 def test_words_of_answers() -> None:
-    found = by_row.judge("spans", answers(["in Paris", "two", ""], ["Paris", "", ""]))
+    found = row_scores.judge("spans", answers(["in Paris", "two", ""], ["Paris", "", ""]))
     assert found.worth.tolist() == pytest.approx([2 / 3, 0.0, 1.0])  # nothing is right where nothing is to be found
     assert found.right is not None
     assert found.right.tolist() == [False, False, True]
 
 
 def test_rows_outside_of_all_classes_are_right_where_they_are_refused() -> None:
-    found = by_row.judge("classes", answers(["a", "none", "b"], ["a", "none", "none"], outside="none"))
+    found = row_scores.judge("classes", answers(["a", "none", "b"], ["a", "none", "none"], outside="none"))
     assert found.headline == "accuracy_with_refusals"
     assert found.scores.scores() == pytest.approx({"accuracy_with_refusals": 2 / 3})
 
 
 def test_a_label_that_training_lacked_is_wrong_whatever_is_answered() -> None:
-    found = by_row.judge("classes", answers(["", "b"], ["", "b"]))
+    found = row_scores.judge("classes", answers(["", "b"], ["", "b"]))
     assert found.right is not None
     assert found.right.tolist() == [False, True]
 
 
 def test_an_answer_of_an_unknown_kind_is_worth_its_loss() -> None:
     odd = answers(["x", "y"], ["x", "y"])._replace(loss=np.array([0.5, np.inf]))
-    found = by_row.judge("verdict", odd)
+    found = row_scores.judge("verdict", odd)
     assert found.headline == "neg_loss"
     assert found.worth.tolist() == [-0.5, -0.5]
-    assert by_row.judge("tokens", odd).headline == "neg_loss"  # answers that no version has written
-    assert by_row.judge("summary", answers([["1"]], [["1"]])).headline == "neg_loss"  # without its token store
+    assert row_scores.judge("tokens", odd).headline == "neg_loss"  # answers that no version has written
+    assert row_scores.judge("summary", answers([["1"]], [["1"]])).headline == "neg_loss"  # without its token store
 
 
 @pytest.mark.parametrize(
@@ -115,5 +115,5 @@ def test_an_answer_of_an_unknown_kind_is_worth_its_loss() -> None:
 def test_targets_that_one_side_does_not_know_are_had_from_the_other(
     output: str, first: list[Any], other: list[Any], merged: list[Any], same: list[bool]
 ) -> None:
-    found, kept = by_row.reconciled(output, [column(first), column(other)])
+    found, kept = row_scores.reconciled(output, [column(first), column(other)])
     assert (found.tolist(), kept.tolist()) == (merged, same)

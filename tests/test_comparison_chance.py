@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from rtrain.comparison import chance
-from rtrain.comparison.chance import Difference
-from rtrain.comparison.measure import slices
-from rtrain.metrics.additive import Additive, means
+from rtrain.evaluation import significance
+from rtrain.evaluation.differences import slices
+from rtrain.evaluation.significance import Difference
 from rtrain.metrics.scores import MOST_SLICES
+from rtrain.metrics.sums import Additive, means
 from rtrain.report import stats
 
 
@@ -25,7 +25,7 @@ def made(difference: float, low: float, high: float, p: float = 0.5, rows: int =
 @pytest.mark.parametrize(("lost", "won"), [(0, 0), (0, 1), (5, 5), (3, 12), (12, 3), (0, 9), (400, 480)])
 def test_mcnemar_is_the_binomial_test_of_the_rows_that_one_side_alone_has_right(lost: int, won: int) -> None:
     expected = binomtest(lost, lost + won).pvalue if lost + won else 1.0
-    assert chance.mcnemar(lost, won) == pytest.approx(expected)
+    assert significance.mcnemar(lost, won) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -44,24 +44,24 @@ def test_holm(values: list[float], corrected: list[float]) -> None:
 
 def test_a_difference_is_the_other_less_the_first() -> None:
     a, b = shares([1] * 50 + [0] * 50), shares([1] * 70 + [0] * 30)
-    (found,) = chance.differences(a, b)
+    (found,) = significance.differences(a, b)
     assert (found.first, found.other, found.rows) == (0.5, 0.7, 100)
     assert found.difference == pytest.approx(0.2)
     assert 0.1 < found.low < 0.2 < found.high < 0.3
     assert found.verdict == 1
-    assert chance.differences(b, a)[0].verdict == -1
+    assert significance.differences(b, a)[0].verdict == -1
 
 
 def test_equal_answers_are_not_told_apart() -> None:
     same = shares([1, 0] * 30)
-    (found,) = chance.differences(same, same)
+    (found,) = significance.differences(same, same)
     assert (found.difference, found.low, found.high, found.p, found.verdict) == (0.0, 0.0, 0.0, 1.0, 0)
-    assert chance.seen(found) == 0
+    assert significance.seen(found) == 0
 
 
 def test_few_rows_tell_nothing_however_far_they_are_apart() -> None:
-    (found,) = chance.differences(shares([0] * 6), shares([1] * 6))
-    assert found.p < chance.ALPHA
+    (found,) = significance.differences(shares([0] * 6), shares([1] * 6))
+    assert found.p < significance.ALPHA
     assert found.verdict == 0
 
 
@@ -73,16 +73,16 @@ def test_a_slice_that_has_lost_all_its_rows_is_worse_however_many_slices_there_a
     found = slices(shares(right), shares(lost), "accuracy", {"language": languages})
     assert len(found) == min(count, MOST_SLICES + 1)
     assert [(one.value, one.verdict) for one in found if one.verdict] == [("00", -1)]
-    assert found[0].difference.p < chance.ALPHA
+    assert found[0].difference.p < significance.ALPHA
     assert slices(shares(right), shares(right), "accuracy", {"language": languages})[0].verdict == 0
 
 
 def test_rows_too_many_for_all_resamples_still_tell_several_sides_apart() -> None:
     rows = 520_000
     first, better = means({"f1": np.arange(rows) % 2}), means({"f1": np.ones(rows)})
-    (found,) = chance.differences(first, better)
-    assert stats.holm([found.p] * 60)[0] < chance.ALPHA
-    (same,) = chance.differences(first, first)
+    (found,) = significance.differences(first, better)
+    assert stats.holm([found.p] * 60)[0] < significance.ALPHA
+    (same,) = significance.differences(first, first)
     assert same.p == 1.0
 
 
@@ -92,25 +92,27 @@ def test_an_error_is_shown_once_and_a_score_without_end_is_left_out() -> None:
     def score(sums: np.ndarray) -> dict[str, np.ndarray]:
         return {"neg_rmse": -sums[..., 0], "rmse": sums[..., 0], "perplexity": np.full(sums.shape[:-1], np.inf)}
 
-    assert [one.name for one in chance.differences(Additive(rows, score), Additive(2 * rows, score))] == ["neg_rmse"]
+    assert [one.name for one in significance.differences(Additive(rows, score), Additive(2 * rows, score))] == [
+        "neg_rmse"
+    ]
 
 
 def test_rows_needed_grow_with_the_square_of_the_difference() -> None:
     one = made(0.02, -0.03, 0.07)  # a standard error of 0.0255: 100 rows show 7.1 points
-    assert chance.seen(one) == pytest.approx(2.8016 * 0.1 / (2 * 1.959964), rel=1e-4)
-    assert chance.needed(one, 0.02) == 1300  # 100 x (0.0715 / 0.02)^2 = 1,277
-    assert chance.needed(one, 0.01) == 5200
+    assert significance.seen(one) == pytest.approx(2.8016 * 0.1 / (2 * 1.959964), rel=1e-4)
+    assert significance.needed(one, 0.02) == 1300  # 100 x (0.0715 / 0.02)^2 = 1,277
+    assert significance.needed(one, 0.01) == 5200
 
 
 def test_shares_of_unknown_rows() -> None:
     """Newcombe (1998), table II, example (a) by method 10: 56/70 less 48/80 is 0.0524 to 0.3339. Here both sides have
     as many rows; with 70 each, by hand."""
-    one = chance.unpaired("accuracy", 48 / 70, 56 / 70, 70)
+    one = significance.unpaired("accuracy", 48 / 70, 56 / 70, 70)
     (low_a, high_a), (low_b, high_b) = (0.5700, 0.7824), (0.6918, 0.8770)  # Wilson's
     assert one.difference == pytest.approx(8 / 70)
     assert one.low == pytest.approx(8 / 70 - math.hypot(0.8 - low_b, high_a - 48 / 70), abs=2e-3)
     assert one.high == pytest.approx(8 / 70 + math.hypot(high_b - 0.8, 48 / 70 - low_a), abs=2e-3)
     assert one.verdict == 0
-    assert chance.unpaired("accuracy", 0.5, 0.5, 60).p == 1.0
-    assert chance.unpaired("accuracy", 1.0, 1.0, 60).p == 1.0
-    assert chance.unpaired("accuracy", 0.5, 0.9, 60).verdict == 1
+    assert significance.unpaired("accuracy", 0.5, 0.5, 60).p == 1.0
+    assert significance.unpaired("accuracy", 1.0, 1.0, 60).p == 1.0
+    assert significance.unpaired("accuracy", 0.5, 0.9, 60).verdict == 1

@@ -11,14 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from rtrain import artifact, config
-from rtrain.batch import Head
+from rtrain import config
 from rtrain.cli import app as cli
-from rtrain.comparison import answers, compare, page, sides, text, training, verdict
-from rtrain.comparison.chance import Difference
-from rtrain.comparison.measure import Against
-from rtrain.errors import ConfigError, UserError
-from rtrain.run import Run
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.core.ragged import Head
+from rtrain.core.run_folder import Run
+from rtrain.evaluation import candidates, compare, compare_summary, compare_table, page, pairing, training_curves
+from rtrain.evaluation.differences import Against
+from rtrain.evaluation.significance import Difference
+from rtrain.inference import artifact
 from tests.reports import Page, answers_of, make_answered, make_run, write_predictions
 from tests.searches import make_search
 from tests.tiny import make_task_artifact
@@ -170,7 +171,7 @@ def test_answers_that_are_more_or_less_good_are_worse_and_better(tmp_path: Path)
     ]
     assert gaps == pytest.approx(sorted(gaps, reverse=True), abs=0.003)  # the answers are rounded
     assert min(gaps) > -0.002
-    assert "neg" not in text.text(found)
+    assert "neg" not in compare_table.text(found)
 
 
 # ----------------------------------------------------------------------------------------- what was set, what it cost
@@ -190,7 +191,7 @@ def test_settings_that_change_the_weights_stand_apart(tmp_path: Path) -> None:
     assert found.settings.versions == ()
     assert "files, train" not in {one.name for one in found.settings.digests}  # the same bytes in another folder
     assert found.measured is None
-    assert "optim.lr" in text.text(found)
+    assert "optim.lr" in compare_table.text(found)
 
 
 def test_curves_leave_out_the_time_between_two_starts() -> None:
@@ -202,7 +203,7 @@ def test_curves_leave_out_the_time_between_two_starts() -> None:
             *(("started", 1100), ("progress", 1101)),
         )
     ]
-    assert [seconds for _, seconds in training.clock(log)] == [0, 0, 5, 10, 10, 20, 21, 21, 22]
+    assert [seconds for _, seconds in training_curves.clock(log)] == [0, 0, 5, 10, 10, 20, 21, 21, 22]
 
 
 def test_curves_are_over_the_rows_that_were_trained_on(base: Path) -> None:
@@ -211,7 +212,7 @@ def test_curves_are_over_the_rows_that_were_trained_on(base: Path) -> None:
     assert first is not None
     rows, per_update = first["rows"]["train"], config.load(str(Run(base).config)).recipe.rows_per_update
     assert rows % per_update, "else there is no short update"
-    found = training.curves(Run(base), per_update, "classes")
+    found = training_curves.curves(Run(base), per_update, "classes")
     assert [point.rows for point in found.score] == [rows, 2 * rows]
     assert found.loss[0].rows == per_update
     assert found.loss[-1].rows == 2 * rows
@@ -247,7 +248,7 @@ def test_what_cannot_be_compared_is_refused(base: Path, tmp_path: Path) -> None:
 
 def test_a_search_stands_for_its_winner(base: Path, tmp_path: Path) -> None:
     search = make_search(tmp_path / "s", [0.5, 0.9, 0.6])
-    found = sides.find([base, search.folder])
+    found = candidates.find([base, search.folder])
     assert found[1].run.folder == search.trial(1).folder
     assert [side.name for side in found] == ["run", "search/trial-001"]
     made = of(search.trial(0).folder, search.folder)
@@ -258,7 +259,7 @@ def test_names_tell_sides_apart(base: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "x" / "run", tmp_path / "y" / "run"
     for folder in (one, two):
         shutil.copytree(base, folder)
-    assert [side.name for side in sides.find([one, two])] == ["x/run", "y/run"]
+    assert [side.name for side in candidates.find([one, two])] == ["x/run", "y/run"]
 
 
 # -------------------------------------------------------------------------------------------------------- the artefacts
@@ -290,7 +291,7 @@ def test_every_task_has_text_json_and_a_page(task: str, tmp_path: Path) -> None:
     found = of(make_answered(tmp_path / "a", task), make_answered(tmp_path / "b", task, seed=4))
     assert found.measured is not None
     assert found.measured.rows > 0
-    shown = text.text(found)
+    shown = compare_table.text(found)
     assert shown.splitlines()[0] == found.verdict
     assert json.loads(json.dumps(compare.document(found), allow_nan=False))["rows"]["common"] == found.measured.rows
     drawn = Page(page.page(found))
@@ -332,12 +333,12 @@ def test_hostile_texts_and_labels_stay_text(base: Path, tmp_path: Path) -> None:
     found = of(a, b)
     drawn = page.page(found)
     assert "<script" not in drawn
-    assert "\x1b" not in text.text(found)
+    assert "\x1b" not in compare_table.text(found)
 
 
 def test_common_rows_are_in_the_order_of_the_first() -> None:
     ids = [np.array(side, dtype=np.uint64) for side in ([5, 2**63 + 1, 9, 7], [7, 2**63 + 1, 5])]
-    assert [places.tolist() for places in answers.common(ids)] == [[0, 1, 3], [2, 1, 0]]
+    assert [places.tolist() for places in pairing.common(ids)] == [[0, 1, 3], [2, 1, 0]]
 
 
 def test_texts_that_were_all_cut_otherwise_are_refused(tmp_path: Path) -> None:
@@ -382,7 +383,7 @@ def test_a_run_that_refuses_rows_is_set_beside_one_that_cannot(base: Path, tmp_p
 
 def test_errors_and_correlations_are_not_told_in_points() -> None:
     def one(name: str) -> str:
-        return verdict.change(Difference(name, 0.5, 0.25, -0.25, -0.5, 0.125, 0.5, 100))
+        return compare_summary.change(Difference(name, 0.5, 0.25, -0.25, -0.5, 0.125, 0.5, 100))
 
     assert one("accuracy") == "-25.0 points (-50.0 to 12.5)"
     assert one("mae") == one("qwk") == "-0.250 (-0.500 to 0.125)"

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from rtrain.comparison import compare, page
-from rtrain.run import Run
+from rtrain.core.run_folder import Run
+from rtrain.evaluation import compare, page
 from tests.trained import TEST_ROWS, Trained
 
 pytestmark = pytest.mark.ray

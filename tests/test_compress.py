@@ -6,17 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import artifact, events, score
 from rtrain.compress import distill, quantize, teacher as teaching
 from rtrain.config import with_overrides
-from rtrain.data.stores.store import Store
-from rtrain.errors import ConfigError, UserError
+from rtrain.core import events
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.core.run_folder import Run
+from rtrain.data.store.store import Store
+from rtrain.inference import artifact, score
+from rtrain.inference.predictor import Predictor
 from rtrain.metrics import scores
-from rtrain.predict import Predictor
 from rtrain.report import summary
-from rtrain.run import Run
-from rtrain.runs import opening
-from rtrain.runs.kept import Kept
+from rtrain.runs import run_folders
+from rtrain.runs.worker_pool import Kept
 from tests.conftest import labelled_rows
 from tests.trained import ROWS, Trained, settings
 
@@ -98,16 +99,16 @@ def test_a_student_that_was_cut_short_is_resumed_by_its_own_settings(
 ) -> None:
     folder = teacher.parent / "cut-short"
     asked = {"distill.layers": 1, "distill.epochs": 8, "distill.lr": 5e-3, "train.keep": 3}
-    chosen = with_overrides(opening.stored(teacher), asked)
+    chosen = with_overrides(run_folders.stored(teacher), asked)
     _, paused = distill.run(chosen, teacher, folder, until=5, workers=kept_workers)
     assert (paused["status"], paused["updates"]) == ("paused", 5)
     with pytest.raises(ConfigError):
-        distill.run(opening.stored(teacher, {"distill.temperature": 3.0}), teacher, folder, "resume")
-    more = opening.stored(teacher, {"train.log_every": 7})
+        distill.run(run_folders.stored(teacher, {"distill.temperature": 3.0}), teacher, folder, "resume")
+    more = run_folders.stored(teacher, {"train.log_every": 7})
     _, ended = distill.run(more, teacher, folder, "resume", workers=kept_workers)
     assert [event["update"] for event in events.read(folder) if event["kind"] == "started"] == [0, 5]
     assert (ended["status"], ended["order_digest"]) == ("finished", summary.summarise(Run(student))["order_digest"])
-    recipe = opening.stored(folder).recipe
+    recipe = run_folders.stored(folder).recipe
     assert (recipe.train.keep, recipe.train.log_every, recipe.distill.layers) == (3, 7, 1)
     one, other = ((run / "artifact" / "model.safetensors").read_bytes() for run in (student, folder))
     assert one == other

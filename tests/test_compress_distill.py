@@ -12,17 +12,17 @@ import safetensors.torch
 import torch
 from safetensors.torch import load_file
 
-from rtrain import artifact, config as configuration
-from rtrain.batch import single
+from rtrain import config as configuration
 from rtrain.compress import distill, student as starting
 from rtrain.config import Distill
-from rtrain.errors import ConfigError
-from rtrain.network import model
-from rtrain.run import Run
-from rtrain.runs import opening
+from rtrain.core.errors import ConfigError
+from rtrain.core.ragged import single
+from rtrain.core.run_folder import Run
+from rtrain.inference import artifact
+from rtrain.models import builder, layerwise_lr
+from rtrain.runs import run_folders
 from rtrain.tasks import base
-from rtrain.training import layerwise
-from rtrain.training.step import forward
+from rtrain.trainer.step import forward
 from tests.tiny import make_artifact
 
 
@@ -46,13 +46,13 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_layers_are_evenly_spaced_and_end_with_the_last(depth: int, layers: int, chosen: list[int]) -> None:
-    assert layerwise.chosen_layers(depth, layers) == chosen
+    assert layerwise_lr.chosen_layers(depth, layers) == chosen
 
 
 def test_any_choice_is_rising_and_in_range() -> None:
     for depth in range(1, 25):
         for layers in range(1, depth + 1):
-            chosen = layerwise.chosen_layers(depth, layers)
+            chosen = layerwise_lr.chosen_layers(depth, layers)
             assert len(chosen) == layers
             assert chosen == sorted(set(chosen))
             assert (chosen[0] >= 0, chosen[-1]) == (True, depth - 1)
@@ -89,8 +89,8 @@ def test_the_student_is_the_teacher_without_its_first_layer(teacher: Path, tmp_p
     """Built as a run builds it: with the teacher's head, since the labels are the same."""
     start = starting.start(teacher, Distill(layers=1), tmp_path)
     task = base.get("classification")
-    student = model.build(start, task, ("a", "b", "c"), seed=3).eval()
-    cut = model.build(teacher, task, ("a", "b", "c"), seed=4).eval()
+    student = builder.build(start, task, ("a", "b", "c"), seed=3).eval()
+    cut = builder.build(teacher, task, ("a", "b", "c"), seed=4).eval()
     encoder = cut.get_submodule("bert.encoder")
     encoder.layer = torch.nn.ModuleList([cut.get_submodule("bert.encoder.layer.1")])
     lengths = np.array([5, 3], dtype=np.int32)
@@ -193,7 +193,7 @@ def test_a_narrow_student_keeps_whole_heads_of_its_teacher(teacher: Path, layers
     assert torch.equal(cut[f"{last}attention.self.query.weight"], query[kept][:, kept])
     words = whole["bert.embeddings.word_embeddings.weight"]
     assert torch.equal(cut["bert.embeddings.word_embeddings.weight"], words[:, kept])
-    network = model.build(start, base.get("classification"), ("a", "b", "c"), seed=0)
+    network = builder.build(start, base.get("classification"), ("a", "b", "c"), seed=0)
     assert {name: tuple(value.shape) for name, value in network.state_dict().items()} == {
         name: tuple(value.shape) for name, value in cut.items()
     }
@@ -251,14 +251,16 @@ def test_a_student_is_resumed_where_its_folder_of_runs_was_moved_to(teacher: Pat
     shutil.copytree(teacher, tmp_path / "old" / "teacher" / "artifact")
     model = distill.Teacher.read(tmp_path / "old" / "teacher" / "artifact")
     first = distill.started(configuration.load("intent", given), model, tmp_path / "old")
-    opening.freeze(Run(tmp_path / "old" / "student"), first)
+    run_folders.freeze(Run(tmp_path / "old" / "student"), first)
     shutil.move(tmp_path / "old", tmp_path / "new")
     root = tmp_path / "new"
-    start = root / opening.STUDENTS / Path(first.recipe.model.name).name
+    start = root / run_folders.STUDENTS / Path(first.recipe.model.name).name
     assert start.is_dir()
     asked = distill.settled(configuration.load("intent", given), root / "student", "resume")
     begun = distill.started(asked, distill.Teacher.read(root / "teacher" / "artifact"), root)
-    assert opening.choose(root / "student", begun, "resume")[1].recipe.model.name == str(start)
+    assert run_folders.choose(root / "student", begun, "resume")[1].recipe.model.name == str(start)
     for other in (start.with_name("0123456789ab-1"), tmp_path / start.name):
         with pytest.raises(ConfigError):
-            opening.choose(root / "student", configuration.with_overrides(begun, {"model.name": str(other)}), "resume")
+            run_folders.choose(
+                root / "student", configuration.with_overrides(begun, {"model.name": str(other)}), "resume"
+            )

@@ -11,16 +11,16 @@ import pytest
 import torch
 import transformers
 
-from rtrain.batch import Head, Tokens, pack
 from rtrain.config import Config, Distill, Model, with_overrides
-from rtrain.data import unlabelled
-from rtrain.data.stores.store import Store
-from rtrain.errors import UserError
-from rtrain.exchange.replicated import Replicated
-from rtrain.network import beside, model
-from rtrain.network.layout import layout_of
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import Head, Tokens, pack
+from rtrain.data import unlabeled
+from rtrain.data.store.store import Store
+from rtrain.models import auxiliary_params, builder
+from rtrain.models.pack_layout import layout_of
+from rtrain.parallel.ddp import Replicated
 from rtrain.tasks import base
-from rtrain.training import inner, losses, optim, step
+from rtrain.trainer import feature_distillation, losses, optimizers, step
 from tests import test_runs_tasks as tasks
 from tests.tiny import make_store
 
@@ -60,7 +60,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     recipe = with_overrides(config, {"distill.unlabelled": config.recipe.data.path}).recipe
     encoder = Path(recipe.model.name)
     labelled = make_store(recipe, encoder, folder)
-    rows = make_store(unlabelled.recipe_of(recipe), encoder, folder, labelled.manifest.head)
+    rows = make_store(unlabeled.recipe_of(recipe), encoder, folder, labelled.manifest.head)
     return Case(config, labelled, rows)
 
 
@@ -185,7 +185,7 @@ def network_of(folder: Path, kind: str, settings: dict[str, Any], packs: bool = 
         known = transformers.AutoConfig.for_model(kind, num_labels=3, **settings)
         transformers.AutoModelForSequenceClassification.from_config(known).save_pretrained(folder)
     task = base.get("classification")
-    return model.build(folder, task, ("a", "b", "c"), 0, Model(pooling="own"), pack=packs).double().train()
+    return builder.build(folder, task, ("a", "b", "c"), 0, Model(pooling="own"), pack=packs).double().train()
 
 
 def rows_of(lengths: tuple[int, ...] = LENGTHS) -> Tokens:
@@ -201,7 +201,7 @@ def student_of(folder: Path, kind: str, packs: bool = True, **settings: Any) -> 
     student = network_of(folder / kind, kind, STUDENTS[kind], packs)
     teacher = network_of(folder / "teacher", "bert", TEACHER, packs).requires_grad_(False).eval()
     distill = Distill(teacher="v1", **{"relation_heads": 4, **settings})
-    within = inner.Inner(student, teacher, distill, 0, "fp64")
+    within = feature_distillation.Inner(student, teacher, distill, 0, "fp64")
     return student, teacher, losses.for_run(base.get("classification"), distill, inner=within)
 
 
@@ -216,9 +216,9 @@ def by_hand(student: Any, teacher: Any, tokens: Tokens, heads: int, layer: int) 
         each = []
         for network, place in ((teacher, layer), (student, -1)):
             found = network.base_model(ids, output_hidden_states=True).hidden_states
-            part = inner.layers_of(network)[place]
-            before = found[: len(inner.layers_of(network))][place]
-            names = inner.LINEARS[network.config.model_type]
+            part = feature_distillation.layers_of(network)[place]
+            before = found[: len(feature_distillation.layers_of(network))][place]
+            names = feature_distillation.LINEARS[network.config.model_type]
             vectors = [part.get_submodule(name)(before)[0] for name in names]
             cut = [one.reshape(int(length), heads, -1).transpose(0, 1) for one in vectors]
             each.append([one @ one.transpose(1, 2) / one.shape[-1] ** 0.5 for one in cut])
@@ -260,7 +260,7 @@ def test_a_student_that_is_its_teacher_is_nowhere_apart(tmp_path: Path) -> None:
     twin = network_of(tmp_path / "teacher", "bert", TEACHER)
     teacher = network_of(tmp_path / "teacher", "bert", TEACHER).requires_grad_(False).eval()
     distill = Distill(teacher="v1", relation_heads=6, **BOTH)
-    tokens, within = rows_of(), inner.Inner(twin, teacher, distill, 0, "fp64")
+    tokens, within = rows_of(), feature_distillation.Inner(twin, teacher, distill, 0, "fp64")
     step.forward(twin, tokens, 0, "fp64")
     assert within(tokens).tolist() == pytest.approx([0.0, 0.0], abs=1e-12)
 
@@ -269,7 +269,7 @@ def test_gradients_reach_the_student_and_the_map_alone(tmp_path: Path) -> None:
     tokens = rows_of()
     student, teacher, loss = student_of(tmp_path, "bert", alpha=0.0, **BOTH)
     loss(step.forward(student, tokens, 0, "fp64"), tokens)[1:].sum().backward()
-    [linear] = beside.parameters(student)
+    [linear] = auxiliary_params.parameters(student)
     assert linear.shape == (24, 16)
     assert linear.grad is not None
     assert linear.grad.abs().sum() > 0
@@ -285,7 +285,9 @@ def test_a_teacher_reads_its_own_numbers_of_the_pieces(tmp_path: Path) -> None:
     student = network_of(tmp_path / "bert", "bert", STUDENTS["bert"])
     teacher = network_of(tmp_path / "teacher", "bert", TEACHER).requires_grad_(False).eval()
     numbers = np.random.default_rng(5).permutation(60)
-    within = inner.Inner(student, teacher, Distill(teacher="v1", relation_heads=4, **BOTH), 0, "fp64", numbers)
+    within = feature_distillation.Inner(
+        student, teacher, Distill(teacher="v1", relation_heads=4, **BOTH), 0, "fp64", numbers
+    )
     step.forward(student, tokens, 0, "fp64")
     found = within(tokens).tolist()
     seen: list[Any] = []
@@ -303,7 +305,7 @@ def test_an_update_in_two_passes_moves_the_weights_as_one_does(tmp_path: Path) -
     for passes in ([tokens], [part for part, _ in halves(tokens)]):
         student, _, loss = student_of(tmp_path, "bert", **BOTH)
         before = copy.deepcopy(student.state_dict())
-        optimizer = optim.build(student, with_lr())
+        optimizer = optimizers.build(student, with_lr())
         done = step.run_update(Replicated(student), optimizer, loss, passes, pad_id=0, precision="fp64", clip_norm=1.0)
         ends.append((done.loss, {name: value - before[name] for name, value in student.state_dict().items()}))
     (one, first), (other, second) = ends
@@ -311,7 +313,7 @@ def test_an_update_in_two_passes_moves_the_weights_as_one_does(tmp_path: Path) -
     moved = torch.cat([value.flatten() for value in first.values()])
     apart = torch.cat([(first[name] - second[name]).flatten() for name in first])
     assert apart.norm() <= 1e-8 * moved.norm()
-    assert first[f"{beside.NAME}.weight"].abs().sum() > 0
+    assert first[f"{auxiliary_params.NAME}.weight"].abs().sum() > 0
 
 
 def with_lr() -> Any:

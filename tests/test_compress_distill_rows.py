@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import artifact, config as configuration
-from rtrain.batch import Head
+from rtrain import config as configuration
 from rtrain.compress import distill, teacher as teaching
 from rtrain.config import Config, Recipe, with_overrides
-from rtrain.data import tokens, unlabelled
-from rtrain.data.stores import joined
-from rtrain.data.stores.store import Store
-from rtrain.errors import ConfigError, UserError
-from rtrain.network import trimming
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.core.ragged import Head
+from rtrain.data import unlabeled
+from rtrain.data.store import builder, merge
+from rtrain.data.store.store import Store
+from rtrain.inference import artifact
+from rtrain.models import vocab_trimming
 from rtrain.report import label_counts
 from rtrain.tasks import base
 from tests import test_runs_tasks
@@ -56,7 +57,7 @@ def settings(folder: Path, encoder: Path, **overrides: Any) -> Config:
 def stores(recipe: Recipe, encoder: Path, root: Path) -> tuple[Store, Store]:
     """The labelled rows and the others, with answers of a teacher `v1` that were drawn."""
     own = make_store(recipe, encoder, root)
-    rows = make_store(unlabelled.recipe_of(recipe), encoder, root, own.manifest.head)
+    rows = make_store(unlabeled.recipe_of(recipe), encoder, root, own.manifest.head)
     for number, store in enumerate((own, rows)):
         drawn = np.random.default_rng(number).normal(size=(store.rows("train"), len(LABELS)))
         np.save(store.teacher_file("v1"), drawn.astype(np.float32))
@@ -65,9 +66,9 @@ def stores(recipe: Recipe, encoder: Path, root: Path) -> tuple[Store, Store]:
 
 def join(own: Store, rows: Store, recipe: Recipe, root: Path) -> Store:
     task, confidence = base.get(recipe.task), recipe.distill.confidence
-    chosen = unlabelled.chosen(rows, own, task, "v1", confidence)
+    chosen = unlabeled.chosen(rows, own, task, "v1", confidence)
     left_out = {"unsure": chosen.unsure, "repeated": chosen.repeated}
-    return joined.write(root / ".tokens" / "0123456789abcdef", own, rows, chosen.positions, left_out, "v1")
+    return merge.write(root / ".tokens" / "0123456789abcdef", own, rows, chosen.positions, left_out, "v1")
 
 
 def sureness(logits: Any) -> Any:
@@ -83,7 +84,7 @@ def test_further_rows_are_read_as_the_labelled_ones_unless_their_name_tells_anot
     named: str | None, format: str | None
 ) -> None:
     data = configuration.Data(path="/rows/train.tsv", format="conll", text="tokens", label="tags")
-    assert unlabelled.without_labels(data, named).format == format
+    assert unlabeled.without_labels(data, named).format == format
 
 
 # ---------------------------------------------------------------------------------------------------- a student's store
@@ -143,13 +144,13 @@ def test_answers_to_tokens_are_joined_row_by_row(tmp_path: Path) -> None:
     further = {"distill.teacher": "v1", "distill.unlabelled": config.recipe.data.path, "distill.confidence": 0.3}
     recipe, encoder = with_overrides(config, further).recipe, Path(config.recipe.model.name)
     own = make_store(recipe, encoder, tmp_path)
-    rows = make_store(unlabelled.recipe_of(recipe), encoder, tmp_path, own.manifest.head)
+    rows = make_store(unlabeled.recipe_of(recipe), encoder, tmp_path, own.manifest.head)
     for number, store in enumerate((own, rows)):
         shape = (store.manifest.tokens["train"], len(store.manifest.labels))
         np.save(store.teacher_file("v1"), np.random.default_rng(number).normal(size=shape).astype(np.float32))
     # Its own rows are in the file: as those of a set of which it has nothing, all of them are new.
     chosen = np.arange(1, rows.rows("train"), 3)
-    made = joined.write(tmp_path / ".tokens" / "0123456789abcdef", own, rows, chosen, {}, "v1")
+    made = merge.write(tmp_path / ".tokens" / "0123456789abcdef", own, rows, chosen, {}, "v1")
     assert made.teacher("v1").shape == (made.manifest.tokens["train"], len(made.manifest.labels))
     first = own.rows("train")
     for place, position in enumerate(chosen):
@@ -158,7 +159,7 @@ def test_answers_to_tokens_are_joined_row_by_row(tmp_path: Path) -> None:
         assert np.array_equal(made.taught("v1", ours), rows.taught("v1", theirs))
     own_rows = np.arange(first)
     assert np.array_equal(made.taught("v1", own_rows), own.teacher("v1"))
-    found = unlabelled.chosen(rows, own, base.get("token_tags"), "v1", 0.3)
+    found = unlabeled.chosen(rows, own, base.get("token_tags"), "v1", 0.3)
     assert found.repeated == rows.rows("train")
     assert len(found.positions) == found.unsure == 0
 
@@ -168,7 +169,7 @@ def test_rows_that_were_cut_are_those_of_the_store(tmp_path: Path, encoder: Path
     recipe = settings(tmp_path, encoder, **{"data.max_tokens": 8}).recipe
     own, rows = stores(recipe, encoder, tmp_path)
     assert rows.manifest.truncated == rows.rows("train") > 4
-    made = joined.write(tmp_path / ".tokens" / "0123456789abcdef", own, rows, np.array([2, 5, 3]), {}, "v1")
+    made = merge.write(tmp_path / ".tokens" / "0123456789abcdef", own, rows, np.array([2, 5, 3]), {}, "v1")
     assert made.manifest.truncated == own.manifest.truncated + 3
     assert made.given == sum(own.manifest.rows.values()) == sum(made.manifest.rows.values()) - 3
 
@@ -178,7 +179,7 @@ def test_the_address_of_a_joined_store_names_what_it_was_made_of(tmp_path: Path,
 
     def address(**overrides: Any) -> str:
         recipe = with_overrides(config, overrides).recipe
-        return tokens.digest(recipe, unlabelled.source(recipe), encoder)
+        return builder.digest(recipe, unlabeled.source(recipe), encoder)
 
     own = address(**{"distill.unlabelled": None})
     assert own == address(**{"distill.teacher": None})  # no other run has these rows
@@ -192,13 +193,13 @@ def test_the_address_of_a_joined_store_names_what_it_was_made_of(tmp_path: Path,
 
 def test_files_are_told_apart_by_their_role(tmp_path: Path, encoder: Path) -> None:
     recipe = settings(tmp_path, encoder).recipe
-    labelled, further = unlabelled.parted(unlabelled.source(recipe))
+    labelled, further = unlabeled.parted(unlabeled.source(recipe))
     assert [(Path(piece.uri).name, piece.role) for piece in labelled.pieces] == [
         ("train.csv", "train"),
         ("test.csv", "test"),
     ]
     assert [(Path(piece.uri).name, piece.role) for piece in further.pieces] == [("further.jsonl", "train")]
-    assert unlabelled.source(with_overrides(settings(tmp_path, encoder), {"distill.teacher": None}).recipe) == labelled
+    assert unlabeled.source(with_overrides(settings(tmp_path, encoder), {"distill.teacher": None}).recipe) == labelled
 
 
 def test_a_student_s_copies_are_rows_without_labels_like_others(
@@ -208,14 +209,12 @@ def test_a_student_s_copies_are_rows_without_labels_like_others(
     config = settings(tmp_path, encoder, **{"distill.layers": 1, "distill.copies": 2})
     begun = distill.started(config, teacher, tmp_path)
     copied = Path(str(begun.recipe.distill.copied))
-    further = unlabelled.parted(unlabelled.source(begun.recipe))[1]
+    further = unlabeled.parted(unlabeled.source(begun.recipe))[1]
     assert [Path(piece.uri).name for piece in further.pieces] == ["further.jsonl", copied.name]
     without = distill.started(with_overrides(config, {"distill.copies": 0}), teacher, tmp_path).recipe
     assert without.distill.copied is None
     named = with_overrides(config, {"distill.copies": 0, "distill.copied": str(copied)}).recipe
-    assert [Path(piece.uri).name for piece in unlabelled.parted(unlabelled.source(named))[1].pieces] == [
-        "further.jsonl"
-    ]
+    assert [Path(piece.uri).name for piece in unlabeled.parted(unlabeled.source(named))[1].pieces] == ["further.jsonl"]
     assert begun.recipe.identity() != without.identity()
     moved = with_overrides(begun, {"distill.copied": str(tmp_path / "elsewhere.jsonl")})
     assert moved.recipe.identity() == begun.recipe.identity()
@@ -236,7 +235,7 @@ def test_a_run_keeps_from_how_many_layers_its_student_began(tmp_path: Path, enco
 def test_a_missing_file_is_named_with_all_else_that_is_wrong(tmp_path: Path, encoder: Path) -> None:
     config = settings(tmp_path, encoder, **{"distill.unlabelled": str(tmp_path / "nowhere.csv"), "data.text": "txet"})
     with pytest.raises(ConfigError) as caught:
-        unlabelled.source(config.recipe)
+        unlabeled.source(config.recipe)
     assert [problem.field for problem in caught.value.problems] == ["data.text", "data.text", "distill.unlabelled"]
 
 
@@ -246,9 +245,9 @@ def test_a_missing_file_is_named_with_all_else_that_is_wrong(tmp_path: Path, enc
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory, encoder: Path) -> Path:
     """A model with half of the pieces."""
-    ids = trimming.kept(encoder, range(0, trimming.size(encoder), 2))
-    made = trimming.trim(encoder, ids, tmp_path_factory.mktemp("stranger") / "model")
-    (made / trimming.NAME).unlink()
+    ids = vocab_trimming.kept(encoder, range(0, vocab_trimming.size(encoder), 2))
+    made = vocab_trimming.trim(encoder, ids, tmp_path_factory.mktemp("stranger") / "model")
+    (made / vocab_trimming.NAME).unlink()
     return made
 
 

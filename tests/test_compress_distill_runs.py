@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from rtrain import artifact, events
-from rtrain.checkpoints import checkpoint
+from rtrain.checkpoint import format as checkpoint_format
 from rtrain.compress import distill, quantize, teacher as teaching
 from rtrain.config import Config, with_overrides
-from rtrain.data.stores.store import Store
-from rtrain.network import beside, trimming
-from rtrain.predict import Predictor
-from rtrain.report.live import said
-from rtrain.run import Run
-from rtrain.runs import driver, opening, preparing
-from rtrain.runs.kept import Kept
+from rtrain.core import events
+from rtrain.core.run_folder import Run
+from rtrain.data.store.store import Store
+from rtrain.inference import artifact
+from rtrain.inference.predictor import Predictor
+from rtrain.models import auxiliary_params, vocab_trimming
+from rtrain.report.live import event_messages
+from rtrain.runs import controller, prepare, run_folders
+from rtrain.runs.worker_pool import Kept
 from tests import reports
 from tests.conftest import labelled_rows
 from tests.tiny import make_encoder
@@ -43,7 +44,7 @@ def further(trained: Trained) -> Path:
 
 
 def asked(trained: Trained, **settings: Any) -> Config:
-    return opening.stored(trained.run, {**STUDENT, **settings})
+    return run_folders.stored(trained.run, {**STUDENT, **settings})
 
 
 def told(run: Path, kind: str) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def test_rows_without_labels_are_trained_on_with_the_teacher_s_answers(trained: 
     counts = {"rows": NEW, "unsure": 0, "repeated": 4, "bad": 1}
     event = told(student, "unlabelled")
     assert store.manifest.unlabelled == {name: event[name] for name in counts} == counts
-    assert said.of(event) == (
+    assert event_messages.of(event) == (
         "90 rows without a label are trained on; left out: 4 with the texts of labelled rows; 1 that cannot be used"
     )
     assert (store.rows("train"), store.labelled("train")) == (own.rows("train") + NEW, own.rows("train"))
@@ -108,7 +109,7 @@ def test_a_second_student_another_seed_and_a_resume_ask_the_teacher_nothing(
     found = told(folder, "unlabelled")
     assert (found["rows"], found["unsure"]) == (int((sure >= least).sum()), int((sure < least).sum()))
     assert 0 < found["unsure"] < NEW
-    _, ended = distill.run(opening.stored(trained.run), trained.run, folder, "resume", workers=kept_workers)
+    _, ended = distill.run(run_folders.stored(trained.run), trained.run, folder, "resume", workers=kept_workers)
     assert (ended["status"], [e["update"] for e in events.read(folder) if e["kind"] == "started"]) == (
         "finished",
         [0, 5],
@@ -129,12 +130,12 @@ def test_a_narrow_student_learns_inside_its_teacher_and_resumes(trained: Trained
     assert inside(folder)[1]["status"] == "finished"
     network = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "artifact")
     assert (network.config.hidden_size, network.config.num_attention_heads) == (16, 1)
-    assert not any(beside.NAME in name for name in load_file(folder / "artifact" / "model.safetensors"))
-    newest = checkpoint.path_of(Run(folder).checkpoints, max(checkpoint.updates(Run(folder).checkpoints)))
-    assert load_file(newest / "model.safetensors")[f"{beside.NAME}.weight"].shape == (32, 16)
-    assert f"{beside.NAME}.weight:exp_avg" in load_file(newest / "optim.safetensors")
+    assert not any(auxiliary_params.NAME in name for name in load_file(folder / "artifact" / "model.safetensors"))
+    newest = checkpoint_format.path_of(Run(folder).checkpoints, max(checkpoint_format.updates(Run(folder).checkpoints)))
+    assert load_file(newest / "model.safetensors")[f"{auxiliary_params.NAME}.weight"].shape == (32, 16)
+    assert f"{auxiliary_params.NAME}.weight:exp_avg" in load_file(newest / "optim.safetensors")
     assert inside(other, until=5)[1]["status"] == "paused"
-    distill.run(opening.stored(trained.run), trained.run, other, "resume", workers=kept_workers)
+    distill.run(run_folders.stored(trained.run), trained.run, other, "resume", workers=kept_workers)
     one, two = ((run / "artifact" / "model.safetensors").read_bytes() for run in (folder, other))
     assert one == two
 
@@ -144,9 +145,9 @@ def stranger(trained: Trained) -> Path:
     """A model with pieces of its own."""
     folder = trained.run.parent / "stranger"
     encoder = make_encoder(folder / "whole", seed=3)
-    ids = trimming.kept(encoder, range(0, trimming.size(encoder), 2))
-    made = trimming.trim(encoder, ids, folder / "other")
-    (made / trimming.NAME).unlink()
+    ids = vocab_trimming.kept(encoder, range(0, vocab_trimming.size(encoder), 2))
+    made = vocab_trimming.trim(encoder, ids, folder / "other")
+    (made / vocab_trimming.NAME).unlink()
     return made
 
 
@@ -164,8 +165,8 @@ def test_a_student_by_name_may_have_another_tokenizer(
     places = np.argsort(own.column("train", "row_id"))[at]
     assert order[at].tolist() == store.column("train", "row_id")[:10].tolist()
     assert np.array_equal(store.teacher(version)[:10], own.teacher(version)[places])
-    assert opening.stored(run).recipe.model.name == str(stranger)
-    assert trimming.size(run / "artifact") == trimming.size(stranger)
+    assert run_folders.stored(run).recipe.model.name == str(stranger)
+    assert vocab_trimming.size(run / "artifact") == vocab_trimming.size(stranger)
 
 
 @pytest.mark.slow
@@ -175,12 +176,12 @@ def test_a_student_learns_the_mean_of_several_teachers(
     """With rows without labels too; resumed, it asks none of them again."""
     other = trained.run.parent / "other-seed"
     again = with_overrides(trained.config, {"train.seed": 5, "train.epochs": 2})
-    driver.fit(preparing.prepare(again, other), workers=kept_workers)
+    controller.fit(prepare.prepare(again, other), workers=kept_workers)
     folder = trained.run.parent / "of-two"
     config = asked(trained, **{"distill.unlabelled": str(further), "distill.teachers": [str(other)]})
     assert distill.run(config, trained.run, folder, until=5, workers=kept_workers)[1]["status"] == "paused"
     monkeypatch.setattr(teaching, "ensure_answers", never)
-    _, found = distill.run(opening.stored(trained.run), trained.run, folder, "resume", workers=kept_workers)
+    _, found = distill.run(run_folders.stored(trained.run), trained.run, folder, "resume", workers=kept_workers)
     assert found["status"] == "finished"
     store, versions = (
         Store(quantize.store_of(folder)),
@@ -190,7 +191,7 @@ def test_a_student_learns_the_mean_of_several_teachers(
     assert (made.lineage["teacher"], made.lineage["co_teachers"]) == (versions[0], versions[1:])
     own = Store(quantize.store_of(trained.run))
     mean = np.mean([own.teacher(version) for version in versions], axis=0)
-    answers = store.teacher(str(opening.stored(folder).recipe.distill.answers))
+    answers = store.teacher(str(run_folders.stored(folder).recipe.distill.answers))
     assert np.allclose(answers[: own.rows("train")], mean, atol=1e-5)
     assert store.labelled("train") == own.rows("train") < store.rows("train")
 
@@ -203,9 +204,9 @@ def test_a_masked_language_model_s_student_learns_what_is_inside_it(ray_session:
     train = {"train.epochs": 2, "train.precision": "fp32", "train.rows_per_update": 8}
     train |= {"train.aggregation_frequency": None, "gate.seconds": 0.5}
     chosen = with_overrides(reports.settings_of("masked_lm", folder), train)
-    driver.fit(preparing.prepare(chosen, folder / "teacher"), workers=kept_workers)
+    controller.fit(prepare.prepare(chosen, folder / "teacher"), workers=kept_workers)
     inside = {"distill.alpha": 0.0, "distill.hidden": 1.0, "distill.relations": 1.0, "distill.relation_heads": 4}
-    config = opening.stored(folder / "teacher", {**STUDENT, **inside})
+    config = run_folders.stored(folder / "teacher", {**STUDENT, **inside})
     run, found = distill.run(config, folder / "teacher", folder / "student", workers=kept_workers)
     assert found["status"] == "finished"
     losses = [event["loss"] for event in events.read(run) if event["kind"] == "progress"]

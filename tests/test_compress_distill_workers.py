@@ -6,13 +6,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from rtrain.batch import Tokens
 from rtrain.config import load
+from rtrain.core.ragged import Tokens
 from rtrain.data.order import deal
-from rtrain.exchange import whole
-from rtrain.network import beside
-from rtrain.strategies import choose
-from rtrain.training import optim, step
+from rtrain.models import auxiliary_params
+from rtrain.parallel import dtensor_utils, factory
+from rtrain.trainer import optimizers, step
 from tests.test_compress_distill_losses import BOTH, rows_of, student_of
 from tests.workers import joined, run
 
@@ -26,13 +25,13 @@ def _trained(folder: Path, world: int, rank: int, shard: int = 0) -> None:
     """Train, and write what the weights have become."""
     student, _, loss = student_of(folder, "bert", **BOTH)
     recipe = load("intent", {"train.shard": shard, "optim.lr": 1e-2}).recipe
-    exchange = choose.build(student, recipe.train)
-    optimizer = optim.of_run(exchange, recipe)
+    exchange = factory.build(student, recipe.train)
+    optimizer = optimizers.of_run(exchange, recipe)
     for lengths in UPDATES:
         rows: Tokens = rows_of(lengths)
         passes = [rows.pick(chosen) for chosen in deal(rows.lengths, world, rank, 2)]
         step.run_update(exchange, optimizer, loss, passes, pad_id=0, precision="fp64", clip_norm=1.0)
-    weights = {name: whole.full(value).contiguous() for name, value in student.state_dict().items()}
+    weights = {name: dtensor_utils.full(value).contiguous() for name, value in student.state_dict().items()}
     save_file(weights, folder / f"{world}-{rank}-{shard}")
 
 
@@ -57,5 +56,5 @@ def test_two_workers_end_with_the_weights_of_one(tmp_path: Path) -> None:
         assert all(torch.equal(first[name], second[name]) for name in first)
         apart = torch.cat([(alone[name] - first[name]).flatten() for name in alone])
         assert apart.norm() <= 1e-8 * moved.norm()
-    learned = f"{beside.NAME}.weight"
+    learned = f"{auxiliary_params.NAME}.weight"
     assert not torch.equal(alone[learned], before[learned])

@@ -5,13 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rtrain import artifact, config, predict
-from rtrain.batch import Head
-from rtrain.compress import calibrate, int4, openvino_graph, quantize
+from rtrain import config
+from rtrain.compress import calibrate, quantize
+from rtrain.compress.exporters import int4, openvino
 from rtrain.config.recipe import Quantize
-from rtrain.errors import ConfigError, UserError
-from rtrain.gate import inspection
-from rtrain.network import trimming
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.core.ragged import Head
+from rtrain.evaluation import inspect_artifact
+from rtrain.inference import artifact, predictor
+from rtrain.models import vocab_trimming
 from tests import quantizing
 from tests.quantizing import Made
 from tests.tiny import CORPUS, make_task_artifact
@@ -45,25 +47,25 @@ def test_a_graph_s_word_table_has_half_the_bytes_and_its_answers_are_near(
     made: Made, half: Path, tmp_path: Path
 ) -> None:
     whole = quantizing.complete(made, tmp_path / "whole", calibration_rows=8)
-    parts = [inspection.inspect(one)["parts"] for one in (whole, half)]
+    parts = [inspect_artifact.inspect(one)["parts"] for one in (whole, half)]
     numbers = parts[0]["word table"]["precisions"]["i8"]
     assert parts[1]["word table"]["precisions"]["u4"] >= numbers  # and a zero point for each group
     assert parts[1]["layers"] == parts[0]["layers"]
     assert parts[1]["word table"]["bytes"] < 0.7 * parts[0]["word table"]["bytes"]
-    tables = [inspection.inspect(one)["operators"]["Gather"] for one in (whole, half)]
+    tables = [inspect_artifact.inspect(one)["operators"]["Gather"] for one in (whole, half)]
     assert tables[1]["u4 weights"] == 1
     assert tables[0]["i8 weights"] == tables[1].get("i8 weights", 0) + 1  # the others are as before
-    one, other = (np.stack(predict.Predictor.load(folder).logits(CORPUS)) for folder in (whole, half))
+    one, other = (np.stack(predictor.Predictor.load(folder).logits(CORPUS)) for folder in (whole, half))
     assert 0 < np.abs(one - other).max() < 0.2 * np.abs(one).max()
 
 
 def test_the_table_goes_back_to_float_as_others_do(made: Made, tmp_path: Path) -> None:
     job = calibrate.Job(made.folder, artifact.read(made.folder), made.store, Quantize(calibration_rows=8), tmp_path, 1)
-    engine = predict.Torch(made.folder, job.made, None)
+    engine = predictor.Torch(made.folder, job.made, None)
     network = job.answered_by(engine)
     samples = list(job.samples(engine.accepted, network.pad_id))
-    graph = openvino_graph.export(engine.network, samples[0]).calibrated(samples)
-    graph.narrow(trimming.lines(made.folder))
+    graph = openvino.export(engine.network, samples[0]).calibrated(samples)
+    graph.narrow(vocab_trimming.lines(made.folder))
     (table,) = (name for name in graph.operations if "word_embeddings" in name)
 
     def apart() -> float:

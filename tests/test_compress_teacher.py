@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from ray import data as ray_data
 
-from rtrain import artifact, config, predict, score
-from rtrain.batch import IGNORED, Head
+from rtrain import config
 from rtrain.compress import teacher
-from rtrain.data.stores.store import Store
-from rtrain.errors import UserError
-from rtrain.network import trimming
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import IGNORED, Head
+from rtrain.data.store.store import Store
+from rtrain.inference import artifact, predictor, score
+from rtrain.models import vocab_trimming
 from tests.conftest import labelled_rows, write_rows
 from tests.reports import settings
 from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
@@ -76,7 +77,7 @@ def test_what_a_killed_process_has_left_goes_with_the_next_one(store: Store) -> 
     np.save(store.teacher_file("v1"), np.zeros((store.rows("train"), 3), dtype=np.float32))
     lines = (
         "import os, sys, signal; from pathlib import Path",
-        "from rtrain.compress import teacher; from rtrain.data.stores.store import Store",
+        "from rtrain.compress import teacher; from rtrain.data.store.store import Store",
         "os.posix_fallocate = lambda *given: os.kill(os.getpid(), signal.SIGKILL)",
         "store = Store(Path(sys.argv[1])); teacher.carry(store, store, 'v1')",
     )
@@ -92,7 +93,7 @@ def test_answers_are_those_of_whole_precision(store: Store, tmp_path: Path) -> N
     folder = make_task_artifact(tmp_path / "teacher", "classification", store.manifest.head)
     rows = np.arange(store.rows("train"))
     found = teacher.answer_rows({"id": rows}, store.folder, folder)
-    expected = score.on_split(predict.Predictor.load(folder), store, "train", found["position"]).outputs
+    expected = score.on_split(predictor.Predictor.load(folder), store, "train", found["position"]).outputs
     assert np.abs(np.stack([row.reshape(-1) for row in found["logits"]]) - np.stack(expected)).max() <= 1e-5
 
 
@@ -117,7 +118,7 @@ def test_a_teacher_s_numbers_are_kept_on_the_scale_of_the_student_s_rows(tmp_pat
     for place, facts in enumerate((own.facts, {**own.facts, "mean": 3.0, "std": 1.0})):
         folder = make_task_artifact(tmp_path / f"teacher{place}", "regression", Head(own.labels, facts))
         found = teacher.answer_rows({"id": every}, store.folder, folder)
-        outputs = score.on_split(predict.Predictor.load(folder), store, "train", found["position"]).outputs
+        outputs = score.on_split(predictor.Predictor.load(folder), store, "train", found["position"]).outputs
         said = np.stack(outputs).ravel() * facts["std"] + facts["mean"]
         learned = np.concatenate([row.ravel() for row in found["logits"]]) * own.facts["std"] + own.facts["mean"]
         assert np.abs(learned - said).max() <= 1e-3
@@ -134,7 +135,7 @@ def test_a_teacher_s_tags_are_carried_over_by_their_words(tmp_path: Path) -> Non
     given = {"data.path": str(path), "data.max_tokens": 24, "data.stride": 8, "model.name": str(encoder)}
     recipe = config.load("entities", given).recipe
     whole = make_store(recipe, encoder, tmp_path)
-    cut = trimming.trim(encoder, trimming.kept(encoder, []), tmp_path / "cut")
+    cut = vocab_trimming.trim(encoder, vocab_trimming.kept(encoder, []), tmp_path / "cut")
     store = make_store(recipe, cut, tmp_path)
     assert store.manifest.tokens["train"] > whole.manifest.tokens["train"]
     drawn = np.random.default_rng(0).normal(size=(whole.manifest.tokens["train"], 2)).astype(np.float32)
@@ -156,7 +157,7 @@ def test_a_trimmed_student_s_teacher_is_asked_for_the_rows_as_it_reads_them(
     """So that it has answered already where another student has learned from it, and reads no word in characters."""
     folder = make_task_artifact(tmp_path / "teacher", "classification", store.manifest.head)
     encoder = tmp_path / "encoder"
-    cut = trimming.trim(encoder, trimming.kept(encoder, []), tmp_path / "cut")
+    cut = vocab_trimming.trim(encoder, vocab_trimming.kept(encoder, []), tmp_path / "cut")
     small = make_store(settings(tmp_path, labelled_rows(60)).recipe, cut, tmp_path)
     made = artifact.read(folder)
     np.save(store.teacher_file(made.version), np.ones((store.rows("train"), 3), dtype=np.float32))

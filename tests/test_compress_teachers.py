@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from rtrain import artifact, config as configuration
-from rtrain.batch import Head
+from rtrain import config as configuration
 from rtrain.compress import distill, teacher as answers
 from rtrain.config import Config
-from rtrain.errors import ConfigError
-from rtrain.run import Run
-from rtrain.runs import opening
+from rtrain.core.errors import ConfigError
+from rtrain.core.ragged import Head
+from rtrain.core.run_folder import Run
+from rtrain.inference import artifact
+from rtrain.runs import run_folders
 from tests import reports
 from tests.conftest import labelled_rows
 from tests.tiny import make_store, make_task_artifact
@@ -24,7 +25,7 @@ LABELS = ("invoice", "parcel", "password")
 def run_of(folder: Path, seed: int, task: str = "classification", head: Head | None = None) -> Run:
     """A finished run of which the artefact alone matters."""
     run = Run(folder / f"{task}-{seed}")
-    opening.freeze(run, reports.settings(folder, labelled_rows(60)))
+    run_folders.freeze(run, reports.settings(folder, labelled_rows(60)))
     make_task_artifact(run.artifact, task, head or Head(LABELS), seed=seed)
     return run
 
@@ -103,5 +104,5 @@ def test_a_teacher_is_named_once(tmp_path: Path) -> None:
 def test_paths_of_teachers_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(tmp_path, 1)
     monkeypatch.chdir(tmp_path)
-    found = opening.absolute(settings(tmp_path, Path(run.folder.name)))
+    found = run_folders.absolute(settings(tmp_path, Path(run.folder.name)))
     assert found.recipe.distill.teachers == (str(run.folder),)

@@ -9,7 +9,7 @@ import yaml
 
 from rtrain import config
 from rtrain.config import Recipe
-from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.core.errors import ConfigError, Problem, UserError
 from tests.causes import caused_by
 
 RECIPES = [

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rtrain import manifest
-from rtrain.cluster import supply
-from rtrain.errors import UserError
+from rtrain.cluster import capacity
+from rtrain.core import manifest
+from rtrain.core.errors import UserError
 from tests import stock, test_cli
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_artifact, make_encoder
@@ -108,9 +108,9 @@ def test_of_what_is_written_by_hand(ground: Path, run: Cli, name: str, words: tu
 
 def test_of_what_an_autoscaler_may_start(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut(ground / "cluster.yaml")
-    monkeypatch.setenv(supply.AUTOSCALER_FILE, str(ground / "cluster.yaml"))
+    monkeypatch.setenv(capacity.AUTOSCALER_FILE, str(ground / "cluster.yaml"))
     with pytest.raises(UserError):
-        supply.autoscaler()
+        capacity.autoscaler()
 
 
 def test_of_keys(tmp_path: Path, run: Cli) -> None:

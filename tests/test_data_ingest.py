@@ -8,12 +8,12 @@ import pyarrow as pa
 import pytest
 
 from rtrain import config
-from rtrain.batch import Tokens
-from rtrain.data import ingest
-from rtrain.data.ingest import IngestMismatch, Share, Update, plan_update
+from rtrain.core.ragged import Tokens
+from rtrain.data import stream as data_stream
 from rtrain.data.order import Order, deal, rows_digest
-from rtrain.data.stores.store import Store
-from rtrain.exchange import noise
+from rtrain.data.store.store import Store
+from rtrain.data.stream import IngestMismatch, Share, Update, plan_update
+from rtrain.parallel import gradient_noise
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder, make_store
 
@@ -98,7 +98,7 @@ def test_rows_go_to_the_workers_by_their_speeds_and_none_is_lost(store: Store, o
     assert 3 < fast / slow < 5.5
     assert updates[0].digest == updates[1].digest
     # The update that measures noise has rows at random, and so as many on both.
-    measuring = [plan_update(store, replace(share, at_random=noise.EVERY), 4).passes for share in shares]
+    measuring = [plan_update(store, replace(share, at_random=gradient_noise.EVERY), 4).passes for share in shares]
     assert [sum(map(len, passes)) for passes in measuring] == [8, 7]
 
 
@@ -128,7 +128,7 @@ def test_the_answers_of_the_teacher_go_with_their_rows(store: Store, order: Orde
 def through_arrow(share: Share, start: int, stop: int, blocks: int) -> list[pa.Table]:
     """What a Ray Data stream hands to `decoded`: the updates in blocks, each made by one task."""
     return [
-        ingest.materialise({"id": numbers}, share=share, start=start)
+        data_stream.materialise({"id": numbers}, share=share, start=start)
         for numbers in np.array_split(np.arange(stop - start), blocks)
     ]
 
@@ -142,7 +142,7 @@ def test_updates_pass_through_a_stream_unchanged(
     for rank in range(workers):
         share = Share(store.folder, order, workers, rank, 4, teacher=teacher)
         tables = through_arrow(share, 1, order.updates, blocks=2)
-        found = list(ingest.verified(ingest.decoded(tables), share, 1))
+        found = list(data_stream.verified(data_stream.decoded(tables), share, 1))
         expected = [plan_update(store, share, number) for number in range(1, order.updates)]
         assert len(found) == len(expected) == order.updates - 1
         assert all(map(same_update, found, expected))
@@ -151,10 +151,10 @@ def test_updates_pass_through_a_stream_unchanged(
 def test_another_update_than_the_expected_one_is_never_trained_on(store: Store, order: Order) -> None:
     share = Share(store.folder, order, 1, 0, 4)
     shifted = [plan_update(store, share, number) for number in (0, 2)]
-    stream = ingest.verified(shifted, share, 0)
+    stream = data_stream.verified(shifted, share, 0)
     assert same_update(next(stream), shifted[0])
     with pytest.raises(IngestMismatch):
         next(stream)
     other = plan_update(store, replace(share, order=replace(order, seed=2)), 0)  # the right number, another row
     with pytest.raises(IngestMismatch):
-        next(ingest.verified([other], share, 0))
+        next(data_stream.verified([other], share, 0))

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rtrain import config
-from rtrain.batch import Ragged
 from rtrain.config import Recipe
-from rtrain.data import overlap
-from rtrain.data.records import Record
-from rtrain.data.stores import shards
-from rtrain.data.stores.store import Store
+from rtrain.core.ragged import Ragged
+from rtrain.core.run_folder import Run
+from rtrain.data import contamination
+from rtrain.data.row_reader import Record
+from rtrain.data.store import shards
+from rtrain.data.store.store import Store
 from rtrain.report import summary
-from rtrain.run import Run
-from rtrain.runs import predictions, preparing
+from rtrain.runs import predictions, prepare
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
 from tests.conftest import write_rows
@@ -42,7 +42,7 @@ LETTERS = st.text(st.characters(categories=("Ll", "Lu", "Lo", "Nd")), min_size=1
     ],
 )
 def test_trifles_do_not_make_another_text(one: str, other: str) -> None:
-    assert overlap.plain(one) == overlap.plain(other)
+    assert contamination.plain(one) == contamination.plain(other)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_trifles_do_not_make_another_text(one: str, other: str) -> None:
     ],
 )
 def test_other_words_make_another_text(one: str, other: str) -> None:
-    assert overlap.plain(one) != overlap.plain(other)
+    assert contamination.plain(one) != contamination.plain(other)
 
 
 @given(st.lists(LETTERS, min_size=1, max_size=6), st.data())
@@ -67,12 +67,12 @@ def test_blanks_punctuation_and_the_form_of_characters_do_not_count(words: list[
     between = st.text(st.sampled_from(" ,.;:!?-\t\n\u00a0\u3000"), min_size=1, max_size=3)
     text = data.draw(between) + "".join(word + data.draw(between) for word in words)
     form = data.draw(st.sampled_from(["NFC", "NFD", "NFKC", "NFKD"]))
-    assert overlap.plain(unicodedata.normalize(form, text)) == overlap.plain(" ".join(words))  # type: ignore[arg-type]
+    assert contamination.plain(unicodedata.normalize(form, text)) == contamination.plain(" ".join(words))  # type: ignore[arg-type]
 
 
 def test_a_row_s_key_is_of_both_texts_and_takes_halves_of_characters() -> None:
     def key(text: str, pair: str | None = None, label: str = "x") -> int:
-        return overlap.key(Record(2, text, pair, label, None))
+        return contamination.key(Record(2, text, pair, label, None))
 
     assert key("A b.", "C") == key("a b", "c", label="y")
     assert len({key("a b"), key("a", "b"), key("b", "a"), key("", "a b"), key("a\udc80 b")}) == 5
@@ -80,7 +80,7 @@ def test_a_row_s_key_is_of_both_texts_and_takes_halves_of_characters() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 30), max_size=8), max_size=5), st.lists(st.integers(0, 30), max_size=20))
 def test_rows_are_seen_where_a_block_holds_their_key(blocks: list[list[int]], keys: list[int]) -> None:
-    found = overlap.seen((np.array(block, dtype=np.uint64) for block in blocks), np.array(keys, dtype=np.uint64))
+    found = contamination.seen((np.array(block, dtype=np.uint64) for block in blocks), np.array(keys, dtype=np.uint64))
     trained_on = {key for block in blocks for key in block}
     assert found.tolist() == [key in trained_on for key in keys]
 
@@ -116,7 +116,7 @@ def test_rows_of_a_test_file_that_are_training_rows_are_found_and_named(tmp_path
     seen = found.seen("test")
     assert seen is not None
     assert seen.tolist() == wanted
-    [event] = preparing.find_overlaps(found)
+    [event] = prepare.find_overlaps(found)
     assert (event["split"], event["rows"], event["seen"]) == ("test", 4, sum(wanted))
     lines = [line for line, hit in zip((2, 3, 4, 5), wanted, strict=True) if hit]
     assert found.places("test", np.flatnonzero(seen)) == ", ".join(f"{tmp_path / 'test.csv'}:{line}" for line in lines)

@@ -10,10 +10,10 @@ import pytest
 
 from rtrain import config as configuration
 from rtrain.config import Recipe
-from rtrain.data import records
-from rtrain.data.augment import replaced
+from rtrain.core.errors import ConfigError
+from rtrain.data import row_reader
+from rtrain.data.augment import word_replacement
 from rtrain.data.splits import Splits
-from rtrain.errors import ConfigError
 from tests import system_calls
 from tests.causes import caused_by
 from tests.conftest import labelled_rows, write_rows
@@ -34,7 +34,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def test_about_a_fifth_of_the_words_are_others_and_signs_and_gaps_stay() -> None:
     text = "  one two,\t3 four\n--  five " * 200
-    found = replaced.replaced(text, ["other"], np.random.default_rng(0))
+    found = word_replacement.replaced(text, ["other"], np.random.default_rng(0))
     before, after = text.split(), found.split()
     assert len(before) == len(after)
     assert "".join(text.split(" ")).count("\t") == found.count("\t") == 200
@@ -47,13 +47,13 @@ def test_about_a_fifth_of_the_words_are_others_and_signs_and_gaps_stay() -> None
 def test_training_rows_alone_are_copied_with_words_of_training_rows_alone(tmp_path: Path) -> None:
     """Else a student would learn what it is judged by."""
     recipe = recipe_of(tmp_path)
-    source = records.inspect(recipe.data)
+    source = row_reader.inspect(recipe.data)
     splits = Splits.of(recipe.data, source)
-    rows = [row for piece in source.pieces for row in records.read(piece, recipe.data)]
+    rows = [row for piece in source.pieces for row in row_reader.read(piece, recipe.data)]
     trained = [row.text.split() for row in rows if splits.split(row, "train") == "train"]
     held_out = [row.text.split() for row in rows if splits.split(row, "train") != "train"]
     assert len(held_out) > 20
-    found = [row["text"].split() for row in read(replaced.ensure(recipe, tmp_path))]
+    found = [row["text"].split() for row in read(word_replacement.ensure(recipe, tmp_path))]
     assert COPIES * len(trained) * 0.5 < len(found) <= COPIES * len(trained)
     words = {word for text in trained for word in text}
     assert {word for text in found for word in text} <= words
@@ -67,17 +67,17 @@ def test_training_rows_alone_are_copied_with_words_of_training_rows_alone(tmp_pa
 
 def test_copies_are_made_once_for_the_same_rows_and_number(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
-    made = replaced.ensure(recipe, tmp_path / "runs")
+    made = word_replacement.ensure(recipe, tmp_path / "runs")
     written = made.read_bytes()
     made.write_bytes(written + b"\n")  # it would be gone if they were made anew
-    assert replaced.ensure(recipe_of(tmp_path, **{"distill.alpha": 0.1}), tmp_path / "runs") == made
+    assert word_replacement.ensure(recipe_of(tmp_path, **{"distill.alpha": 0.1}), tmp_path / "runs") == made
     assert made.read_bytes() == written + b"\n"
-    assert replaced.ensure(recipe, tmp_path / "other").read_bytes() == written
+    assert word_replacement.ensure(recipe, tmp_path / "other").read_bytes() == written
     others = [
         recipe_of(tmp_path, **{name: value}) for name, value in (("distill.copies", 1), ("data.valid_share", 0.3))
     ]
-    assert len({made, *(replaced.ensure(one, tmp_path / "runs") for one in others)}) == 3
-    assert sorted(path.name for path in made.parent.iterdir()) == [replaced.FILE]
+    assert len({made, *(word_replacement.ensure(one, tmp_path / "runs") for one in others)}) == 3
+    assert sorted(path.name for path in made.parent.iterdir()) == [word_replacement.FILE]
 
 
 def test_both_texts_of_a_row_are_copied_and_words_with_their_tags_stay_apart(tmp_path: Path) -> None:
@@ -85,13 +85,15 @@ def test_both_texts_of_a_row_are_copied_and_words_with_their_tags_stay_apart(tmp
     lines = [{"a": f"first text number {one}", "b": f"another one of {one}", "y": "same"} for one in range(60)]
     pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
     given = {"data.path": str(pairs), "data.text": "a", "data.text_pair": "b", "data.label": "y"}
-    assert all(row.keys() == {"a", "b"} for row in read(replaced.ensure(recipe_of(tmp_path, **given), tmp_path)))
+    assert all(
+        row.keys() == {"a", "b"} for row in read(word_replacement.ensure(recipe_of(tmp_path, **given), tmp_path))
+    )
     words = tmp_path / "words.tsv"
     words.write_text("".join(f"Ada\tB-PER\nsaw\tO\n{one}\tO\n\n" for one in range(60)))
     tags = configuration.load(
         "entities", {"data.path": str(words), "data.format": "conll", "distill.copies": COPIES}
     ).recipe
-    found = replaced.ensure(tags, tmp_path)
+    found = word_replacement.ensure(tags, tmp_path)
     assert {len(row["tokens"].split()) for row in read(found)} == {3}
 
 
@@ -99,8 +101,8 @@ def test_rows_without_words_have_no_copies(tmp_path: Path) -> None:
     path = tmp_path / "numbers.csv"
     path.write_text("text,label\n" + "".join(f"{one},{one % 2}\n" for one in range(50)))
     with pytest.raises(ConfigError, check=caused_by("no_words")):
-        replaced.ensure(recipe_of(tmp_path, **{"data.path": str(path)}), tmp_path)
-    assert list((tmp_path / replaced.FOLDER).iterdir()) == []
+        word_replacement.ensure(recipe_of(tmp_path, **{"data.path": str(path)}), tmp_path)
+    assert list((tmp_path / word_replacement.FOLDER).iterdir()) == []
 
 
 @system_calls.needed
@@ -109,10 +111,10 @@ def test_copies_that_cannot_be_kept_are_an_error(tmp_path: Path, error: int) -> 
     recipe = recipe_of(tmp_path)
 
     def make() -> None:
-        replaced.ensure(recipe, tmp_path)
+        word_replacement.ensure(recipe, tmp_path)
 
     calls = system_calls.trace(make).calls
-    shutil.rmtree(tmp_path / replaced.FOLDER)
+    shutil.rmtree(tmp_path / word_replacement.FOLDER)
     last = len(calls) - 1 - calls[::-1].index("rename")
     assert not system_calls.trace(make, last, error).succeeded
-    assert replaced.ensure(recipe, tmp_path).is_file()
+    assert word_replacement.ensure(recipe, tmp_path).is_file()

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from rtrain import config
-from rtrain.data.formats import values
-from rtrain.data.stores.store import Store
+from rtrain.data.readers import values
+from rtrain.data.store.store import Store
 from tests.tiny import make_store, make_tokenizer
 
 TASKS: dict[str, dict[str, Any]] = {

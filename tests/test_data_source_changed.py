@@ -14,14 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from rtrain import config, events
-from rtrain.cluster import supply
+from rtrain import config
+from rtrain.cluster import capacity
 from rtrain.config import Config
-from rtrain.data import order, pieces, records, tokens
-from rtrain.data.formats import digests
-from rtrain.data.stores import shards
-from rtrain.errors import ConfigError, UserError
-from rtrain.runs import opening, preparing
+from rtrain.core import events
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.data import order, row_reader
+from rtrain.data.sources import digests
+from rtrain.data.store import builder, read_tasks, shards
+from rtrain.runs import prepare, run_folders
 from rtrain.tasks.encode import load_tokenizer
 from tests.causes import caused_by
 from tests.conftest import Row, labelled_rows, write_rows
@@ -35,18 +36,18 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The token jobs of a test, which run without Ray: the tasks one after another, and a cluster of four CPUs."""
     ran: list[Path] = []
 
-    def run(job: shards.Job, source: records.Source) -> list[dict[str, Any]]:
+    def run(job: shards.Job, source: row_reader.Source) -> list[dict[str, Any]]:
         ran.append(job.folder)
         return [
             row
-            for piece in pieces.tasks(source)
-            for part in pieces.cut(piece, job.recipe)
+            for piece in read_tasks.tasks(source)
+            for part in read_tasks.cut(piece, job.recipe)
             for row in shards.write_piece(part, job)
         ]
 
-    monkeypatch.setattr(tokens, "_run", run)
-    monkeypatch.setattr(supply, "up", lambda: [supply.Host({"CPU": 4.0})])
-    monkeypatch.setattr(supply, "autoscaler", lambda: None)
+    monkeypatch.setattr(builder, "_run", run)
+    monkeypatch.setattr(capacity, "up", lambda: [capacity.Host({"CPU": 4.0})])
+    monkeypatch.setattr(capacity, "autoscaler", lambda: None)
     return ran
 
 
@@ -66,8 +67,8 @@ def settings(ground: Path, **overrides: Any) -> Config:
     return config.load("intent", {**{name: str(path) for name, path in paths.items()}, **overrides})
 
 
-def start(ground: Path, reuse: opening.Reuse = "refuse") -> preparing.Prepared:
-    return preparing.prepare(settings(ground), ground / "runs" / "run", reuse)
+def start(ground: Path, reuse: run_folders.Reuse = "refuse") -> prepare.Prepared:
+    return prepare.prepare(settings(ground), ground / "runs" / "run", reuse)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -134,7 +135,7 @@ def test_a_resume_may_name_the_new_place_of_the_same_rows(ground: Path) -> None:
     with pytest.raises(ConfigError):
         start(ground, "resume")
     moved = settings(ground, **{"data.path": str(ground / "moved"), "data.max_bad_rows": 0.5})
-    resumed = preparing.prepare(moved, ground / "runs" / "run", "resume")
+    resumed = prepare.prepare(moved, ground / "runs" / "run", "resume")
     assert resumed.config.recipe.data.path == str(ground / "moved")
 
 
@@ -188,14 +189,14 @@ def rewritten(path: Path, before: bytes, after: bytes) -> None:
 
 def at_the_job(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
     """Have something done once, after the files were hashed and before their rows are read."""
-    run, changes = tokens._run, [change]
+    run, changes = builder._run, [change]
 
-    def late(job: shards.Job, source: records.Source) -> list[dict[str, Any]]:
+    def late(job: shards.Job, source: row_reader.Source) -> list[dict[str, Any]]:
         if changes:
             changes.pop()()
         return run(job, source)
 
-    monkeypatch.setattr(tokens, "_run", late)
+    monkeypatch.setattr(builder, "_run", late)
 
 
 def as_format(path: Path, rows: list[Row]) -> bytes:
@@ -223,11 +224,11 @@ def test_rows_of_a_file_that_changed_since_it_was_hashed_are_not_stored(
     at_the_job(monkeypatch, lambda: rewritten(path, before, after))
     chosen = settings(ground, **{"data.path": str(path)})
     with pytest.raises(UserError, check=caused_by("changed_files")) as caught:
-        preparing.prepare(chosen, ground / "runs" / "run")
+        prepare.prepare(chosen, ground / "runs" / "run")
     assert str(path) in str(caught.value)
     assert str(ground / "test.csv") not in str(caught.value)
     assert not list((ground / "runs" / ".tokens").iterdir())
-    made = preparing.prepare(chosen, ground / "runs" / "run")
+    made = prepare.prepare(chosen, ground / "runs" / "run")
     assert made.store.manifest.sources["train"] == {str(path): hashlib.sha256(after).hexdigest()}
     tokenizer = load_tokenizer(ground / "encoder", 64)
     ids = {tuple(tokenizer.encode(text).ids) for text, _ in ROWS[:60]}
@@ -241,7 +242,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_named(ground: Path, monkeypa
     whole = as_format(path, ROWS[:60])
     at_the_job(monkeypatch, lambda: os.truncate(path, len(whole) // 2))
     with pytest.raises(UserError, check=caused_by("changed_files")):
-        preparing.prepare(settings(ground, **{"data.path": str(path)}), ground / "runs" / "run")
+        prepare.prepare(settings(ground, **{"data.path": str(path)}), ground / "runs" / "run")
 
 
 def test_what_cannot_be_read_of_a_file_that_is_as_it_was_is_told_as_it_is(ground: Path) -> None:
@@ -249,4 +250,4 @@ def test_what_cannot_be_read_of_a_file_that_is_as_it_was_is_told_as_it_is(ground
     whole = as_format(path, ROWS[:60])
     path.write_bytes(whole[:-12])
     with pytest.raises(UserError, check=caused_by("damaged_file")):
-        preparing.prepare(settings(ground, **{"data.path": str(path)}), ground / "runs" / "run")
+        prepare.prepare(settings(ground, **{"data.path": str(path)}), ground / "runs" / "run")

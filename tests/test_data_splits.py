@@ -9,12 +9,13 @@ import pytest
 
 from rtrain import config
 from rtrain.config import Recipe
-from rtrain.data import records, tokens
-from rtrain.data.formats import digests
-from rtrain.data.records import Record
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.data import row_reader
+from rtrain.data.row_reader import Record
+from rtrain.data.sources import digests
 from rtrain.data.splits import Splits, content_hashes
-from rtrain.data.stores.store import SCHEMA_VERSION, Store
-from rtrain.errors import ConfigError, UserError
+from rtrain.data.store import builder
+from rtrain.data.store.store import SCHEMA_VERSION, Store
 from tests.causes import caused_by
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder, make_store
@@ -89,17 +90,17 @@ def test_neutral_settings_are_no_part_of_a_store_s_address(tmp_path: Path) -> No
     path = write_rows(tmp_path / "rows.csv", labelled_rows(30))
     recipe = recipe_of(path)
     assert "valid_part" not in recipe.weights()["data"]
-    model, source = make_encoder(tmp_path / "encoder"), records.inspect(recipe.data)
+    model, source = make_encoder(tmp_path / "encoder"), row_reader.inspect(recipe.data)
     known = recipe.data.model_dump(mode="json", exclude={"path", "valid", "test", "max_bad_rows"})
     assert known.pop("valid_part") == 0
     for name in ("id", "outside", "delimiter", "escape"):
         del known[name]
     text = json.dumps({"schema": SCHEMA_VERSION, "task": recipe.task, **known}, sort_keys=True)
     made_of = source.digest(), digests.tokenizer_digest(model), text
-    assert tokens.digest(recipe, source, model) == hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
+    assert builder.digest(recipe, source, model) == hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
     other = recipe_of(path, valid_part=1)
     assert other.identity() != recipe.identity()
-    assert tokens.digest(other, source, model) != tokens.digest(recipe, source, model)
+    assert builder.digest(other, source, model) != builder.digest(recipe, source, model)
 
 
 def test_folds_are_disjoint_and_cover_all_rows_once() -> None:
@@ -183,8 +184,8 @@ def test_a_column_without_training_or_test_rows_is_refused(tmp_path: Path, encod
 def test_another_word_in_the_column_is_a_bad_row(tmp_path: Path) -> None:
     path = write_splits(tmp_path / "rows.csv", ["train", "holdout", ""])
     recipe = recipe_of(path, split="part")
-    [piece] = records.inspect(recipe.data).pieces
-    found = list(records.read(piece, recipe.data))
+    [piece] = row_reader.inspect(recipe.data).pieces
+    found = list(row_reader.read(piece, recipe.data))
     assert [record.split for record in found] == ["train", None, None]
     assert [record.reason is None for record in found] == [True, False, False]
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rtrain import artifact, config, demo, predict
+from rtrain import config, demo
+from rtrain.inference import artifact, predictor
 from serve.app import build_app
 from tests.processes import end
 from tests.root import ROOT
@@ -31,7 +32,7 @@ SMALL = (
 
 def swap_labels(original: Path, copy: Path) -> Path:
     """A copy of an artefact with two labels swapped, golden answers and manifest made anew: consistent, and wrong."""
-    best = predict.Predictor.load(original)(TEXTS[:1])[0][0]["label"]
+    best = predictor.Predictor.load(original)(TEXTS[:1])[0][0]["label"]
     shutil.copytree(original, copy)
     (copy / "MANIFEST.json").unlink()
     made = artifact.read(original)
@@ -39,8 +40,8 @@ def swap_labels(original: Path, copy: Path) -> Path:
     other = next(label for label in labels if label != best)
     one, two = labels.index(best), labels.index(other)
     labels[one], labels[two] = labels[two], labels[one]
-    artifact.write(copy, dataclasses.replace(made, labels=tuple(labels)), predict.golden_logits)
-    predict.Predictor.load(copy)  # it passes every check that looks at the artefact alone
+    artifact.write(copy, dataclasses.replace(made, labels=tuple(labels)), predictor.golden_logits)
+    predictor.Predictor.load(copy)  # it passes every check that looks at the artefact alone
     return copy
 
 
@@ -48,7 +49,7 @@ def test_swapped_labels_of_the_served_copy_are_seen(tmp_path: Path) -> None:
     original = openvino_artifact(tmp_path / "original")  # `rtrain predict` does not load torch for it
     copy, found = swap_labels(original, tmp_path / "copy"), []
     for served in (original, copy):
-        with listening(build_app(predict.Predictor.load(served), config.Serve())) as url:
+        with listening(build_app(predictor.Predictor.load(served), config.Serve())) as url:
             found.append(demo.ask(url, original, TEXTS))
     assert [answer.matches for answer in found] == [True, False]
     assert len(found[0].labels) == len(TEXTS)

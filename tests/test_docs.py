@@ -9,6 +9,7 @@ import re
 import runpy
 import shlex
 import sys
+import tomllib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from rtrain import config
 from rtrain.cli import app as cli
 from rtrain.config import reference
 from tests.root import ROOT
-from tests.test_imports import FLOORS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README_LINES = 130
@@ -206,16 +206,24 @@ def test_settings_verbs_and_files_that_are_named_exist(page: Path) -> None:
             assert (ROOT / name).exists(), name  # adding.md names files to be written: tests/test_adding.py reads it
 
 
-def test_the_layout_names_every_room_its_modules_and_its_floor() -> None:
+def test_the_layout_names_every_package_its_modules_and_the_layers() -> None:
     text = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
-    packages = [ROOT / name for name in ("rtrain", "serve", "tune")]
-    rooms = [path.parent.relative_to(ROOT) for package in packages for path in package.rglob("__init__.py")]
-    assert [str(room) for room in rooms if str(room) != "rtrain" and f"| `{room}/` |" not in text] == []
-    for room, modules in re.findall(r"^\| `([\w/]+)/` \|.*\| ([^|]*) \|$", text, re.M):
+    packages = [
+        path.parent.relative_to(ROOT)
+        for name in ("rtrain", "serve", "tune")
+        for path in (ROOT / name).rglob("__init__.py")
+    ]
+    assert [str(package) for package in packages if str(package) != "rtrain" and f"| `{package}/` |" not in text] == []
+    for package, modules in re.findall(r"^\| `([\w/]+)/` \|.*\| ([^|]*) \|$", text, re.M):
         for module in re.findall(r"`(\w+)`", modules):
-            assert (ROOT / room / f"{module}.py").is_file(), f"{room}/{module}"
-    floors = [re.findall(r"`([\w.]+)`", line) for line in re.findall(r"^\| \d+ \| (.*) \|$", text, re.M)]
-    assert [tuple(floor) for floor in floors] == list(FLOORS)
+            assert (ROOT / package / f"{module}.py").is_file(), f"{package}/{module}"
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ][0]
+    layers = [layer.replace(" :", "").split() for layer in contract["layers"][1:]]  # all but rtrain.__main__
+    drawing = re.search(r"^## Layers$.*?^```\n(.*?)^```$", text, re.M | re.S)
+    assert drawing
+    assert [line.split() for line in drawing[1].splitlines()] == layers
 
 
 # ----------------------------------------------------------------------------------------------------------- settings

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from rtrain.cli import app as cli
-from rtrain.cluster import session
+from rtrain.cluster import connection
 from tests.conftest import labelled_rows, write_rows
 from tests.heads import free_ports
 from tests.test_docs import COMMANDS, Command
@@ -65,7 +65,7 @@ def test_every_command_without_a_need_does_its_work(
             ask(words, port)
             answered.append(words)
 
-    monkeypatch.setattr(session, "until_interrupted", while_it_serves)
+    monkeypatch.setattr(connection, "until_interrupted", while_it_serves)
     done = set()
     for command in asked():
         program, *words = command.words

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from rtrain import artifact, drafts
-from rtrain.data.stores.store import Manifest, Store, Writer
-from rtrain.run import Run
+from rtrain.core import atomic_write
+from rtrain.core.run_folder import Run
+from rtrain.data.store.store import Manifest, Store, Writer
+from rtrain.inference import artifact
 from tests import system_calls
 from tests.root import ROOT
 from tests.test_stores_store import fill, make
@@ -26,7 +27,7 @@ from tests.test_stores_store import fill, make
 WRITER = """
 import sys, time
 from pathlib import Path
-from rtrain.data.stores.store import Writer
+from rtrain.data.store.store import Writer
 from tests.test_stores_store import fill
 
 writer = Writer(Path(sys.argv[1]))
@@ -85,7 +86,7 @@ def test_the_draft_of_a_killed_job_is_removed_by_the_next(job: Job, tmp_path: Pa
 
 
 def test_the_draft_of_a_living_job_is_not_touched(job: Job, tmp_path: Path) -> None:
-    age(job.draft, 10 * drafts.SILENT_S)  # however long it takes for a shard
+    age(job.draft, 10 * atomic_write.SILENT_S)  # however long it takes for a shard
     before = contents(job.draft)
     assert before
     other = Writer(tmp_path / "abc")
@@ -105,7 +106,7 @@ def test_a_draft_of_the_same_process_lives_until_it_is_committed_or_abandoned(tm
     writers[2].abandon()
     writers[0].commit(manifest)
     assert names(tmp_path) == {"abc"}
-    assert drafts.LOCK not in names(tmp_path / "abc")
+    assert atomic_write.LOCK not in names(tmp_path / "abc")
     assert os.listdir("/proc/self/fd") == files
 
 
@@ -125,14 +126,14 @@ def test_where_no_lock_can_tell_a_draft_is_removed_after_a_day_of_silence(
 ) -> None:
     """Written from another machine, from storage that has no locks, or killed before it had one."""
     job.kill()
-    path = job.draft / drafts.LOCK
+    path = job.draft / atomic_write.LOCK
     path.unlink() if lock is None else path.write_bytes(lock)
-    age(job.draft, drafts.SILENT_S + 60)
+    age(job.draft, atomic_write.SILENT_S + 60)
     (job.draft / "shards" / "000000-000002.arrow").touch()  # the only thing that is new
-    drafts.sweep(tmp_path / "abc")
+    atomic_write.sweep(tmp_path / "abc")
     assert names(tmp_path) == {job.draft.name}
-    age(job.draft, drafts.SILENT_S + 60)
-    drafts.sweep(tmp_path / "abc")
+    age(job.draft, atomic_write.SILENT_S + 60)
+    atomic_write.sweep(tmp_path / "abc")
     assert names(tmp_path) == set()
 
 
@@ -154,11 +155,11 @@ def test_a_draft_is_moved_away_before_it_is_emptied(job: Job, tmp_path: Path, mo
     job.kill()
     emptied: list[Path] = []
     monkeypatch.setattr(shutil, "rmtree", lambda path, **_: emptied.append(path))
-    drafts.sweep(tmp_path / "abc")
+    atomic_write.sweep(tmp_path / "abc")
     assert not job.draft.exists()
     assert {path.name for path in emptied} == names(tmp_path)
     monkeypatch.undo()
-    drafts.sweep(tmp_path / "abc")  # as after a kill between the two
+    atomic_write.sweep(tmp_path / "abc")  # as after a kill between the two
     assert names(tmp_path) == set()
 
 
@@ -250,7 +251,7 @@ def test_a_token_store_is_committed_whole_or_not_at_all(tmp_path: Path, error: i
 def test_what_gets_its_name_is_on_the_disk_before(tmp_path: Path) -> None:
     """A machine that loses its power may keep a rename and lose what was written before it."""
     folder_of(tmp_path / ".draft", NEW)
-    traced = system_calls.trace(lambda: drafts.publish_folder(tmp_path / ".draft", tmp_path / "final"))
+    traced = system_calls.trace(lambda: atomic_write.publish_folder(tmp_path / ".draft", tmp_path / "final"))
     calls = [name for name in traced.calls if name != "openat"]
     assert calls == [*["fsync"] * 3, "rename", "fsync"]
     calls = [name for name in system_calls.trace(lambda: Run(tmp_path).decide("a", 1)).calls if name != "openat"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from rtrain import env
+from rtrain.core import env
 
 SCRIPT = """
 import ctypes, re, sys

@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from rtrain import hub
-from rtrain.errors import ConfigError, Problem, UserError, quoted
+from rtrain.core import hub
+from rtrain.core.errors import ConfigError, Problem, UserError, quoted
 from tests.root import ROOT
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from rtrain import events
-from rtrain.events import Tail
+from rtrain.core import events
+from rtrain.core.events import Tail
+from rtrain.core.run_folder import Run
 from rtrain.report import summary
-from rtrain.run import Run
 
 
 def write(run: Path, log: list[dict[str, Any]]) -> Path:

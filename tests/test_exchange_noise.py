@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from rtrain import events
-from rtrain.batch import Tokens, single
 from rtrain.config import Optim
+from rtrain.core import events
+from rtrain.core.ragged import Tokens, single
 from rtrain.data.order import deal
-from rtrain.exchange import noise
-from rtrain.exchange.noise import Measured
-from rtrain.exchange.replicated import Replicated
-from rtrain.training import optim, step
+from rtrain.parallel import gradient_noise
+from rtrain.parallel.ddp import Replicated
+from rtrain.parallel.gradient_noise import Measured
+from rtrain.trainer import optimizers, step
 from tests.reports import make_run, page_of
 from tests.test_training_step import LOSS, by_hand, make_network, make_still_encoder, norm, pick
 from tests.test_training_step_workers import on_workers
@@ -72,7 +72,7 @@ def on_a_worker(world: int, rank: int, encoder: Path) -> dict[str, float]:
     """What is measured over what is right: by rows at random, and, of one worker, by rows dealt by length."""
     found, rows = {}, make_alike()
     for name, at_random in (("random", True), *([("length", False)] if world == 1 else [])):
-        scale = noise.estimate(measured(make_network(encoder), rows, world, rank, at_random=at_random))
+        scale = gradient_noise.estimate(measured(make_network(encoder), rows, world, rank, at_random=at_random))
         found[name] = 0.0 if scale is None else scale.rows / direct(encoder)
     return found
 
@@ -126,7 +126,7 @@ def test_what_an_update_makes_is_made_where_the_model_is(tmp_path: Path) -> None
     """Whatever is made without saying where is on `meta` here, as it is on the processor beside a GPU: it mixes with
     nothing of the model's device. (The noise's sums once did that, and ended every training on a GPU.)"""
     network, rows = make_network(make_still_encoder(tmp_path)), make_alike(16)
-    exchange, optimizer = Replicated(network), optim.build(network, Optim())
+    exchange, optimizer = Replicated(network), optimizers.build(network, Optim())
     passes = [pick(rows, one.tolist()) for one in deal(rows.lengths, 1, 0, PASS, at_random=True)]
     with torch.device("meta"):
         done = step.run_update(exchange, optimizer, LOSS, passes, pad_id=0, clip_norm=1.0, measures=True)
@@ -149,11 +149,11 @@ def test_the_measurements_are_right_on_average_whatever_the_shares(sizes: tuple[
         terms = sum(
             float(np.square(part).sum()) / (size / total) for part, size in zip(parts, sizes, strict=True) if size
         )
-        one = noise.between(terms, sum(size > 0 for size in sizes), whole, total)
+        one = gradient_noise.between(terms, sum(size > 0 for size in sizes), whole, total)
         assert one is not None
         found.append(one)
         if 0 < sizes[0] < total:
-            alone = noise.within(float(np.square(parts[0]).sum()), sizes[0] / total, whole, total)
+            alone = gradient_noise.within(float(np.square(parts[0]).sum()), sizes[0] / total, whole, total)
             assert alone is not None
             found.append(alone)
     trace, square = (np.mean([getattr(one, name) for one in found]) for name in ("trace", "square"))
@@ -162,10 +162,10 @@ def test_the_measurements_are_right_on_average_whatever_the_shares(sizes: tuple[
 
 @pytest.mark.parametrize("terms", [float("inf"), float("nan")])
 def test_what_is_not_finite_is_no_measurement(terms: float) -> None:
-    assert noise.between(terms, 2, 1.0, 16) is None
-    assert noise.between(1.0, 1, 1.0, 16) is None
-    assert noise.within(1.0, 0.0, 1.0, 16) is None
-    assert noise.within(1.0, 1.0, 1.0, 16) is None
+    assert gradient_noise.between(terms, 2, 1.0, 16) is None
+    assert gradient_noise.between(1.0, 1, 1.0, 16) is None
+    assert gradient_noise.within(1.0, 0.0, 1.0, 16) is None
+    assert gradient_noise.within(1.0, 1.0, 1.0, 16) is None
 
 
 def test_the_interval_has_the_true_ratio_as_often_as_it_says() -> None:
@@ -173,7 +173,7 @@ def test_the_interval_has_the_true_ratio_as_often_as_it_says() -> None:
     for _ in range(1000):
         shared = random.normal(size=20)
         draws = [Measured(40 + 8 * a, 2 + b - 0.3 * a, 64) for a, b in zip(shared, random.normal(size=20), strict=True)]
-        found = noise.estimate(draws)
+        found = gradient_noise.estimate(draws)
         assert found is not None
         endless += found.high is None
         hits += found.low <= 20 <= (found.high or float("inf"))
@@ -183,37 +183,37 @@ def test_the_interval_has_the_true_ratio_as_often_as_it_says() -> None:
 
 def test_a_signal_that_cannot_be_told_from_none_has_no_upper_end_or_no_scale() -> None:
     weak = [Measured(40.0, square, 64) for square in (3.0, -2.0, 2.5, -1.0, 0.5)]
-    found = noise.estimate(weak)
+    found = gradient_noise.estimate(weak)
     assert found is not None
     assert found.high is None
     assert 0 <= found.low <= found.rows
-    assert noise.estimate([Measured(40.0, -1.0, 64)] * 5) is None
-    assert noise.estimate(weak[:2]) is None
+    assert gradient_noise.estimate([Measured(40.0, -1.0, 64)] * 5) is None
+    assert gradient_noise.estimate(weak[:2]) is None
 
 
 def test_a_run_s_noise_scale_is_that_of_its_latest_measurements_each_counted_once() -> None:
     log = [
-        {"kind": noise.KIND, "update": number, "trace": 10.0 * number, "square": 1.0, "rows": 64}
+        {"kind": gradient_noise.KIND, "update": number, "trace": 10.0 * number, "square": 1.0, "rows": 64}
         for number in [*range(100), *range(90, 100)]  # a resumed run measures some updates again
     ]
-    found = noise.of_run([*log, {"kind": "progress", "update": 3}])
+    found = gradient_noise.of_run([*log, {"kind": "progress", "update": 3}])
     assert found is not None
     assert found.rows == pytest.approx(10 * 87.0)
-    assert found.measurements == noise.LATEST
+    assert found.measurements == gradient_noise.LATEST
 
 
 @pytest.mark.parametrize(
-    ("every", "updates"), [(noise.EVERY, [4, 12, 20]), (noise.PILOT, list(range(1, 24, 2))), (0, [])]
+    ("every", "updates"), [(gradient_noise.EVERY, [4, 12, 20]), (gradient_noise.PILOT, list(range(1, 24, 2))), (0, [])]
 )
 def test_the_first_update_never_measures(every: int, updates: list[int]) -> None:
-    assert [number for number in range(24) if noise.due(number, every)] == updates
+    assert [number for number in range(24) if gradient_noise.due(number, every)] == updates
 
 
 def test_a_run_s_page_draws_the_noise_scale_beside_the_rows_of_an_update(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    assert noise.HOW in page_of(run).text
+    assert gradient_noise.HOW in page_of(run).text
     for number in range(4, 44, 8):
-        events.append(run, noise.KIND, update=number, trace=400.0 + number, square=2.0, rows=24)
+        events.append(run, gradient_noise.KIND, update=number, trace=400.0 + number, square=2.0, rows=24)
     shown = page_of(run)
     assert "noise scale was 210 rows" in shown.text
-    assert noise.HOW not in shown.text
+    assert gradient_noise.HOW not in shown.text

@@ -16,12 +16,12 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from rtrain.checkpoints import saver
-from rtrain.checkpoints.replica import Replica
+from rtrain.checkpoint import saver
+from rtrain.checkpoint.remote_copy import Replica
 from rtrain.config import Optim
-from rtrain.exchange import alive, ranks
-from rtrain.exchange.alive import Watch
-from rtrain.training import optim
+from rtrain.parallel import collectives, watchdog
+from rtrain.parallel.watchdog import Watch
+from rtrain.trainer import optimizers
 from tests import workers
 from tests.processes import end
 from tests.root import ROOT
@@ -119,7 +119,7 @@ def test_the_setup_may_take_its_time_until_the_first_pass(tmp_path: Path, monkey
     with watch.busy():
         watch.passes()  # an evaluation in it
     watch.stop()
-    setup, busy = alive.SETUP_S, max(alive.SETUP_S, alive.BUSY * 5.0)
+    setup, busy = watchdog.SETUP_S, max(watchdog.SETUP_S, watchdog.BUSY * 5.0)
     assert armed == [setup, setup, busy, busy, setup, busy, setup, 5.0, 5.0, 60.0, 60.0, 5.0]
 
 
@@ -128,7 +128,7 @@ def test_the_setup_may_take_its_time_until_the_first_pass(tmp_path: Path, monkey
 
 def joined(rank: int, world: int, folder: Path) -> Watch:
     """In a process of its own: a member of a group, with a watch."""
-    alive.BUSY, alive.SETUP_S = BUSY, STALL_S
+    watchdog.BUSY, watchdog.SETUP_S = BUSY, STALL_S
     workers.joined(rank, world, folder)
     dist.barrier()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=GROUP_S), dist.group.WORLD)
@@ -146,13 +146,13 @@ def long_work(rank: int, world: int, folder: Path) -> list[Any]:
             time.sleep(LONG_S if rank == worker else 0)
             return 10 * rank
 
-        found.append(ranks.together(watch, work))
+        found.append(collectives.together(watch, work))
 
     def decide() -> int:
         time.sleep(LONG_S)
         return 42
 
-    found.append(ranks.decided(watch, decide))
+    found.append(collectives.decided(watch, decide))
     watch.stop()
     return found
 
@@ -175,14 +175,14 @@ def failures(rank: int, world: int, folder: Path) -> list[Any]:
 
     for work in (fails(1, 0.0), fails(0, 1.8)):
         try:
-            found.append(ranks.together(watch, work))
-        except (ValueError, ranks.Elsewhere) as error:
+            found.append(collectives.together(watch, work))
+        except (ValueError, collectives.Elsewhere) as error:
             found.append(type(error).__name__)
     try:
-        found.append(ranks.decided(watch, fails(0, 0.0)))
-    except (ValueError, ranks.Elsewhere) as error:
+        found.append(collectives.decided(watch, fails(0, 0.0)))
+    except (ValueError, collectives.Elsewhere) as error:
         found.append(type(error).__name__)
-    found.append(ranks.decided(watch, lambda: 7))
+    found.append(collectives.decided(watch, lambda: 7))
     watch.stop()
     return found
 
@@ -194,7 +194,7 @@ def hang(rank: int, world: int, folder: Path) -> list[Any]:
         time.sleep(1000)
         return 0
 
-    return [ranks.decided(joined(rank, world, folder), decide)]
+    return [collectives.decided(joined(rank, world, folder), decide)]
 
 
 def stop(rank: int, world: int, folder: Path) -> list[Any]:
@@ -204,7 +204,7 @@ def stop(rank: int, world: int, folder: Path) -> list[Any]:
         os.kill(os.getpid(), signal.SIGSTOP)
         return 0
 
-    return [ranks.decided(joined(rank, world, folder), decide)]
+    return [collectives.decided(joined(rank, world, folder), decide)]
 
 
 Case = Callable[[int, int, Path], list[Any]]
@@ -320,7 +320,7 @@ def test_a_wait_for_a_copy_is_alive_as_long_as_pieces_of_it_arrive(
                 assert watch.told.wait(30)
 
     network = make_network()
-    optimizer = optim.build(network, Optim())
+    optimizer = optimizers.build(network, Optim())
     train(network, optimizer, 1)
     made = saver.Saver(tmp_path / "checkpoints", 2, Slow("memory://", "run"), watch=watch)
     made.save(network, optimizer, state(1))

@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 
-from rtrain.exchange import touched_rows
-from rtrain.exchange.replicated import Replicated
-from rtrain.network import model
+from rtrain.models import builder
+from rtrain.parallel import sparse_embedding
+from rtrain.parallel.ddp import Replicated
 from rtrain.tasks import base
 from tests.tiny import make_encoder
 
@@ -20,23 +20,23 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_classifier_s_table_has_rows_and_a_tied_one_has_not(encoder: Path) -> None:
-    classifier = model.build(encoder, base.get("classification"), ("a", "b"), 0)
-    found = touched_rows.table_of(classifier)
+    classifier = builder.build(encoder, base.get("classification"), ("a", "b"), 0)
+    found = sparse_embedding.table_of(classifier)
     assert found is not None
     assert found[0] == "bert.embeddings.word_embeddings.weight"
-    tied = model.build(encoder, base.get("masked_lm"), (), 0)
-    assert touched_rows.table_of(tied) is None
+    tied = builder.build(encoder, base.get("masked_lm"), (), 0)
+    assert sparse_embedding.table_of(tied) is None
     assert Replicated(tied).rows is None
 
 
 def test_a_frozen_table_has_no_gradient(encoder: Path) -> None:
-    classifier = model.build(encoder, base.get("classification"), ("a", "b"), 0)
+    classifier = builder.build(encoder, base.get("classification"), ("a", "b"), 0)
     classifier.get_input_embeddings().weight.requires_grad_(False)
-    assert touched_rows.table_of(classifier) is None
+    assert sparse_embedding.table_of(classifier) is None
 
 
 def test_networks_of_other_kinds_are_left_alone() -> None:
-    assert touched_rows.table_of(torch.nn.Linear(2, 2)) is None
+    assert sparse_embedding.table_of(torch.nn.Linear(2, 2)) is None
 
 
 def gradient_of(embedding: torch.nn.Embedding) -> torch.Tensor | None:
@@ -45,7 +45,7 @@ def gradient_of(embedding: torch.nn.Embedding) -> torch.Tensor | None:
 
 def test_look_ups_outside_of_an_update_are_those_of_any_embedding() -> None:
     embedding = torch.nn.Embedding(9, 3, padding_idx=0)
-    touched = touched_rows.TouchedRows(embedding)
+    touched = sparse_embedding.TouchedRows(embedding)
     ids = torch.tensor([[1, 4, 0], [4, 4, 8]])
     embedding(ids).square().sum().backward()
     expected = embedding.weight.grad

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from rtrain.exchange import transport
-from rtrain.exchange.replicated import Replicated
+from rtrain.parallel import transport
+from rtrain.parallel.ddp import Replicated
 from tests.workers import begun, joined, run
 
 WORLDS = (2, 3)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from rtrain.batch import Encoded, Head, Window, pack
-from rtrain.explain import gradients, integral, targets
-from rtrain.explain.explainer import Explained, Explainer
-from rtrain.predict import Predictor
+from rtrain.core.ragged import Encoded, Head, Window, pack
+from rtrain.inference.explain import gradients, integrated_gradients, targets
+from rtrain.inference.explain.explainer import Explained, Explainer
+from rtrain.inference.predictor import Predictor
 from rtrain.tasks.base import Input
 from tests.refusing import refused
 from tests.test_serve_deployment import openvino_artifact
@@ -57,7 +57,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Known]:
 def complete(explained: Explained) -> None:
     """The words of all texts, their sentences and the tokens each add up to what the words change."""
     assert explained.completeness_error is not None
-    assert explained.completeness_error <= integral.TOLERANCE
+    assert explained.completeness_error <= integrated_gradients.TOLERANCE
     moved = explained.value - explained.baseline
     assert abs(moved) > 1e-3, "nothing to explain"
     for parts in (
@@ -65,7 +65,7 @@ def complete(explained: Explained) -> None:
         [part.attribution for text in explained.texts for part in text.words],
         [part.attribution for text in explained.texts for part in text.sentences],
     ):
-        assert float(np.sum(parts)) == pytest.approx(moved, rel=integral.TOLERANCE)
+        assert float(np.sum(parts)) == pytest.approx(moved, rel=integrated_gradients.TOLERANCE)
 
 
 def rebuilt(explained: Explained, number: int = 0) -> str:
@@ -234,7 +234,7 @@ class Linear(torch.nn.Module):
         return SimpleNamespace(logits=torch.einsum("bth,tho->bo", inputs_embeds, weight))
 
 
-def attributions(network: torch.nn.Module, ids: list[int], kept: list[bool]) -> integral.Integral:
+def attributions(network: torch.nn.Module, ids: list[int], kept: list[bool]) -> integrated_gradients.Integral:
     row = pack([Encoded(ids, [Window(len(ids), len(ids))], False, [(0, 0)] * len(ids))])
     path = gradients.Path(
         network,  # type: ignore[arg-type]
@@ -244,7 +244,7 @@ def attributions(network: torch.nn.Module, ids: list[int], kept: list[bool]) -> 
         0,
         lambda logits, rows: logits,
     )
-    return integral.integrate(path, steps=2)
+    return integrated_gradients.integrate(path, steps=2)
 
 
 def test_of_a_linear_model_they_are_weight_times_way() -> None:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rtrain.explain import integral
-from rtrain.explain.integral import Doubles, integrate, nodes, weights
+from rtrain.inference.explain import integrated_gradients
+from rtrain.inference.explain.integrated_gradients import Doubles, integrate, nodes, weights
 
 
 @pytest.mark.parametrize("steps", [2, 4, 16, 64])
@@ -39,7 +39,7 @@ def test_a_product_is_shared_out_as_by_hand() -> None:
     assert found.attributions == pytest.approx(np.array([[6.0, 12.0]]))
     assert (found.values.tolist(), found.baselines.tolist()) == ([18.0], [0.0])
     assert found.errors == [pytest.approx(0, abs=1e-12)]
-    assert found.steps == integral.FIRST_STEPS
+    assert found.steps == integrated_gradients.FIRST_STEPS
 
 
 class Sharp:
@@ -57,12 +57,12 @@ class Sharp:
 def test_steps_are_doubled_until_the_error_is_within_the_tolerance_and_no_point_is_computed_twice() -> None:
     function = Sharp(60.0)
     found = integrate(function)
-    assert integral.FIRST_STEPS < found.steps < integral.MOST_STEPS
+    assert integrated_gradients.FIRST_STEPS < found.steps < integrated_gradients.MOST_STEPS
     assert len(function.points) == len(set(function.points)) == found.steps + 1
     [error] = found.errors
     assert error is not None
-    assert error < integral.TOLERANCE
-    assert integrate(Sharp(60.0), steps=found.steps // 2).errors[0] > integral.TOLERANCE  # type: ignore[operator]
+    assert error < integrated_gradients.TOLERANCE
+    assert integrate(Sharp(60.0), steps=found.steps // 2).errors[0] > integrated_gradients.TOLERANCE  # type: ignore[operator]
     # As if computed at once: old and new points are in their places.
     assert found.attributions == pytest.approx(integrate(Sharp(60.0), steps=found.steps).attributions, abs=1e-12)
 
@@ -72,4 +72,8 @@ def test_where_nothing_moves_there_is_no_relative_error() -> None:
         return np.ones((len(points), 1)), np.zeros((len(points), 1, 2))
 
     found = integrate(still)
-    assert (found.errors, found.attributions.tolist(), found.steps) == ([None], [[0.0, 0.0]], integral.FIRST_STEPS)
+    assert (found.errors, found.attributions.tolist(), found.steps) == (
+        [None],
+        [[0.0, 0.0]],
+        integrated_gradients.FIRST_STEPS,
+    )

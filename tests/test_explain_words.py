@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rtrain.batch import Encoded, Window
-from rtrain.explain import words
-from rtrain.explain.words import Part
+from rtrain.core.ragged import Encoded, Window
+from rtrain.inference.explain import token_to_word
+from rtrain.inference.explain.token_to_word import Part
 
 TEXTS = [
     "Don't pay 1,250.50 for a well-known (bad) card!",
@@ -38,47 +38,51 @@ def cut(text: str, spans: list[tuple[int, int]]) -> list[str]:
     ],
 )
 def test_words(text: str, expected: list[str]) -> None:
-    assert cut(text, words.word_spans(text)) == expected
+    assert cut(text, token_to_word.word_spans(text)) == expected
 
 
 @given(st.text() | st.text("aé\u0301ी3.,'-हक漢字\u200d\u200c\ufe0f👩🏽🇩\u0600 \x1c\n"))
 @settings(deadline=None)
 def test_words_are_every_character_that_is_no_blank_once(text: str) -> None:
-    assert "".join(cut(text, words.word_spans(text))) == "".join(text.split())
+    assert "".join(cut(text, token_to_word.word_spans(text))) == "".join(text.split())
 
 
 def test_pieces_of_a_word_are_added_up() -> None:
-    parts = words.add_up("unpaid bill", [(0, 2), (2, 6), (7, 11)], [0.5, -0.125, 2.0])
+    parts = token_to_word.add_up("unpaid bill", [(0, 2), (2, 6), (7, 11)], [0.5, -0.125, 2.0])
     assert parts == [Part(0, 6, 0.375), Part(7, 11, 2.0)]
 
 
 def test_a_piece_over_several_words_makes_them_one() -> None:
-    assert words.add_up("(a) b", [(0, 3), (4, 5)], [1.0, 2.0]) == [Part(0, 3, 1.0), Part(4, 5, 2.0)]
+    assert token_to_word.add_up("(a) b", [(0, 3), (4, 5)], [1.0, 2.0]) == [Part(0, 3, 1.0), Part(4, 5, 2.0)]
 
 
 def test_overlapping_windows_add_up() -> None:
-    parts = words.add_up("a b c", [(0, 1), (2, 3), (2, 3), (4, 5)], [1.0, 2.0, 3.0, 4.0])
+    parts = token_to_word.add_up("a b c", [(0, 1), (2, 3), (2, 3), (4, 5)], [1.0, 2.0, 3.0, 4.0])
     assert parts == [Part(0, 1, 1.0), Part(2, 3, 5.0), Part(4, 5, 4.0)]
 
 
 def test_words_that_were_not_read_are_not_listed_and_those_without_tokens_add_nothing() -> None:
-    assert words.add_up("a ! b c", [(0, 1), (4, 5)], [1.0, 2.0]) == [Part(0, 1, 1.0), Part(2, 3, 0.0), Part(4, 5, 2.0)]
+    assert token_to_word.add_up("a ! b c", [(0, 1), (4, 5)], [1.0, 2.0]) == [
+        Part(0, 1, 1.0),
+        Part(2, 3, 0.0),
+        Part(4, 5, 2.0),
+    ]
 
 
 @pytest.mark.parametrize("blank", [(1, 2), (1, 1), (3, 4)])
 def test_a_piece_of_blanks_keeps_its_share(blank: tuple[int, int]) -> None:
-    parts = words.add_up("a b ", [(0, 1), blank, (2, 3)], [1.0, 4.0, 2.0])
+    parts = token_to_word.add_up("a b ", [(0, 1), blank, (2, 3)], [1.0, 4.0, 2.0])
     assert [(part.start, part.end) for part in parts] == [(0, 1), (2, 3)]
     assert [part.attribution for part in parts] == [1.0, 6.0]
-    assert words.add_up("  ", [(0, 2)], [4.0]) == [Part(0, 2, 4.0)]
+    assert token_to_word.add_up("  ", [(0, 2)], [4.0]) == [Part(0, 2, 4.0)]
 
 
 def test_sentences_add_up_their_words() -> None:
     text = "One two. Three."
-    parts = words.add_up(text, [(0, 3), (4, 7), (7, 8), (9, 14), (14, 15)], [1.0, 2.0, 4.0, 8.0, 16.0])
-    assert words.by_sentence(text, parts) == [Part(0, 8, 7.0), Part(9, 15, 24.0)]
-    assert words.by_sentence(text, parts[:3]) == [Part(0, 8, 7.0)]  # what was not read is no sentence with 0
-    assert words.by_sentence(text, []) == []
+    parts = token_to_word.add_up(text, [(0, 3), (4, 7), (7, 8), (9, 14), (14, 15)], [1.0, 2.0, 4.0, 8.0, 16.0])
+    assert token_to_word.by_sentence(text, parts) == [Part(0, 8, 7.0), Part(9, 15, 24.0)]
+    assert token_to_word.by_sentence(text, parts[:3]) == [Part(0, 8, 7.0)]  # what was not read is no sentence with 0
+    assert token_to_word.by_sentence(text, []) == []
 
 
 @pytest.mark.parametrize("typed", [True, False])
@@ -87,7 +91,14 @@ def test_tokens_know_their_text_with_and_without_token_types(typed: bool) -> Non
     special = [True, False, False, True, False, True]
     window = Window(6, 4 if typed else 6)
     encoded = Encoded([0] * 12, [window, window], False, [(0, 0)] * 12)
-    assert words.sides(encoded, special * 2, paired=True) == [-1, 0, 0, -1, 1, -1] * 2
-    assert words.sides(Encoded([0] * 6, [Window(6, 6)], False, []), special, paired=False) == [-1, 0, 0, -1, 0, -1]
+    assert token_to_word.sides(encoded, special * 2, paired=True) == [-1, 0, 0, -1, 1, -1] * 2
+    assert token_to_word.sides(Encoded([0] * 6, [Window(6, 6)], False, []), special, paired=False) == [
+        -1,
+        0,
+        0,
+        -1,
+        0,
+        -1,
+    ]
     roberta = Encoded([0] * 6, [Window(6, 6)], False, [])
-    assert words.sides(roberta, [True, False, True, True, False, True], paired=True) == [-1, 0, -1, -1, 1, -1]
+    assert token_to_word.sides(roberta, [True, False, True, True, False, True], paired=True) == [-1, 0, -1, -1, 1, -1]

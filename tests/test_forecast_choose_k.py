@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from rtrain.config import load
-from rtrain.doctor.forecast import choose_k
-from rtrain.doctor.forecast.choose_k import Option, Pilot, chosen, of_run, options
-from rtrain.doctor.forecast.pace import Compute
-from rtrain.errors import UserError
-from rtrain.exchange.noise import Scale
+from rtrain.core.errors import UserError
+from rtrain.parallel.gradient_noise import Scale
+from rtrain.planning import frequency_model
+from rtrain.planning.frequency_model import Option, Pilot, chosen, of_run, options
+from rtrain.planning.throughput import Compute
 
 
 def pilot(scale: float, exchange_s: float = 0.0, **more: Any) -> Pilot:
@@ -60,20 +60,20 @@ def test_an_open_interval_has_no_upper_time() -> None:
 
 
 def test_passes_are_what_is_forward_and_backward() -> None:
-    found = choose_k.work(replace(pilot(100.0, exchange_s=0.2), passes_s=0.6), 180e6, 18e9)
+    found = frequency_model.work(replace(pilot(100.0, exchange_s=0.2), passes_s=0.6), 180e6, 18e9)
     assert found.step_s == pytest.approx(0.4)
     assert found.pass_s == pytest.approx(0.15)
 
 
 def test_on_a_gpu_the_step_is_foretold_by_the_weights() -> None:
     """1 s of 4 passes: 0.2 s exchange, a step of 7 x 180 MB at 18 GB/s, and the passes have the rest."""
-    found = choose_k.work(pilot(100.0, exchange_s=0.2), 180e6, 18e9)
+    found = frequency_model.work(pilot(100.0, exchange_s=0.2), 180e6, 18e9)
     assert found.step_s == pytest.approx(0.27)
     assert found.pass_s == pytest.approx((1.0 - 0.2 - 0.07) / 4)
 
 
 def test_updates_of_another_frequency_tell_what_passes_take() -> None:
-    found = choose_k.work(replace(pilot(100.0), passes_s=0.9), 1.0, 1.0, (1.0, 0.4))
+    found = frequency_model.work(replace(pilot(100.0), passes_s=0.9), 1.0, 1.0, (1.0, 0.4))
     assert found.step_s == pytest.approx(0.2)
     assert found.pass_s == pytest.approx(0.2)
 
@@ -106,10 +106,10 @@ def test_a_pilot_s_update_is_the_median_of_those_that_measure_nothing() -> None:
         if number % 2 == 0:
             log.append({"kind": "noise", "update": number})
     ended = {"kind": "trained", "updates": 8, "seconds": {"train": clock}}
-    assert choose_k.update_s([*log, ended]) == 1.0
+    assert frequency_model.update_s([*log, ended]) == 1.0
     every_one_measures = [event for event in log if event.get("update") not in (3, 5, 7)]
-    assert choose_k.update_s([*every_one_measures, ended]) == pytest.approx(1.25)
-    assert choose_k.update_s([log[0], ended]) == clock / 8
+    assert frequency_model.update_s([*every_one_measures, ended]) == pytest.approx(1.25)
+    assert frequency_model.update_s([log[0], ended]) == clock / 8
 
 
 def test_stages_tell_a_pilot_s_passes_but_not_on_a_gpu() -> None:
@@ -132,7 +132,7 @@ def test_a_pilot_s_step_is_foretold_by_the_memory_of_its_device(device: str, mov
     """440 MB of weights, of which a step moves seven times as much, and updates of 0.5 s with 0.1 s of exchange: what
     the step leaves are the passes, of which k = 8 has as many again. A GPU that is not in the table is taken for an
     A10G."""
-    _, found = choose_k.of_log([{**LOG[0], "device": device}, *LOG[1:]], RECIPE, 440e6)
+    _, found = frequency_model.of_log([{**LOG[0], "device": device}, *LOG[1:]], RECIPE, 440e6)
     assert by_k(found)[8].update_s == pytest.approx(0.5 + (0.5 - 0.1 - 7 * 440e6 / moved))
 
 
@@ -171,11 +171,11 @@ MOST_ROWS = 110
 
 def test_a_search_tries_no_update_that_costs_more_than_it_gains() -> None:
     """Noise of 106 rows; passes of 0.11 s, and 0.1 s beside them."""
-    _, found = choose_k.of_log(LOG, RECIPE, 1.0, choose_k.SEARCHED)
-    told = choose_k.prior(LOG, RECIPE, 1.0)
+    _, found = frequency_model.of_log(LOG, RECIPE, 1.0, frequency_model.SEARCHED)
+    told = frequency_model.prior(LOG, RECIPE, 1.0)
     assert told is not None
     worth = [one.rows_per_update for one in found if one.high is not None and one.high <= 1.1]
-    assert told.rows == choose_k.chosen(found).rows_per_update
+    assert told.rows == frequency_model.chosen(found).rows_per_update
     assert told.rows <= told.most_rows
     assert told.most_rows == min(max(worth), MOST_ROWS) < max(one.rows_per_update for one in found)
 
@@ -183,11 +183,11 @@ def test_a_search_tries_no_update_that_costs_more_than_it_gains() -> None:
 def test_a_cap_is_the_noise_scale_s_where_the_clock_asks_for_more() -> None:
     """The exchange is nearly all of an update."""
     slow = [*LOG[:-1], {**LOG[-1], "exchange": {"seconds": 0.49, "bytes": 1}}]
-    told = choose_k.prior(slow, RECIPE, 1.0)
+    told = frequency_model.prior(slow, RECIPE, 1.0)
     assert told is not None
     assert told.most_rows == MOST_ROWS
 
 
 def test_a_search_is_told_nothing_before_its_first_trial_tells_enough() -> None:
-    assert choose_k.prior(LOG[:3], RECIPE, 1.0) is None
-    assert choose_k.prior(LOG[:-1], RECIPE, 1.0) is None
+    assert frequency_model.prior(LOG[:3], RECIPE, 1.0) is None
+    assert frequency_model.prior(LOG[:-1], RECIPE, 1.0) is None

@@ -9,9 +9,9 @@ import pytest
 
 from rtrain import config as configuration
 from rtrain.config import Model
-from rtrain.doctor.forecast import facts
-from rtrain.errors import ConfigError, UserError
-from rtrain.network import local
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.models import local_attention
+from rtrain.planning import run_facts
 from tests.conftest import labelled_rows, write_rows
 from tests.test_forecast_plan import configured
 from tests.tiny import make_encoder
@@ -25,7 +25,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rows_are_counted_by_split_and_their_tokens_in_a_sample(tmp_path: Path, encoder: Path) -> None:
     rows = labelled_rows(600)
     recipe = configured(data__path=str(write_rows(tmp_path / "rows.csv", rows))).recipe
-    found = facts.of_rows(recipe, encoder)
+    found = run_facts.of_rows(recipe, encoder)
     assert found.train + found.valid + found.test == 600
     assert found.train == pytest.approx(480, abs=40)
     assert found.valid == pytest.approx(60, abs=25)
@@ -34,12 +34,12 @@ def test_rows_are_counted_by_split_and_their_tokens_in_a_sample(tmp_path: Path, 
     assert 3 < found.tokens_of_row < 64
     assert found.outputs == len({row[1] for row in rows})
     noisy = configured(data__path=recipe.data.path, augment__copies=9, augment__typo=0.1).recipe
-    assert facts.of_rows(noisy, encoder).train == 10 * found.train
+    assert run_facts.of_rows(noisy, encoder).train == 10 * found.train
 
 
 def test_rows_that_a_run_would_refuse_are_refused(tmp_path: Path, encoder: Path) -> None:
-    def counted(rows: list[tuple[str, str]], **more: Any) -> facts.Rows:
-        return facts.of_rows(
+    def counted(rows: list[tuple[str, str]], **more: Any) -> run_facts.Rows:
+        return run_facts.of_rows(
             configured(data__path=str(write_rows(tmp_path / "rows.csv", rows)), **more).recipe, encoder
         )
 
@@ -52,10 +52,10 @@ def test_rows_that_a_run_would_refuse_are_refused(tmp_path: Path, encoder: Path)
 
 def test_rows_that_are_not_read_are_as_long_as_is_said_or_as_the_blocks_of_the_task() -> None:
     intent, packed = configured(data__max_tokens=256).recipe, configuration.load("domain-adapt").recipe
-    assert [facts.length(intent, tokens) for tokens in (None, 20, 999)] == [facts.TOKENS, 20, 256]
-    assert facts.length(packed, None) == packed.data.max_tokens == 256
+    assert [run_facts.length(intent, tokens) for tokens in (None, 20, 999)] == [run_facts.TOKENS, 20, 256]
+    assert run_facts.length(packed, None) == packed.data.max_tokens == 256
     with pytest.raises(ConfigError) as error:
-        facts.length(packed, 64)
+        run_facts.length(packed, 64)
     assert [(problem.field, problem.code) for problem in error.value.problems] == [("--tokens", "conflicting_settings")]
 
 
@@ -64,7 +64,8 @@ def test_rows_that_are_not_trained_on_are_not_counted(tmp_path: Path, encoder: P
     rows = [*labelled_rows(300), *((f"nobody asked {number}", "other") for number in range(200)), ("no label", "")]
     path = str(write_rows(tmp_path / "rows.csv", rows))
     found = [
-        facts.of_rows(configured(data__path=path, **more).recipe, encoder) for more in ({}, {"data__outside": "other"})
+        run_facts.of_rows(configured(data__path=path, **more).recipe, encoder)
+        for more in ({}, {"data__outside": "other"})
     ]
     assert sum((found[0].train, found[0].valid, found[0].test)) == 500
     assert found[1].train == pytest.approx(240, abs=30)
@@ -74,18 +75,18 @@ def test_rows_that_are_not_trained_on_are_not_counted(tmp_path: Path, encoder: P
 
 def test_a_model_s_sizes_have_several_names(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"dim": 8, "n_layers": 2, "hidden_dim": 32, "vocab_size": 100}))
-    found = facts.of_model(tmp_path)
-    assert found == facts.Shape(8, 2, 32, 100)
+    found = run_facts.of_model(tmp_path)
+    assert found == run_facts.Shape(8, 2, 32, 100)
     assert found.weights == 4 * (800 + 2 * (4 * 64 + 2 * 256))
     (tmp_path / "config.json").write_text(json.dumps({"dim": 8, "vocab_size": 100}))
     with pytest.raises(ConfigError) as error:
-        facts.of_model(tmp_path)
+        run_facts.of_model(tmp_path)
     assert [problem.code for problem in error.value.problems] == ["unsupported_model"]
 
 
 def test_products_are_those_of_the_matrices_and_of_attention() -> None:
     """MiniLM's 10.6 million weights, 128 tokens: 67 million operations a token, of which attention has a twentieth."""
-    found = facts.Shape(384, 6, 1536, 30522).flops(np.full(4, 128))
+    found = run_facts.Shape(384, 6, 1536, 30522).flops(np.full(4, 128))
     assert found / 512 == pytest.approx(6 * 10.6e6 + 12 * 6 * 384 * 128, rel=0.01)
 
 
@@ -99,7 +100,7 @@ def test_a_gated_model_that_mostly_reads_what_is_near_is_told_from_others(tmp_pa
     """ModernBERT-base: 110.3 million weights in matrices, and 8 of 22 layers that read all. In the others a piece of
     128 tokens reads 64 more on either side."""
     (tmp_path / "config.json").write_text(json.dumps(MODERN))
-    found = facts.of_model(tmp_path)
+    found = run_facts.of_model(tmp_path)
     assert (found.gated, found.reach, found.local_layers) == (True, 64, 14)
     matrices = found.layers * found.layer / 4
     assert matrices == pytest.approx(110.3e6, rel=0.001)
@@ -108,17 +109,17 @@ def test_a_gated_model_that_mostly_reads_what_is_near_is_told_from_others(tmp_pa
     # By name of each layer, as a model of fewer layers has them.
     few = {**MODERN, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]}
     (tmp_path / "config.json").write_text(json.dumps(few))
-    assert facts.of_model(tmp_path).local_layers == 1
+    assert run_facts.of_model(tmp_path).local_layers == 1
 
 
 def test_attention_that_a_recipe_makes_local_is_so_in_each_layer(tmp_path: Path) -> None:
     """The recipe asks for it, or has made the model so before."""
     plain = {"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 100}
     (tmp_path / "config.json").write_text(json.dumps(plain))
-    whole, near = (facts.of_model(tmp_path, Model(local_attention=reach)) for reach in (None, 256))
+    whole, near = (run_facts.of_model(tmp_path, Model(local_attention=reach)) for reach in (None, 256))
     assert (whole.local_layers, near.reach, near.local_layers) == (0, 256, 2)
     long, short = np.array([4096]), np.array([64])
     assert whole.flops(long) - near.flops(long) == 3 * 4 * 8 * 2 * 4096 * (4096 - 3 * 256)
     assert whole.flops(short) == near.flops(short)
-    (tmp_path / "config.json").write_text(json.dumps({**plain, local.KEY: 256}))
-    assert facts.of_model(tmp_path) == near
+    (tmp_path / "config.json").write_text(json.dumps({**plain, local_attention.KEY: 256}))
+    assert run_facts.of_model(tmp_path) == near

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from rtrain import config
-from rtrain.doctor.forecast import fitting
-from rtrain.doctor.forecast.fitting import Pass, Room
-from rtrain.doctor.forecast.memory import Need
-from rtrain.errors import ConfigError
-from rtrain.strategies import ways
-from rtrain.strategies.ways import Way
+from rtrain.core.errors import ConfigError
+from rtrain.parallel import layout
+from rtrain.parallel.layout import Way
+from rtrain.planning import memory_fit
+from rtrain.planning.memory_fit import Pass, Room
+from rtrain.planning.memory_needs import Need
 from tests.tiny import make_encoder
 
 MB, GB = 1e6, 1e9
@@ -38,15 +38,15 @@ def asked() -> Iterator[tuple[Way, Need]]:
 
 
 def test_the_first_that_fits_is_taken_and_says_why() -> None:
-    assert fitting.first(asked(), Room(2000 * MB, 2)).way == Way()
-    found = fitting.first(asked(), Room(1500 * MB, 2))
+    assert memory_fit.first(asked(), Room(2000 * MB, 2)).way == Way()
+    found = memory_fit.first(asked(), Room(1500 * MB, 2))
     assert found.way == Way(1)
     assert found.need is NEEDS[1][1]
 
 
 def test_where_none_fits_the_smallest_is_named_with_what_to_do() -> None:
     with pytest.raises(ConfigError) as error:
-        fitting.first(NEEDS, Room(400 * MB, 1))
+        memory_fit.first(NEEDS, Room(400 * MB, 1))
     assert [problem.code for problem in error.value.problems] == ["out_of_memory"]
 
 
@@ -61,21 +61,21 @@ def test_one_worker_of_a_node_writes_checkpoints_and_none_of_it_is_on_a_gpu() ->
 
 def test_room_is_that_of_the_node_where_a_worker_has_least() -> None:
     nodes = [{"CPU": 2.0, "memory": 8 * GB}, {"CPU": 8.0, "memory": 16 * GB}, {"CPU": 0.0, "memory": 1 * GB}]
-    assert fitting.room(nodes, "cpu", 8) == Room(fitting.USABLE * 16 * GB, 8)
-    assert fitting.room(nodes, "cpu", 2) == Room(fitting.USABLE * 8 * GB, 2)
-    assert fitting.room([{"CPU": 8.0}], "cpu", 2) is None
+    assert memory_fit.room(nodes, "cpu", 8) == Room(memory_fit.USABLE * 16 * GB, 8)
+    assert memory_fit.room(nodes, "cpu", 2) == Room(memory_fit.USABLE * 8 * GB, 2)
+    assert memory_fit.room([{"CPU": 8.0}], "cpu", 2) is None
 
 
 def test_room_on_gpus_is_that_of_the_smallest_known_kind() -> None:
     nodes = [{"GPU": 4.0, "accelerator_type:H100": 1.0}, {"GPU": 1.0, "accelerator_type:T4": 1.0}, {"CPU": 4.0}]
-    assert fitting.room(nodes, "gpu", 4) == Room(fitting.USABLE_GPU * 16 * GB, 1, "gpu")
-    assert fitting.room([{"GPU": 1.0, "accelerator_type:X1": 1.0}], "gpu", 1) is None
+    assert memory_fit.room(nodes, "gpu", 4) == Room(memory_fit.USABLE_GPU * 16 * GB, 1, "gpu")
+    assert memory_fit.room([{"GPU": 1.0, "accelerator_type:X1": 1.0}], "gpu", 1) is None
     # An A100 of 80 GB has both names, where somebody writes the second one.
     large = {"GPU": 1.0, "accelerator_type:A100": 1.0, "accelerator_type:A100-80G": 1.0}
-    assert fitting.room([large], "gpu", 1) == Room(fitting.USABLE_GPU * 80 * GB, 1, "gpu")
+    assert memory_fit.room([large], "gpu", 1) == Room(memory_fit.USABLE_GPU * 80 * GB, 1, "gpu")
     for kind, size in (("H200", 141), ("V100", 16), ("L40S", 48)):
-        found = fitting.room([{"GPU": 1.0, f"accelerator_type:{kind}": 1.0}], "gpu", 1)
-        assert found == Room(fitting.USABLE_GPU * size * GB, 1, "gpu")
+        found = memory_fit.room([{"GPU": 1.0, f"accelerator_type:{kind}": 1.0}], "gpu", 1)
+        assert found == Room(memory_fit.USABLE_GPU * size * GB, 1, "gpu")
 
 
 # ------------------------------------------------------------------------------------------------------------ the needs
@@ -83,8 +83,8 @@ def test_room_on_gpus_is_that_of_the_smallest_known_kind() -> None:
 
 def test_every_way_is_foretold_by_the_model_s_own_pass(encoder: Path) -> None:
     recipe = config.load("intent").recipe
-    passes = Pass(fitting.lengths(recipe, "cpu", 64), tokens_of_update=8192.0)
-    found = dict(fitting.needs(recipe, encoder, ways.possible(recipe, encoder, 4), passes, 4, "cpu"))
+    passes = Pass(memory_fit.lengths(recipe, "cpu", 64), tokens_of_update=8192.0)
+    found = dict(memory_fit.needs(recipe, encoder, layout.possible(recipe, encoder, 4), passes, 4, "cpu"))
     assert len(found) == 12  # it has two attention heads
     plain, cut, both = (found[way] for way in (Way(), Way(tensor=2), Way(3, 2)))
     assert cut.weights < plain.weights
@@ -97,7 +97,7 @@ def test_every_way_is_foretold_by_the_model_s_own_pass(encoder: Path) -> None:
 
 def test_passes_are_as_long_as_the_recipe_allows() -> None:
     recipe = config.load("intent", {"train.tokens_per_pass": 1000}).recipe
-    assert fitting.lengths(recipe, "cpu", 300) == (300,) * 3
-    assert fitting.lengths(recipe, "cpu", 3000) == (3000,)
+    assert memory_fit.lengths(recipe, "cpu", 300) == (300,) * 3
+    assert memory_fit.lengths(recipe, "cpu", 3000) == (3000,)
     assert Pass((100,), tokens_of_update=400.0).several(2)
     assert not Pass((100,), tokens_of_update=400.0).several(4)

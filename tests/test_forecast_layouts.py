@@ -9,15 +9,15 @@ import pytest
 import yaml
 
 from rtrain import config as configuration
-from rtrain.cluster import demand, prices, supply
+from rtrain.cluster import autoscaler_requests, capacity, pricing
 from rtrain.config import Config
-from rtrain.doctor.forecast import layouts
-from rtrain.errors import ConfigError
-from rtrain.network import device
-from rtrain.run import Run
-from rtrain.runs import preparing
+from rtrain.core.errors import ConfigError
+from rtrain.core.run_folder import Run
+from rtrain.models import device
+from rtrain.planning import placement
+from rtrain.runs import prepare
 from tests.root import ROOT
-from tune import slots
+from tune import trial_pool
 
 
 def document(kinds: dict[str, tuple[dict[str, int], int]], limit: int = 4, head: int = 0) -> dict[str, Any]:
@@ -100,9 +100,9 @@ def configured(settings: dict[str, Any]) -> Config:
     return configuration.load("intent", settings)
 
 
-def verdict(cluster: dict[str, Any], settings: dict[str, Any], searches: bool) -> layouts.Layout | str:
+def verdict(cluster: dict[str, Any], settings: dict[str, Any], searches: bool) -> placement.Layout | str:
     try:
-        return layouts.laid_out(configured(settings), layouts.of_document(cluster), searches=searches)
+        return placement.laid_out(configured(settings), placement.of_document(cluster), searches=searches)
     except ConfigError as error:
         return str(error)
 
@@ -110,11 +110,11 @@ def verdict(cluster: dict[str, Any], settings: dict[str, Any], searches: bool) -
 def started(config: Config, searches: bool, run: Run) -> tuple[str, int] | str:
     """What a start on the cluster itself says, by the code that every start goes through; no node is up yet."""
     try:
-        chosen = preparing.device_of(config, run)
-        if problems := preparing.capacity(config, chosen.device):
+        chosen = prepare.device_of(config, run)
+        if problems := prepare.capacity(config, chosen.device):
             raise ConfigError(problems)
         if searches:
-            return chosen.device, slots.number(config, chosen.device)
+            return chosen.device, trial_pool.number(config, chosen.device)
     except ConfigError as error:
         return str(error)
     return chosen.device, chosen.workers
@@ -133,21 +133,21 @@ def test_the_verdict_is_that_of_a_start(
     assert len(LAYOUTS) >= 20
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump(cluster))
-    monkeypatch.setenv(supply.AUTOSCALER_FILE, str(file))
+    monkeypatch.setenv(capacity.AUTOSCALER_FILE, str(file))
     # The head is up, and nothing else: Ray itself is not asked.
     head = cluster["available_node_types"]["head"]["resources"]
-    monkeypatch.setattr(supply, "up", lambda: [supply.Host(head)])
+    monkeypatch.setattr(capacity, "up", lambda: [capacity.Host(head)])
     monkeypatch.setattr(device, "usable", lambda: True)
     config = configured(settings)
     foretold, real = verdict(cluster, settings, searches), started(config, searches, Run(tmp_path / "run"))
-    assert isinstance(foretold, layouts.Layout) == (not isinstance(real, str)) == fits, name
-    if isinstance(foretold, layouts.Layout) and not isinstance(real, str):
+    assert isinstance(foretold, placement.Layout) == (not isinstance(real, str)) == fits, name
+    if isinstance(foretold, placement.Layout) and not isinstance(real, str):
         assert (foretold.device, foretold.trials if searches else foretold.workers) == real
         # What the run would ask the autoscaler for is what it can have, so that it does not wait for ever.
         needs = foretold.needs
-        asked = demand.places(foretold.workers, needs, supply.up(), supply.may_start())
+        asked = autoscaler_requests.places(foretold.workers, needs, capacity.up(), capacity.may_start())
         assert len(asked) >= foretold.least + needs.of(foretold.least).data
-        assert layouts.fewest(layouts.of_document(cluster), needs, needs.of(foretold.least)) is not None
+        assert placement.fewest(placement.of_document(cluster), needs, needs.of(foretold.least)) is not None
     else:
         assert isinstance(foretold, str)
         assert any(mend in foretold for mend in ("write", "start nodes", "raise max_workers", "add a node type"))
@@ -164,41 +164,41 @@ def test_what_no_nodes_have_together_is_refused_although_each_is_there() -> None
         "cluster's file"
     )
     apart["max_workers"] = 2
-    assert isinstance(verdict(apart, {"train.workers": 1}, False), layouts.Layout)
+    assert isinstance(verdict(apart, {"train.workers": 1}, False), placement.Layout)
 
 
 def test_a_refusal_names_the_nearest_that_fits() -> None:
     found = verdict(CPUS, {"train.workers": 64, "cluster.data_cpus": 2}, False)
     assert "write --workers 30" in str(found)
-    assert isinstance(verdict(CPUS, {"train.workers": 30, "cluster.data_cpus": 2}, False), layouts.Layout)
+    assert isinstance(verdict(CPUS, {"train.workers": 30, "cluster.data_cpus": 2}, False), placement.Layout)
 
 
 def test_the_cheapest_nodes_with_room_are_taken() -> None:
-    cluster = layouts.of_document(document({"small": ({"CPU": 4}, 8), "large": ({"CPU": 16}, 2)}, limit=8))
+    cluster = placement.of_document(document({"small": ({"CPU": 4}, 8), "large": ({"CPU": 16}, 2)}, limit=8))
     prices = {"small": 1.0, "large": 3.0}
 
-    def price(kind: layouts.Kind) -> float:
+    def price(kind: placement.Kind) -> float:
         return prices[kind.name]
 
     prices["large"] = 2.5
-    needs = supply.Needs("cpu", 2)
-    assert layouts.fewest(cluster, needs, needs.of(10), price) == {"large": 1}
+    needs = capacity.Needs("cpu", 2)
+    assert placement.fewest(cluster, needs, needs.of(10), price) == {"large": 1}
     prices["large"] = 3.5
-    assert layouts.fewest(cluster, needs, needs.of(10), price) == {"small": 3}
-    assert layouts.fewest(cluster, needs, needs.of(60), price) is None
+    assert placement.fewest(cluster, needs, needs.of(10), price) == {"small": 3}
+    assert placement.fewest(cluster, needs, needs.of(60), price) is None
 
 
 def test_nodes_hold_no_more_workers_than_their_memory() -> None:
-    cluster = layouts.of_document(document({"worker": ({"CPU": 8}, 4)}))
-    needs = supply.Needs("cpu", 2)
+    cluster = placement.of_document(document({"worker": ({"CPU": 8}, 4)}))
+    needs = capacity.Needs("cpu", 2)
     need = needs.of(6)
-    assert layouts.fewest(cluster, needs, need, holds=lambda kind: 8) == {"worker": 1}
-    assert layouts.fewest(cluster, needs, need, holds=lambda kind: 2 if kind.name == "worker" else 0) == {"worker": 3}
-    assert layouts.fewest(cluster, needs, need, holds=lambda kind: 0) is None
+    assert placement.fewest(cluster, needs, need, holds=lambda kind: 8) == {"worker": 1}
+    assert placement.fewest(cluster, needs, need, holds=lambda kind: 2 if kind.name == "worker" else 0) == {"worker": 3}
+    assert placement.fewest(cluster, needs, need, holds=lambda kind: 0) is None
 
 
 def test_the_project_s_own_file_has_its_instances() -> None:
-    cluster = layouts.of_document(yaml.safe_load((ROOT / "cluster.yaml").read_text()))
+    cluster = placement.of_document(yaml.safe_load((ROOT / "cluster.yaml").read_text()))
     [worker] = cluster.kinds
     assert worker.instance is not None
     assert (worker.instance.name, worker.is_spot, worker.most) == ("c7i.2xlarge", True, 4)
@@ -208,13 +208,13 @@ def test_the_project_s_own_file_has_its_instances() -> None:
 def test_an_instance_s_processors_are_filled_in() -> None:
     found = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     del found["available_node_types"]["worker"]["resources"]
-    assert layouts.of_document(found).kinds[0].node == {"CPU": 8.0}
+    assert placement.of_document(found).kinds[0].node == {"CPU": 8.0}
 
 
 @pytest.mark.parametrize("broken", [{}, {"available_node_types": []}, {"available_node_types": {"a": 1}}])
 def test_what_is_no_cluster_s_file_is_refused(broken: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
-        layouts.of_document(broken)
+        placement.of_document(broken)
     assert [(problem.field, problem.code) for problem in error.value.problems] == [("--cluster", "malformed")]
 
 
@@ -236,7 +236,7 @@ def test_what_is_no_map_of_a_file_is_named(place: tuple[str, ...], value: Any, f
         inner = inner[key]
     inner[place[-1]] = value
     with pytest.raises(ConfigError) as error:
-        prices.table(None, layouts.of_document(found).document.get("metadata"))
+        pricing.table(None, placement.of_document(found).document.get("metadata"))
     assert [problem.field for problem in error.value.problems] == [field]
 
 
@@ -256,8 +256,8 @@ def test_a_refusal_comes_without_torch_and_at_once() -> None:
 def test_nodes_without_the_labels_have_no_workers() -> None:
     found = document({"small": ({"CPU": 4}, 8), "large": ({"CPU": 16}, 1)}, limit=8)
     settings = {"train.workers": 16, "cluster.labels": {"type": "large"}}
-    layout = layouts.laid_out(configured(settings), layouts.of_document(found))
-    assert layouts.fewest(layouts.of_document(found), layout.needs, layout.need) == {"large": 1, "small": 1}
+    layout = placement.laid_out(configured(settings), placement.of_document(found))
+    assert placement.fewest(placement.of_document(found), layout.needs, layout.need) == {"large": 1, "small": 1}
     for other in ({"cluster.labels": {"type": "none"}}, {"train.workers": 17}):
         with pytest.raises(ConfigError):
-            layouts.laid_out(configured(settings | other), layouts.of_document(found))
+            placement.laid_out(configured(settings | other), placement.of_document(found))

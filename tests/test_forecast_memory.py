@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain.batch import single
 from rtrain.config import Model, Recipe, Train
-from rtrain.doctor.forecast import fitting, memory, trace
-from rtrain.doctor.forecast.memory import needed, optimizer_bytes
-from rtrain.doctor.forecast.trace import Traced
-from rtrain.strategies.ways import STRATEGIES, Way
+from rtrain.core.ragged import single
+from rtrain.parallel.layout import STRATEGIES, Way
+from rtrain.planning import memory_fit, memory_needs, memory_trace
+from rtrain.planning.memory_needs import needed, optimizer_bytes
+from rtrain.planning.memory_trace import Traced
 from rtrain.tasks import base
-from rtrain.training import pass_size
-from rtrain.training.pass_size import LEAST, Peak
+from rtrain.trainer import batch_size
+from rtrain.trainer.batch_size import LEAST, Peak
 from tests.tiny import make_encoder, make_tokenizer
 
 MB = 1_000_000
@@ -45,8 +45,8 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_worker_that_is_alone_has_all_of_it() -> None:
     need = needed(TRACED, 1, process=0)
     assert (need.weights, need.gradients, need.optimizer) == (420 * MB, 400 * MB, 800 * MB)
-    assert need.activations == pytest.approx(100 * MB * memory.KEPT)
-    assert need.total == pytest.approx(1620 * MB + 100 * MB * memory.KEPT)
+    assert need.activations == pytest.approx(100 * MB * memory_needs.KEPT)
+    assert need.total == pytest.approx(1620 * MB + 100 * MB * memory_needs.KEPT)
 
 
 def test_buckets_of_gradients_are_there_twice_for_a_moment() -> None:
@@ -102,20 +102,20 @@ def test_an_unknown_strategy_is_none() -> None:
 def test_what_workers_share_and_what_is_saved_is_told_apart() -> None:
     need = needed(TRACED, 2, saves=True)
     assert need.checkpoint == (420 + 800) * MB
-    assert need.process == memory.PROCESS
+    assert need.process == memory_needs.PROCESS
 
 
 # ------------------------------------------------------------------------------------------------------------ the trace
 
 
 def traced(encoder: Path, lengths: list[int], **settings: Any) -> Traced:
-    return trace.of_pass(encoder, base.get("classification"), Model(), lengths, **settings)
+    return memory_trace.of_pass(encoder, base.get("classification"), Model(), lengths, **settings)
 
 
 def test_weights_and_gradients_are_those_of_the_network(encoder: Path) -> None:
-    from rtrain.network import model
+    from rtrain.models import builder
 
-    network: Any = model.build(encoder, base.get("classification"), ("a", "b"), 0)
+    network: Any = builder.build(encoder, base.get("classification"), ("a", "b"), 0)
     size = sum(one.nbytes for one in network.parameters())
     found = traced(encoder, [20, 30])
     assert found.tokens == 50
@@ -135,10 +135,10 @@ def test_activations_are_what_autograd_keeps_and_little_else(encoder: Path) -> N
     """Against a pass with numbers: the storages that the forward pass keeps for the backward pass."""
     import torch
 
-    from rtrain.network import model
-    from rtrain.training import step
+    from rtrain.models import builder
+    from rtrain.trainer import step
 
-    network: Any = model.build(encoder, base.get("classification"), ("a", "b"), 0, fast_dropout=False).train()
+    network: Any = builder.build(encoder, base.get("classification"), ("a", "b"), 0, fast_dropout=False).train()
     own = {one.untyped_storage().data_ptr() for one in network.parameters()}
     kept: dict[int, int] = {}
     sizes, ones = np.full(32, 64, dtype=np.int32), np.ones(32 * 64, dtype=np.int32)
@@ -179,7 +179,7 @@ def test_gradients_of_an_only_pass_come_to_be_in_it(encoder: Path) -> None:
 
 
 def test_frozen_weights_have_no_gradient(encoder: Path) -> None:
-    found = trace.of_pass(encoder, base.get("classification"), Model(freeze="encoder"), [32] * 8)
+    found = memory_trace.of_pass(encoder, base.get("classification"), Model(freeze="encoder"), [32] * 8)
     assert found.of_trained < 0.2 * found.weights
     assert found.table == 0
 
@@ -199,11 +199,11 @@ def test_a_trace_takes_no_memory_of_its_own(encoder: Path) -> None:
 @pytest.mark.parametrize(
     ("way", "workers", "device", "factor"),
     [
-        (Way(), 1, "cpu", memory.KEPT),
+        (Way(), 1, "cpu", memory_needs.KEPT),
         (Way(), 1, "gpu", 1.0),  # its memory is not the C library's
-        (Way(gradient_checkpointing=True), 1, "cpu", memory.RETURNED),
-        (Way(2), 2, "cpu", memory.RETURNED),
-        (Way(tensor=2), 4, "cpu", memory.RETURNED),
+        (Way(gradient_checkpointing=True), 1, "cpu", memory_needs.RETURNED),
+        (Way(2), 2, "cpu", memory_needs.RETURNED),
+        (Way(tensor=2), 4, "cpu", memory_needs.RETURNED),
         (Way(tensor=2), 4, "gpu", 1.0),
     ],
 )
@@ -211,15 +211,15 @@ def test_what_is_held_beside_what_is_alive_depends_on_the_way(
     encoder: Path, monkeypatch: pytest.MonkeyPatch, way: Way, workers: int, device: str, factor: float
 ) -> None:
     """Passes have so many tokens that activations are more than all buckets."""
-    recipe, alive, of_pass = Recipe(name="a", task="classification"), list[int](), trace.of_pass
+    recipe, alive, of_pass = Recipe(name="a", task="classification"), list[int](), memory_trace.of_pass
 
     def looked_at(*given: Any, **named: Any) -> Traced:
         found = of_pass(*given, **named)
         alive.append(found.activations)
         return found
 
-    monkeypatch.setattr(trace, "of_pass", looked_at)
-    [(_, need)] = fitting.needs(recipe, encoder, [way], fitting.Pass((64,) * 256), workers, device)
+    monkeypatch.setattr(memory_trace, "of_pass", looked_at)
+    [(_, need)] = memory_fit.needs(recipe, encoder, [way], memory_fit.Pass((64,) * 256), workers, device)
     assert [need.activations] == pytest.approx([factor * one for one in alive])
 
 
@@ -237,7 +237,7 @@ def test_what_is_held_beside_what_is_alive_depends_on_the_way(
 def test_what_is_measured_first_is_well_within_what_is_foretold(
     small: Peak, large: Peak, usable: float, tried: tuple[int, int]
 ) -> None:
-    assert pass_size.guessed(small, large, usable) == tried
+    assert batch_size.guessed(small, large, usable) == tried
 
 
 def test_a_gpu_s_room_says_where_measuring_begins(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,8 +246,8 @@ def test_a_gpu_s_room_says_where_measuring_begins(encoder: Path, monkeypatch: py
     recipe = config.load("intent").recipe
     task, found = base.get("classification"), []
     for room in (50 * MB, 100 * MB):
-        monkeypatch.setattr(pass_size, "room", lambda network, room=room: room)
-        found.append(trace.tried(None, encoder, task, recipe, 64, "bf16"))  # type: ignore[arg-type]
+        monkeypatch.setattr(batch_size, "room", lambda network, room=room: room)
+        found.append(memory_trace.tried(None, encoder, task, recipe, 64, "bf16"))  # type: ignore[arg-type]
     assert LEAST <= found[0][0] < found[0][1] < found[1][1]
 
 
@@ -258,18 +258,18 @@ def test_what_cannot_be_traced_is_said_and_measured_at_fixed_sizes(
     import torch
 
     from rtrain import config
-    from rtrain.training import step
+    from rtrain.trainer import step
 
     def looks(*given: Any, **named: Any) -> torch.Tensor:
         return torch.ones(3) if torch.rand(()).item() > 0.5 else torch.zeros(3)
 
     monkeypatch.setattr(step, "forward", looks)
-    with pytest.raises(trace.Untraceable):
+    with pytest.raises(memory_trace.Untraceable):
         traced(encoder, [8])
-    monkeypatch.setattr(pass_size, "room", lambda network: 1e9)
+    monkeypatch.setattr(batch_size, "room", lambda network: 1e9)
     network: Any = None
     recipe, task = config.load("intent").recipe, base.get("classification")
-    assert trace.tried(network, encoder, task, recipe, 64, "bf16") == pass_size.TRIED
+    assert memory_trace.tried(network, encoder, task, recipe, 64, "bf16") == batch_size.TRIED
 
 
 # --------------------------------------------------------------------------------------------------- against processes
@@ -313,14 +313,14 @@ def foretold(folder: Path, settings: dict[str, Any]) -> float:
     tokens = sum(settings["lengths"])
     train = Train(workers=workers, tokens_per_pass=tokens)
     recipe = Recipe(name="a", task=settings["task"], model=Model(**settings.get("model", {})), train=train)
-    passes = fitting.Pass(
+    passes = memory_fit.Pass(
         tuple(settings["lengths"]),
         settings.get("precision", "fp32"),
         settings.get("outputs", 2),
         tokens_of_update=float(tokens * settings.get("passes", 1) * workers),
     )
     way = Way(settings.get("shard", 0), settings.get("tensor", 1), recomputed)
-    [(_, need)] = fitting.needs(recipe, folder, [way], passes, workers, "cpu")
+    [(_, need)] = memory_fit.needs(recipe, folder, [way], passes, workers, "cpu")
     return need.total - need.process - need.checkpoint
 
 
@@ -392,6 +392,6 @@ def test_a_gpu_takes_what_is_foretold(tmp_path: Path, name: str, precision: str)
     for recomputed, peak in zip((False, True), H200[name][precision], strict=True):
         model, task = Model(pooling="own", attention_dropout=0.0), base.get("classification")
         told: dict[str, Any] = {"device": "gpu", "precision": precision, "recomputed": recomputed}
-        found = trace.of_pass(tmp_path, task, model, [512] * 32, outputs=8, more_passes=False, **told)
-        total = memory.needed(found, 1, process=0.0, kept=1.0).total
+        found = memory_trace.of_pass(tmp_path, task, model, [512] * 32, outputs=8, more_passes=False, **told)
+        total = memory_needs.needed(found, 1, process=0.0, kept=1.0).total
         assert total == pytest.approx(1e9 * peak, rel=0.08, abs=3.5e8)

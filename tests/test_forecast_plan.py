@@ -13,18 +13,18 @@ import yaml
 
 from rtrain import config as configuration
 from rtrain.cli import app as cli
-from rtrain.cluster import prices, supply
+from rtrain.cluster import capacity, pricing
 from rtrain.config import Config
-from rtrain.doctor.forecast import facts, layouts, memory, money, pace, plan
-from rtrain.doctor.forecast.memory import Need
-from rtrain.errors import ConfigError
-from rtrain.strategies.ways import Way
+from rtrain.core.errors import ConfigError
+from rtrain.parallel.layout import Way
+from rtrain.planning import cost_estimate, memory_needs, placement, plan, run_facts, throughput
+from rtrain.planning.memory_needs import Need
 from tests.root import ROOT
 from tests.tiny import make_encoder
 
 GB = 1e9
-SHAPE = facts.Shape(hidden=384, layers=6, inner=1536, vocabulary=30522)
-ROWS = facts.given(10_000, 32)
+SHAPE = run_facts.Shape(hidden=384, layers=6, inner=1536, vocabulary=30522)
+ROWS = run_facts.given(10_000, 32)
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cluster() -> layouts.Cluster:
-    return layouts.of_document(yaml.safe_load((ROOT / "cluster.yaml").read_text()))
+def cluster() -> placement.Cluster:
+    return placement.of_document(yaml.safe_load((ROOT / "cluster.yaml").read_text()))
 
 
 def configured(**settings: Any) -> Config:
@@ -47,18 +47,18 @@ def configured(**settings: Any) -> Config:
 def test_prices_are_those_of_the_table_of_the_cluster_and_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "prices.yaml"
     file.write_text("c7i.2xlarge: {on_demand: 0.5, spot: 0.1, interruptions: 0.2}\nown: {on_demand: 3}\n")
-    found = prices.table(file, {"prices": {"own": 2.0, "other": 1.0}})
-    assert found["c7i.2xlarge"] == prices.Price(0.5, 0.1, 0.2)
-    assert found["own"] == prices.of(3.0)
+    found = pricing.table(file, {"prices": {"own": 2.0, "other": 1.0}})
+    assert found["c7i.2xlarge"] == pricing.Price(0.5, 0.1, 0.2)
+    assert found["own"] == pricing.of(3.0)
     assert found["other"].on_demand == 1.0
     assert found["m7i.large"].on_demand == 0.101
-    assert prices.table()["c7i.2xlarge"].on_demand == 0.357
+    assert pricing.table()["c7i.2xlarge"].on_demand == 0.357
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    (tmp_path / "prices.yaml").write_text(prices.text(prices.table()))
-    again = prices.read(tmp_path / "prices.yaml")
-    assert again.keys() == prices.table().keys()
+    (tmp_path / "prices.yaml").write_text(pricing.text(pricing.table()))
+    again = pricing.read(tmp_path / "prices.yaml")
+    assert again.keys() == pricing.table().keys()
     assert again["p5.48xlarge"].on_demand == 55.04
 
 
@@ -71,13 +71,13 @@ def test_an_entry_that_is_no_price_is_refused(tmp_path: Path, text: str | None) 
     if text is not None:
         file.write_text(text)
     with pytest.raises(ConfigError):
-        prices.read(file)
+        pricing.read(file)
 
 
 def test_interruptions_repeat_and_are_paid_for() -> None:
     """4 nodes, 10 hours, one interruption in 100 hours of a node: 0.4 of them, each of which costs half an hour."""
-    nodes = {"worker": (4, prices.Price(1.0, 0.4, 0.01))}
-    found = money.cost(10.0, nodes, prices.of(0.1), repeats_s=1500, restart_s=300)
+    nodes = {"worker": (4, pricing.Price(1.0, 0.4, 0.01))}
+    found = cost_estimate.cost(10.0, nodes, pricing.of(0.1), repeats_s=1500, restart_s=300)
     assert found.dollars == pytest.approx(10 * 4.1)
     repeated = 10 * 0.04 * 0.5 / (1 - 0.02)
     assert found.repeated_hours == pytest.approx(repeated)
@@ -86,8 +86,10 @@ def test_interruptions_repeat_and_are_paid_for() -> None:
 
 
 def test_nodes_that_are_taken_away_faster_than_they_train_never_end() -> None:
-    nodes = {"worker": (100, prices.Price(1.0, 0.4, 1.0))}
-    assert money.cost(1.0, nodes, None, repeats_s=60, restart_s=300) == money.Cost(1.0, 100.0, None, None, None)
+    nodes = {"worker": (100, pricing.Price(1.0, 0.4, 1.0))}
+    assert cost_estimate.cost(1.0, nodes, None, repeats_s=60, restart_s=300) == cost_estimate.Cost(
+        1.0, 100.0, None, None, None
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- the way in
@@ -99,35 +101,35 @@ def needs(folder: Path, config: Config, workers: int, *totals: float) -> list[tu
     return [(way, Need(total * GB, 0, 0, 0)) for way, total in zip(ways, totals, strict=True)]
 
 
-def test_the_recipe_s_own_way_is_taken_where_it_fits(cluster: layouts.Cluster, encoder: Path) -> None:
+def test_the_recipe_s_own_way_is_taken_where_it_fits(cluster: placement.Cluster, encoder: Path) -> None:
     config = configured(train__workers=4)
-    layout = layouts.laid_out(config, cluster)
-    found = plan.choose(config, cluster, layout, needs(encoder, config, 4, 2, 1.5, 1.2, 1, 1), prices.table())
+    layout = placement.laid_out(config, cluster)
+    found = plan.choose(config, cluster, layout, needs(encoder, config, 4, 2, 1.5, 1.2, 1, 1), pricing.table())
     assert found.way == Way()
     assert found.nodes == {"worker": 1}
 
 
-def test_more_nodes_hold_what_one_does_not(cluster: layouts.Cluster, encoder: Path) -> None:
+def test_more_nodes_hold_what_one_does_not(cluster: placement.Cluster, encoder: Path) -> None:
     """A node of 16 GB holds two workers of 5 GB, of which it takes two thirds."""
     config = configured(train__workers=4)
-    layout = layouts.laid_out(config, cluster)
-    found = plan.choose(config, cluster, layout, needs(encoder, config, 4, 5, 4, 3, 2, 1), prices.table())
+    layout = placement.laid_out(config, cluster)
+    found = plan.choose(config, cluster, layout, needs(encoder, config, 4, 5, 4, 3, 2, 1), pricing.table())
     assert found.nodes == {"worker": 2}
     assert found.way == Way()
 
 
-def test_what_fits_no_node_is_shared_out_then_computed_again(cluster: layouts.Cluster, encoder: Path) -> None:
+def test_what_fits_no_node_is_shared_out_then_computed_again(cluster: placement.Cluster, encoder: Path) -> None:
     config = configured(train__workers=4)
-    layout = layouts.laid_out(config, cluster)
-    shared = plan.choose(config, cluster, layout, needs(encoder, config, 4, 12, 9, 8, 7, 6), prices.table())
+    layout = placement.laid_out(config, cluster)
+    shared = plan.choose(config, cluster, layout, needs(encoder, config, 4, 12, 9, 8, 7, 6), pricing.table())
     assert shared.way == Way(shard=1)
     assert "12,000 MB" in shared.why
-    gathered = plan.choose(config, cluster, layout, needs(encoder, config, 4, 14, 13, 12, 9), prices.table())
+    gathered = plan.choose(config, cluster, layout, needs(encoder, config, 4, 14, 13, 12, 9), pricing.table())
     assert gathered.way == Way(shard=3)
-    again = plan.choose(config, cluster, layout, needs(encoder, config, 4, 14, 13, 12, 11, 13, 9), prices.table())
+    again = plan.choose(config, cluster, layout, needs(encoder, config, 4, 14, 13, 12, 11, 13, 9), pricing.table())
     assert again.way.settings == {"train.shard": 1, "train.gradient_checkpointing": True}
     with pytest.raises(ConfigError) as error:
-        plan.choose(config, cluster, layout, needs(encoder, config, 4, 14, 13, 12, 12, 12, 11), prices.table())
+        plan.choose(config, cluster, layout, needs(encoder, config, 4, 14, 13, 12, 12, 12, 11), pricing.table())
     assert [problem.code for problem in error.value.problems] == ["out_of_memory"]
 
 
@@ -146,32 +148,32 @@ def test_a_gpu_that_is_too_small_is_told_by_its_own_memory(encoder: Path) -> Non
         },
     }
     config = configured(train__workers=4, train__device="gpu")
-    cluster = layouts.of_document(kinds)
-    layout = layouts.laid_out(config, cluster)
+    cluster = placement.of_document(kinds)
+    layout = placement.laid_out(config, cluster)
     with pytest.raises(ConfigError) as error:
-        plan.choose(config, cluster, layout, [(Way(), Need(24 * GB, 0, 0, 0, process=GB))], prices.table())
+        plan.choose(config, cluster, layout, [(Way(), Need(24 * GB, 0, 0, 0, process=GB))], pricing.table())
     [problem] = error.value.problems
     assert (problem.code, "16 GB" in problem.fix) == ("out_of_memory", True)
 
 
-def test_only_one_worker_writes_checkpoints(cluster: layouts.Cluster) -> None:
+def test_only_one_worker_writes_checkpoints(cluster: placement.Cluster) -> None:
     """A node of 16 GB, of which two thirds are 10.4: with a copy of 6, there is room for two of 2 GB."""
     [kind] = [one for one in cluster.kinds if one.name == "worker"]
-    assert plan.holds(Need(2 * GB, 0, 0, 0, checkpoint=6 * GB), supply.Needs("cpu"))(kind) == 2
-    assert plan.holds(Need(2 * GB, 0, 0, 0, checkpoint=11 * GB), supply.Needs("cpu"))(kind) == 0
+    assert plan.holds(Need(2 * GB, 0, 0, 0, checkpoint=6 * GB), capacity.Needs("cpu"))(kind) == 2
+    assert plan.holds(Need(2 * GB, 0, 0, 0, checkpoint=11 * GB), capacity.Needs("cpu"))(kind) == 0
 
 
 def test_a_run_that_starts_with_fewer_is_planned_with_those_that_have_room(
-    cluster: layouts.Cluster, encoder: Path
+    cluster: placement.Cluster, encoder: Path
 ) -> None:
     config = configured(train__workers=64, train__min_workers=8)
-    layout = layouts.laid_out(config, cluster)
+    layout = placement.laid_out(config, cluster)
     assert (layout.workers, layout.room, layout.least) == (64, 27, 8)  # 4 nodes of 8, less 5 for the data of 27
-    found = plan.choose(config, cluster, layout, needs(encoder, config, 64, 1), prices.table())
+    found = plan.choose(config, cluster, layout, needs(encoder, config, 64, 1), pricing.table())
     assert found.nodes == {"worker": 4}
 
 
-def two_types(first: dict[str, Any], second: dict[str, Any]) -> layouts.Cluster:
+def two_types(first: dict[str, Any], second: dict[str, Any]) -> placement.Cluster:
     """A head without room, and two types of worker by their `node_config`."""
     kinds = {
         "head": {"resources": {"CPU": 0}, "node_config": {"InstanceType": "m7i.large"}},
@@ -179,7 +181,7 @@ def two_types(first: dict[str, Any], second: dict[str, Any]) -> layouts.Cluster:
         "second": {"resources": {"CPU": 8}, "max_workers": 4, "node_config": second},
     }
     file = {"provider": {"type": "aws"}, "head_node_type": "head", "max_workers": 4, "available_node_types": kinds}
-    return layouts.of_document(file)
+    return placement.of_document(file)
 
 
 SPOT = {"InstanceMarketOptions": {"MarketType": "spot"}}
@@ -191,13 +193,13 @@ def test_a_type_without_a_price_is_never_the_cheapest(encoder: Path, unpriced: d
     cluster = two_types(unpriced, {"InstanceType": "c7i.8xlarge"})
     for workers, nodes in ((4, {"second": 1}), (20, {"second": 3})):
         config = configured(train__workers=workers)
-        layout = layouts.laid_out(config, cluster)
-        found = plan.choose(config, cluster, layout, needs(encoder, config, workers, 1), prices.table())
+        layout = placement.laid_out(config, cluster)
+        found = plan.choose(config, cluster, layout, needs(encoder, config, workers, 1), pricing.table())
         assert found.nodes == nodes
     few = replace(cluster, kinds=tuple(replace(kind, most=2) for kind in cluster.kinds))
-    found = plan.choose(config, few, layout, needs(encoder, config, 20, 1), prices.table())
+    found = plan.choose(config, few, layout, needs(encoder, config, 20, 1), pricing.table())
     assert found.nodes.keys() == {"first", "second"}
-    assert plan.money(few, found.nodes, prices.table(), 1.0, 0.0) is None
+    assert plan.money(few, found.nodes, pricing.table(), 1.0, 0.0) is None
 
 
 def test_a_recipe_s_own_way_comes_first_and_then_those_that_take_less(encoder: Path) -> None:
@@ -209,9 +211,9 @@ def test_a_recipe_s_own_way_comes_first_and_then_those_that_take_less(encoder: P
 # ---------------------------------------------------------------------------------------------------------------- hours
 
 
-def planned(config: Config, cluster: layouts.Cluster, given: pace.Pace = pace.CPU) -> plan.Hours:
-    layout = layouts.laid_out(config, cluster)
-    chosen = plan.choose(config, cluster, layout, [(Way(), Need(1e9, 0, 0, 0))], prices.table())
+def planned(config: Config, cluster: placement.Cluster, given: throughput.Pace = throughput.CPU) -> plan.Hours:
+    layout = placement.laid_out(config, cluster)
+    chosen = plan.choose(config, cluster, layout, [(Way(), Need(1e9, 0, 0, 0))], pricing.table())
     return plan.hours(config, layout, chosen, SHAPE, ROWS, given)
 
 
@@ -219,19 +221,19 @@ def lasting(found: plan.Hours, train_s: float, evaluate_s: float) -> plan.Hours:
     return replace(found, compute_s=train_s / found.updates, exchange_s=0.0, evaluate_s=evaluate_s, start_s=0.0)
 
 
-def test_hours_are_rows_by_the_pace(cluster: layouts.Cluster) -> None:
+def test_hours_are_rows_by_the_pace(cluster: placement.Cluster) -> None:
     """One worker, whose products come to 1e9 operations a second and whose step takes nothing."""
     config = configured(train__workers=1, train__epochs=2)
-    found = planned(config, cluster, pace.Pace(1e9, 1e30, ""))
+    found = planned(config, cluster, throughput.Pace(1e9, 1e30, ""))
     assert found.updates == 2 * -(-10_000 // 32)
     flops = SHAPE.flops(np.full(32, 32))
     assert found.train_s == pytest.approx(found.updates * flops / 1e9)
     assert found.evaluate_s == pytest.approx(flops / 32 / 1e9 / 3 * (2 * 1250 + 1250))
 
 
-def test_the_last_update_is_followed_by_an_evaluation(cluster: layouts.Cluster) -> None:
+def test_the_last_update_is_followed_by_an_evaluation(cluster: placement.Cluster) -> None:
     """Of 313 updates: one that no whole number of `evaluate_every` has led to."""
-    given = pace.Pace(1e9, 1e30, "")
+    given = throughput.Pace(1e9, 1e30, "")
     once, thrice = (
         planned(configured(train__workers=1, train__epochs=1, train__evaluate_every=every), cluster, given)
         for every in (1000, 150)
@@ -240,23 +242,23 @@ def test_the_last_update_is_followed_by_an_evaluation(cluster: layouts.Cluster) 
     assert thrice.evaluate_s / once.evaluate_s == pytest.approx((3 + 1) / (1 + 1))
 
 
-def test_through_a_frozen_encoder_nothing_goes_back(cluster: layouts.Cluster) -> None:
+def test_through_a_frozen_encoder_nothing_goes_back(cluster: placement.Cluster) -> None:
     """A third of the operations, and the head's weights alone to exchange and step; an evaluation takes as long as
     ever."""
-    given = pace.Pace(1e9, 1e30, "")
+    given = throughput.Pace(1e9, 1e30, "")
     plain, frozen = (
         planned(configured(train__workers=1, train__epochs=2, model__freeze=freeze), cluster, given)
         for freeze in ("none", "encoder")
     )
     assert frozen.train_s == pytest.approx(plain.train_s / 3)
     assert frozen.evaluate_s == pytest.approx(plain.evaluate_s)
-    work = pace.work(configured(model__freeze="encoder").recipe, SHAPE, ROWS)
+    work = throughput.work(configured(model__freeze="encoder").recipe, SHAPE, ROWS)
     assert work.gradient == work.weights == 4 * 384 * 384
 
 
-def test_an_evaluation_computes_no_layer_again(cluster: layouts.Cluster) -> None:
+def test_an_evaluation_computes_no_layer_again(cluster: placement.Cluster) -> None:
     config = configured(train__workers=1, train__epochs=2)
-    given, layout = pace.Pace(1e9, 1e30, ""), layouts.laid_out(config, cluster)
+    given, layout = throughput.Pace(1e9, 1e30, ""), placement.laid_out(config, cluster)
     ways = [(Way(gradient_checkpointing=again), Need(1e9, 0, 0, 0)) for again in (False, True)]
     plain, again = (
         plan.hours(config, layout, plan.choose(config, cluster, layout, [way], {}), SHAPE, ROWS, given) for way in ways
@@ -265,7 +267,7 @@ def test_an_evaluation_computes_no_layer_again(cluster: layouts.Cluster) -> None
     assert again.evaluate_s == plain.evaluate_s
 
 
-def test_a_search_takes_its_budget_and_its_end(cluster: layouts.Cluster) -> None:
+def test_a_search_takes_its_budget_and_its_end(cluster: placement.Cluster) -> None:
     """With 100 hours a full run, 8 of them and 4 for the end by default."""
     full = 2 * -(-10_000 // 32) * 32
 
@@ -296,9 +298,9 @@ def test_the_price_of_a_type_that_no_table_has_is_asked_for_and_taken(name: str)
     """By the file of prices and by the cluster's own; not taken for a node that costs nothing."""
     document = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     document["available_node_types"][name]["node_config"]["InstanceType"] = "m7i.metal-48xl"
-    cluster, nodes = layouts.of_document(document), {"worker": 2}
-    assert plan.money(cluster, nodes, prices.table(), 100.0, 0.0) is None
-    found = plan.money(cluster, nodes, prices.table(None, {"prices": {"m7i.metal-48xl": 5.0}}), 100.0, 0.0)
+    cluster, nodes = placement.of_document(document), {"worker": 2}
+    assert plan.money(cluster, nodes, pricing.table(), 100.0, 0.0) is None
+    found = plan.money(cluster, nodes, pricing.table(None, {"prices": {"m7i.metal-48xl": 5.0}}), 100.0, 0.0)
     assert found is not None
     assert found.dollars == pytest.approx(100 * (0.101 + 2 * 5.0 if name == "worker" else 5.0 + 2 * 0.357))
 
@@ -306,29 +308,29 @@ def test_the_price_of_a_type_that_no_table_has_is_asked_for_and_taken(name: str)
 def test_nodes_that_are_up_whatever_runs_are_paid_for() -> None:
     """Two of the least number of four are taken away from the run, and of the others nothing is repeated."""
     document = yaml.safe_load((ROOT / "cluster.yaml").read_text())
-    plain, nodes = layouts.of_document(document), {"worker": 2}
+    plain, nodes = placement.of_document(document), {"worker": 2}
     document["available_node_types"]["worker"]["min_workers"] = 4
-    kept = layouts.of_document(document)
-    few, many = (plan.money(one, nodes, prices.table(), 100.0, 3600.0) for one in (plain, kept))
+    kept = placement.of_document(document)
+    few, many = (plan.money(one, nodes, pricing.table(), 100.0, 3600.0) for one in (plain, kept))
     assert few is not None
     assert many is not None
     assert few.dollars == pytest.approx(100 * 0.815)
     assert many.dollars == pytest.approx(100 * 1.529)
     assert many.interruptions == pytest.approx(few.interruptions)
-    assert money.idle(plain, nodes) == []
-    assert len(money.idle(kept, nodes)) == 1
+    assert cost_estimate.idle(plain, nodes) == []
+    assert len(cost_estimate.idle(kept, nodes)) == 1
 
 
 def test_a_worker_s_hour_has_a_price_whatever_it_runs_on() -> None:
     """As a run's report has it: by the setting, else by the file."""
-    table = prices.table() | {"worker": prices.of(0.04)}
-    assert money.worker_price(configured(), prices.table()) is None
-    assert money.worker_price(configured(), table) == 0.04
-    assert money.worker_price(configured(tune__price=0.1), table) == 0.1
-    assert money.of_workers(10.0, 8, 0.5) == money.Cost(10.0, 40.0, of_workers=True)
+    table = pricing.table() | {"worker": pricing.of(0.04)}
+    assert cost_estimate.worker_price(configured(), pricing.table()) is None
+    assert cost_estimate.worker_price(configured(), table) == 0.04
+    assert cost_estimate.worker_price(configured(tune__price=0.1), table) == 0.1
+    assert cost_estimate.of_workers(10.0, 8, 0.5) == cost_estimate.Cost(10.0, 40.0, of_workers=True)
 
 
-def test_an_interruption_repeats_what_is_not_saved(cluster: layouts.Cluster) -> None:
+def test_an_interruption_repeats_what_is_not_saved(cluster: placement.Cluster) -> None:
     config = configured(train__workers=1, train__epochs=2)
     found = planned(config, cluster)
     assert plan.repeated_s(config, found, watched=True) == found.update_s
@@ -375,7 +377,7 @@ def test_a_plan_says_nodes_memory_hours_and_money(run: Cli, encoder: Path) -> No
     assert (made["fits"], made["device"], made["nodes"], made["strategy"]) == (True, "cpu", {"worker": 1}, "ddp")
     parts = {name: size for name, size in made["memory_mb"].items() if name != "total"}
     assert made["memory_mb"]["total"] == pytest.approx(sum(parts.values()), abs=0.5)
-    assert parts["process"] == memory.PROCESS / 1e6
+    assert parts["process"] == memory_needs.PROCESS / 1e6
     assert made["updates"] == 5 * -(-10_000 // 128)
     assert sum(made["seconds"].values()) == pytest.approx(3600 * made["hours"])
     assert 0 < made["cost"]["spot_dollars"] < made["cost"]["dollars"] < 1
@@ -461,8 +463,8 @@ def test_a_gpu_that_no_table_has_is_told_and_may_be_named(run: Cli, encoder: Pat
     assert [sum("accelerator_type:" in note for note in one["notes"]) for one in made] == [1, 0]
     assert "A10G" in made[0]["pace"]
     assert "H100" in made[1]["pace"]
-    cluster = layouts.of_document({**some, "available_node_types": {"head": head, "worker": named}})
-    held = [plan.holds(Need(total * GB, 0, 0, 0), supply.Needs("gpu", 1))(cluster.kinds[0]) for total in (67, 69)]
+    cluster = placement.of_document({**some, "available_node_types": {"head": head, "worker": named}})
+    held = [plan.holds(Need(total * GB, 0, 0, 0), capacity.Needs("gpu", 1))(cluster.kinds[0]) for total in (67, 69)]
     assert held == [1, 0]  # of 80 GB
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from rtrain import config
 from rtrain.config import Data
-from rtrain.data import records
-from rtrain.data.formats import files
-from rtrain.data.formats.addresses import is_glob, suffix
-from rtrain.errors import ConfigError
-from rtrain.runs import opening
+from rtrain.core.errors import ConfigError
+from rtrain.data import row_reader
+from rtrain.data.sources import find
+from rtrain.data.sources.paths import is_glob, suffix
+from rtrain.runs import run_folders
 from tests.causes import caused_by
 
 CONTENT = b"text,label\na,b\nc,d\n"
@@ -45,7 +45,7 @@ def web(tmp_path: Path) -> Iterator[str]:
 
 def texts(path: str) -> list[str]:
     data = Data(path=path)
-    return [record.text for piece in records.inspect(data).pieces for record in records.read(piece, data)]
+    return [record.text for piece in row_reader.inspect(data).pieces for record in row_reader.read(piece, data)]
 
 
 @pytest.mark.parametrize("name", ["rows [final].csv", "rows*.csv", "what?.csv", "rows [ab].csv.gz"])
@@ -66,25 +66,25 @@ def test_a_glob_is_still_one(tmp_path: Path) -> None:
 def test_a_presigned_address_is_one_file(web: str, name: str) -> None:
     assert texts(f"{web}/{name}?{QUERY}") == ["a", "c"]
     assert texts(f"{web}/{name}") == ["a", "c"]
-    assert len(records.Source(records.inspect(Data(path=f"{web}/{name}?{QUERY}")).pieces, ()).digest()) == 64
+    assert len(row_reader.Source(row_reader.inspect(Data(path=f"{web}/{name}?{QUERY}")).pieces, ()).digest()) == 64
 
 
 def test_what_is_said_of_an_address_has_no_signature(web: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        records.inspect(Data(path=f"{web}/rows.csv?{QUERY}", text="message"))
+        row_reader.inspect(Data(path=f"{web}/rows.csv?{QUERY}", text="message"))
     assert [(problem.field, problem.code) for problem in caught.value.problems] == [("data.text", "unknown_column")]
     assert QUERY not in str(caught.value)
 
 
 def test_an_address_that_is_not_there_is_a_problem(web: str) -> None:
     with pytest.raises(ConfigError, check=caused_by("not_found")):
-        records.inspect(Data(path=f"{web}/gone.csv?{QUERY}"))
+        row_reader.inspect(Data(path=f"{web}/gone.csv?{QUERY}"))
 
 
 def test_a_suffix_is_that_of_the_path() -> None:
     assert suffix(f"https://bucket/a/rows.jsonl.gz?{QUERY}") == ".jsonl"
     assert suffix("/data/what?.csv") == ".csv"
-    assert files.tells_format(f"https://bucket/rows.parquet?{QUERY}")
+    assert find.tells_format(f"https://bucket/rows.parquet?{QUERY}")
     assert [is_glob(uri) for uri in ("https://bucket/*.csv?a", "s3://bucket/*.csv", "/data/a.csv")] == [0, 1, 0]
 
 
@@ -93,7 +93,9 @@ def test_addresses_stay_and_paths_become_absolute(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows [final].csv").write_bytes(CONTENT)
     address = f"https://bucket.example/rows.csv?{QUERY}"
-    found = opening.absolute(config.load("intent", {"data.path": "rows [final].csv", "data.test": address})).recipe.data
+    found = run_folders.absolute(
+        config.load("intent", {"data.path": "rows [final].csv", "data.test": address})
+    ).recipe.data
     assert (found.path, found.test) == (str(tmp_path / "rows [final].csv"), address)
 
 
@@ -119,7 +121,7 @@ def refusing() -> Iterator[str]:
 @pytest.mark.parametrize("status", [401, 403, 500])
 def test_an_address_that_is_refused_is_a_problem_of_its_setting(refusing: str, status: int) -> None:
     with pytest.raises(ConfigError) as refused:
-        records.inspect(Data(path=f"{refusing}/{status}.csv?{QUERY}"))
+        row_reader.inspect(Data(path=f"{refusing}/{status}.csv?{QUERY}"))
     [problem] = refused.value.problems
     assert problem.field == "data.path"
     assert f"the server answers {status}" in problem.reason
@@ -136,4 +138,4 @@ def test_an_address_that_is_refused_is_a_problem_of_its_setting(refusing: str, s
 )
 def test_an_address_that_cannot_be_asked_is_a_problem_too(address: str, code: str) -> None:
     with pytest.raises(ConfigError, check=caused_by(code)):
-        records.inspect(Data(path=address))
+        row_reader.inspect(Data(path=address))

@@ -5,8 +5,8 @@ import io
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rtrain.data.formats import conll
-from rtrain.data.formats.conll import Sentence
+from rtrain.data.readers import conll
+from rtrain.data.readers.conll import Sentence
 from rtrain.metrics import entities
 
 

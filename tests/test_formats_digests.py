@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rtrain.data.formats import digests
+from rtrain.data.sources import digests
 
 
 @pytest.fixture

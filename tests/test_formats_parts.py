@@ -15,11 +15,11 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from rtrain.config import Data
-from rtrain.data import records, tokens
-from rtrain.data.formats import files, parts
-from rtrain.data.formats.files import Piece
-from rtrain.data.records import Record
-from rtrain.data.stores import store
+from rtrain.data import row_reader
+from rtrain.data.row_reader import Record
+from rtrain.data.sources import file_ranges, find
+from rtrain.data.sources.find import Piece
+from rtrain.data.store import builder, store
 from tests import test_tokens
 from tests.conftest import labelled_rows
 from tests.test_tokens import recipe_of
@@ -64,15 +64,15 @@ def read(path: Path, format: str, part_bytes: int, buffer: int, delimiter: str =
     piece, data = Piece(f"file://{path}", format, "train", delimiter), Data(text="text", label="label")
     found: list[Record] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "PART_BYTES", part_bytes)
-        patch.setattr(parts, "BUFFER", buffer)
-        cut = parts.survey(piece.uri, format, hashlib.sha256(path.read_bytes()).hexdigest(), delimiter)
+        patch.setattr(file_ranges, "PART_BYTES", part_bytes)
+        patch.setattr(file_ranges, "BUFFER", buffer)
+        cut = file_ranges.survey(piece.uri, format, hashlib.sha256(path.read_bytes()).hexdigest(), delimiter)
         for part, sha256 in cut:
             total = hashlib.sha256()
-            found += records.read(piece, data, part, total)
+            found += row_reader.read(piece, data, part, total)
             assert total.hexdigest() == sha256
     assert [part.start for part, _ in cut[1:]] == [part.stop for part, _ in cut[:-1]]
-    assert (cut[0][0].start, cut[-1][0].stop) == (0, parts.END)
+    assert (cut[0][0].start, cut[-1][0].stop) == (0, file_ranges.END)
     return found, len(cut)
 
 
@@ -94,7 +94,7 @@ def test_a_file_in_parts_has_the_rows_of_the_whole_file(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
         path.write_bytes(mark + header + content)
-        whole = list(records.read(Piece(f"file://{path}", format, "train"), Data()))
+        whole = list(row_reader.read(Piece(f"file://{path}", format, "train"), Data()))
         assert read(path, format, part_bytes, buffer)[0] == whole
 
 
@@ -117,7 +117,7 @@ def test_a_parquet_file_in_parts_has_the_rows_of_the_whole_file(rows: int, group
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.parquet"
         pyarrow.parquet.write_table(table, path, row_group_size=group)
-        whole = list(records.read(Piece(f"file://{path}", "parquet", "train"), Data()))
+        whole = list(row_reader.read(Piece(f"file://{path}", "parquet", "train"), Data()))
         found, count = read(path, "parquet", part_bytes, 64)
     assert found == whole
     assert [record.line for record in found] == list(range(1, rows + 1))
@@ -129,13 +129,13 @@ def test_a_parquet_file_in_parts_has_the_rows_of_the_whole_file(rows: int, group
     [("a.csv", True), ("a.tsv", True), ("a.jsonl", True), ("a.parquet", True), ("a.csv.gz", False), ("a.conll", False)],
 )
 def test_files_that_can_be_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, large: bool) -> None:
-    monkeypatch.setattr(parts, "PART_BYTES", 99)
+    monkeypatch.setattr(file_ranges, "PART_BYTES", 99)
     path = tmp_path / name
-    format = files.SUFFIXES[Path(name.removesuffix(".gz")).suffix]
+    format = find.SUFFIXES[Path(name.removesuffix(".gz")).suffix]
     for size, expected in ((99, False), (100, large)):
         path.write_bytes(bytes(size))
-        assert parts.is_large(f"file://{path}", format) is expected
-    assert not parts.is_large("https://host.invalid/a.csv", "csv")
+        assert file_ranges.is_large(f"file://{path}", format) is expected
+    assert not file_ranges.is_large("https://host.invalid/a.csv", "csv")
 
 
 @pytest.mark.parametrize("augment", [False, True])
@@ -150,9 +150,9 @@ def test_a_store_is_the_same_whatever_the_parts(
     if augment:
         recipe = recipe.model_copy(update={"augment": recipe.augment.model_copy(update={"copies": 1, "drop": 0.3})})
     made: list[store.Store] = []
-    monkeypatch.setattr(parts, "BUFFER", 64)
+    monkeypatch.setattr(file_ranges, "BUFFER", 64)
     for number, size in enumerate((1 << 20, 1000, 2500)):
-        monkeypatch.setattr(parts, "PART_BYTES", size)
+        monkeypatch.setattr(file_ranges, "PART_BYTES", size)
         made.append(make_store(recipe, encoder, tmp_path / str(number)))
     assert len(made[0].manifest.shards) == 1
     assert (len(made[1].manifest.shards) > 8) is not augment  # the order of copies is a batch's
@@ -179,9 +179,9 @@ def test_a_large_file_is_read_by_several_tasks_of_ray_data(ray_session: Path, tm
     filler = "x,\n" * 40_000
     rows = [[text, label, f"{filler}{number}"] for number, (text, label) in enumerate(labelled_rows(600))]
     path.write_bytes(written([["text", "label", "filler"], *rows], "\n"))
-    assert 2 * parts.PART_BYTES < path.stat().st_size < 3 * parts.PART_BYTES
+    assert 2 * file_ranges.PART_BYTES < path.stat().st_size < 3 * file_ranges.PART_BYTES
     recipe = recipe_of(path)
-    found, made = tokens.ensure(recipe, records.inspect(recipe.data), encoder, tmp_path)
+    found, made = builder.ensure(recipe, row_reader.inspect(recipe.data), encoder, tmp_path)
     assert made
     assert len(found.manifest.shards) == 3
     expected = make_store(recipe, encoder, tmp_path / "alone")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rtrain.data.formats import squad
-from rtrain.data.formats.squad import Answer, Question
+from rtrain.data.readers import squad
+from rtrain.data.readers.squad import Answer, Question
 
 CONTEXT = "The café opens at nine."
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from rtrain import config as configuration, events
+from rtrain import config as configuration
+from rtrain.core import events
+from rtrain.core.errors import UserError
+from rtrain.core.run_folder import Run
 from rtrain.data.order import Order
-from rtrain.doctor import frequency
-from rtrain.errors import UserError
-from rtrain.run import Run
 from tests import trained
 from tests.test_forecast_choose_k import LOG
 from tests.tiny import make_encoder
+from tune import choose_frequency
 
 
 @pytest.mark.parametrize(
@@ -31,26 +32,26 @@ from tests.tiny import make_encoder
 )
 def test_a_pilot_is_long_enough_to_measure_and_short_beside_a_run(rows: int, k: int, expected: int | None) -> None:
     """With 5 updates of another frequency: of one pass each, or of four beside a pilot of fewer."""
-    assert frequency.updates(Order("digest", rows, 32, 1, 0), k) == expected
+    assert choose_frequency.updates(Order("digest", rows, 32, 1, 0), k) == expected
 
 
 def test_the_learning_rate_is_carried_as_a_search_carries_it() -> None:
     given = {"train.workers": 2, "train.micro_batch": 8, "train.aggregation_frequency": 4}
     linear = configuration.load("intent", {**given, "tune.lr_scaling": "linear"})
-    assert frequency.settings(linear, 4) == {"train.aggregation_frequency": 4, "train.rows_per_update": None}
+    assert choose_frequency.settings(linear, 4) == {"train.aggregation_frequency": 4, "train.rows_per_update": None}
     carried = {"optim.lr_scaling": "linear", "optim.lr_rows": 64}
-    assert frequency.settings(linear, 1) == {
+    assert choose_frequency.settings(linear, 1) == {
         "train.aggregation_frequency": 1,
         "train.rows_per_update": None,
         **carried,
     }
-    root = frequency.settings(configuration.load("intent", given), 1)
+    root = choose_frequency.settings(configuration.load("intent", given), 1)
     assert (root["optim.lr_scaling"], root["optim.beta2_scaling"]) == ("sqrt", "rows")
 
 
 def test_a_pilot_leaves_no_copies_under_the_name_that_every_pilot_has() -> None:
     """The next one would be refused: the storage holds a run of that name already."""
-    found = frequency.piloted(configuration.load("intent", {"cluster.storage": "file:///copies"}), 4)
+    found = choose_frequency.piloted(configuration.load("intent", {"cluster.storage": "file:///copies"}), 4)
     assert (found.deploy.cluster.storage, found.recipe.train.aggregation_frequency) == (None, 4)
 
 
@@ -63,10 +64,10 @@ def test_a_pilot_and_updates_beside_it_decide(tmp_path: Path) -> None:
     for k, log in ((4, LOG), (1, clock)):
         runs.append(run := Run(tmp_path / f"run-{k}"))
         run.folder.mkdir()
-        run.config.write_text(configuration.to_yaml(frequency.piloted(config, k)))
+        run.config.write_text(configuration.to_yaml(choose_frequency.piloted(config, k)))
         for event in log:
             events.append(run.folder, event["kind"], **{key: value for key, value in event.items() if key != "kind"})
-    found = frequency.decided(config, *runs)
+    found = choose_frequency.decided(config, *runs)
     assert [one["k"] for one in found["options"]] == [1, 2, 4, 8]
     [best] = [one for one in found["options"] if one["k"] == found["aggregation_frequency"]]
     assert found["settings"] == best["settings"]
@@ -87,7 +88,7 @@ DOCUMENT: dict[str, Any] = {
 
 
 def test_a_decision_ends_with_what_to_write() -> None:
-    last = frequency.text(DOCUMENT)[-1]
+    last = choose_frequency.text(DOCUMENT)[-1]
     assert "--set train.aggregation_frequency=2 --set train.rows_per_update=null" in last
 
 
@@ -99,15 +100,15 @@ def test_a_pilot_is_trained_and_decides(ray_session: Path) -> None:
     config = trained.settings(ray_session / "frequency", **chosen)
     folder, seen = ray_session / "frequency" / "out", list[dict[str, Any]]()
     folder.mkdir()
-    found = frequency.run(config, folder, seen.append)
-    assert found == json.loads((folder / frequency.JSON).read_text())
-    assert [path.name for path in folder.iterdir()] == [frequency.JSON]
+    found = choose_frequency.run(config, folder, seen.append)
+    assert found == json.loads((folder / choose_frequency.JSON).read_text())
+    assert [path.name for path in folder.iterdir()] == [choose_frequency.JSON]
     assert [one["k"] for one in found["options"]] == [1, 2, 4, 8]
     begun, other = (event for event in seen if event["kind"] == "started")
     ended, timed = (event for event in seen if event["kind"] == "trained")
     assert (begun["rows_per_update"], other["rows_per_update"]) == (16, 4)
-    assert frequency.FEWEST <= ended["updates"] == found["pilot"]["updates"]
-    assert timed["updates"] == frequency.CLOCK
+    assert choose_frequency.FEWEST <= ended["updates"] == found["pilot"]["updates"]
+    assert timed["updates"] == choose_frequency.CLOCK
     assert ended["rows_seen"] + timed["rows_seen"] <= 0.15 * 16 * begun["of"]
     assert found["noise_scale"]["measurements"] == ended["updates"] // 2
     configuration.with_overrides(config, found["settings"])
@@ -120,6 +121,6 @@ def test_a_run_that_is_too_short_for_a_pilot_is_refused(ray_session: Path) -> No
     folder = ray_session / "short" / "out"
     folder.mkdir()
     with pytest.raises(UserError) as error:
-        frequency.run(config, folder, lambda event: None)
+        choose_frequency.run(config, folder, lambda event: None)
     assert error.value.code == "too_few_rows"
     assert not any(folder.iterdir())

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from rtrain import artifact, predict
 from rtrain.compress import quantize
 from rtrain.config import Gate, load
-from rtrain.errors import ConfigError, UserError
-from rtrain.gate import gate, told
-from rtrain.report import baseline
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.evaluation import gate, gate_table
+from rtrain.inference import artifact, predictor
+from rtrain.report import baselines
 from tests import gating
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.gating import Gated
@@ -63,7 +63,7 @@ def test_quantize_gates_what_it_makes(gated: Gated) -> None:
     assert found.gate["against"]["version"] == artifact.read(gated.float_one).version
     assert (found.gate["rows"], found.gate["source"]) == (TEST_ROWS, "test rows of the run")
     own, tfidf = found.gate["rivals"]  # of the run's report: nothing was trained for it
-    document = baseline.read(gated.run)
+    document = baselines.read(gated.run)
     assert document is not None
     (known,) = (one for one in document["baselines"] if one["name"] == tfidf["name"])
     assert (tfidf["score"], tfidf["ms"]) == (known["scores"]["test"], known["ms"])
@@ -81,7 +81,7 @@ def test_the_honest_int8_is_promoted_on_a_file_too(gated: Gated, file_of_rows: P
     sizes = [sum(path.stat().st_size for path in one.iterdir()) / 1e6 for one in (gated.int8, gated.float_one)]
     assert [found["megabytes"], found["base_megabytes"]] == pytest.approx(sizes, abs=0.01)
     assert set(found["host"]) == {"name", "processor", "int8", "cores", "threads", "python", "rtrain"}
-    assert told.text(found).splitlines()[-1].startswith("promote")
+    assert gate_table.text(found).splitlines()[-1].startswith("promote")
 
 
 def test_answers_that_are_known_are_not_asked_for_again(gated: Gated) -> None:
@@ -125,13 +125,13 @@ def test_another_tokenizer_is_refused_and_told(gated: Gated, file_of_rows: Path,
 def test_an_engine_slower_than_float_is_refused(
     gated: Gated, file_of_rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick = predict.OpenVino.logits
+    quick = predictor.OpenVino.logits
 
-    def slow(engine: predict.OpenVino, inputs: Any) -> Any:
+    def slow(engine: predictor.OpenVino, inputs: Any) -> Any:
         time.sleep(0.03)
         return quick(engine, inputs)
 
-    monkeypatch.setattr(predict.OpenVino, "logits", slow)
+    monkeypatch.setattr(predictor.OpenVino, "logits", slow)
     found = against_float(gated.int8, gated, file_of_rows, LIMITS.model_copy(update={"speedup": 0.5}))
     assert found["verdict"] == "refuse"
     assert len(found["reasons"]) == len(found["latency"])

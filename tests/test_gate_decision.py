@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies
 
-from rtrain.comparison.chance import Difference
-from rtrain.comparison.measure import Flipped, Slice
 from rtrain.config import Gate
-from rtrain.gate import decision
-from rtrain.gate.decision import WORDS, Limits, Measured, Speed, decide
+from rtrain.evaluation import decision
+from rtrain.evaluation.decision import WORDS, Limits, Measured, Speed, decide
+from rtrain.evaluation.differences import Flipped, Slice
+from rtrain.evaluation.significance import Difference
 
 LIMITS = decision.limits(Gate(), student=False)
 

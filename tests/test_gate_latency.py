@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rtrain.gate import latency
-from rtrain.gate.decision import Speed
+from rtrain.evaluation import latency
+from rtrain.evaluation.decision import Speed
 
 ROWS = {"up to 16 tokens": list(range(12))}
 

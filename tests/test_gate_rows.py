@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from rtrain import artifact, config, predict, score
-from rtrain.batch import Head
+from rtrain import config
 from rtrain.config import Data, Gate
-from rtrain.data.stores.store import Store
-from rtrain.errors import ConfigError, UserError
-from rtrain.gate import gate, rows as answered
-from rtrain.network import trimming
-from rtrain.runs import smaller
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.core.ragged import Head
+from rtrain.data.store.store import Store
+from rtrain.evaluation import gate, gate_rows as answered
+from rtrain.inference import artifact, predictor, score
+from rtrain.models import vocab_trimming
+from rtrain.runs import trim_vocabulary
 from rtrain.tasks import base
 from tests.conftest import write_rows
 from tests.gating import QUICK, turn_tokenizer
@@ -41,14 +42,14 @@ def pair_of(folder: Path, task: str, overrides: dict[str, Any]) -> Pair:
     given = {"model.name": str(make_encoder(folder / "encoder")), **overrides}
     recipe = config.load(names[task], given).recipe
     whole = make_store(recipe, folder / "encoder", folder)
-    ids = trimming.kept(folder / "encoder", smaller.counted(whole))
-    store = make_store(recipe, trimming.trim(folder / "encoder", ids, folder / "small-encoder"), folder)
+    ids = vocab_trimming.kept(folder / "encoder", trim_vocabulary.counted(whole))
+    store = make_store(recipe, vocab_trimming.trim(folder / "encoder", ids, folder / "small-encoder"), folder)
     most = recipe.data.window_tokens
     facts = {**whole.manifest.head.facts, "stride": recipe.data.stride, "max_windows": recipe.data.max_windows}
     head = Head(whole.manifest.labels, facts)
     made = make_task_artifact(folder / "made", task, head, max_tokens=most)
     trained = owned(made, folder / "base", whole)
-    trimming.trim(trained, ids, folder / "cut")
+    vocab_trimming.trim(trained, ids, folder / "cut")
     shutil.copyfile(trained / artifact.NAME, folder / "cut" / artifact.NAME)
     return Pair(trained, owned(folder / "cut", folder / "small", store), whole, store)
 
@@ -58,8 +59,8 @@ def owned(source: Path, target: Path, store: Store) -> Path:
     shutil.copytree(source, target)
     made = artifact.read(target, verify=False)
     made = replace(made, lineage={"data_digest": store.manifest.digest}, golden=())
-    inputs = predict.golden_inputs(base.get(made.task), Head(made.labels, made.facts))
-    artifact.write(target, made, predict.golden_logits, inputs)
+    inputs = predictor.golden_inputs(base.get(made.task), Head(made.labels, made.facts))
+    artifact.write(target, made, predictor.golden_logits, inputs)
     return target
 
 
@@ -105,7 +106,7 @@ def test_tags_of_a_trimmed_student_are_set_beside_its_teacher_s(tags: Pair) -> N
 
 def test_rows_are_joined_whatever_their_order(tags: Pair) -> None:
     """Rows whose pieces are the same have the same answers, so that none was set beside another one."""
-    base_made, small = (predict.Predictor.load(folder) for folder in (tags.base, tags.small))
+    base_made, small = (predictor.Predictor.load(folder) for folder in (tags.base, tags.small))
     readings = [answered.Reading.of(one, artifact.read(one)) for one in (tags.base, tags.small)]
     among = np.array([9, 0, 4], dtype=np.int64)
     both = answered.of_store(
@@ -113,9 +114,9 @@ def test_rows_are_joined_whatever_their_order(tags: Pair) -> None:
     )
     names = dict(enumerate(tags.store.column("test", "row_id").tolist()))
     assert both.base.tokens.row_ids.tolist() == both.candidate.tokens.row_ids.tolist() == [names[row] for row in among]
-    known = trimming.read(tags.small.parent / "small-encoder")
+    known = vocab_trimming.read(tags.small.parent / "small-encoder")
     assert known is not None
-    ids = trimming.old_ids(known.kept)
+    ids = vocab_trimming.old_ids(known.kept)
     alike = 0
     for row in range(len(among)):
         one, other = both.base.tokens.pick([row]), both.candidate.tokens.pick([row])
@@ -213,7 +214,7 @@ def test_a_store_that_is_gone_does_not_tell_what_was_trained_on(tmp_path: Path) 
 
 def test_a_file_with_labels_of_another_model_is_refused_and_a_few_of_them_are_counted(tmp_path: Path) -> None:
     folders = [make_artifact(tmp_path / str(seed), ("late", "lost"), seed) for seed in (1, 2)]
-    one, other = (predict.Predictor.load(folder) for folder in folders)
+    one, other = (predictor.Predictor.load(folder) for folder in folders)
 
     def rows(labels: list[str]) -> Data:
         path = write_rows(tmp_path / "rows.csv", list(zip(CORPUS[:10], itertools.cycle(labels), strict=False)))
@@ -233,7 +234,7 @@ def test_outputs_of_masked_words_in_a_file_are_not_kept(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("text\n" + "".join(f"{text}\n" for text in CORPUS * 3))
     named = {"data.path": str(tmp_path / "rows.csv"), "data.text": "text", "data.label": None}
     data = score.settings(artifact.read(folders[0]), named)
-    one, other = (predict.Predictor.load(folder) for folder in folders)
+    one, other = (predictor.Predictor.load(folder) for folder in folders)
     both = answered.of_file(one, other, data)
     assert [side.answered.outputs for side in (both.base, both.candidate)] == [[], []]
     headline = answered.judge(both).headline

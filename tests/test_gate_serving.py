@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from rtrain import artifact, manifest
-from rtrain.artifact import Artifact, ArtifactError
 from rtrain.cli import app as cli
 from rtrain.config import Serve
-from serve.door import access
+from rtrain.core import manifest
+from rtrain.inference import artifact
+from rtrain.inference.artifact import Artifact, ArtifactError
+from serve.auth import preflight
 from tests.test_serve_deployment import openvino_artifact
 from tests.tiny import make_artifact
 
@@ -31,7 +32,7 @@ def judged(folder: Path, verdict: dict[str, Any]) -> Path:
 
 
 def admit(folder: Path, **settings: Any) -> None:
-    access.admit(artifact.read(folder), folder, Serve(**settings))
+    preflight.admit(artifact.read(folder), folder, Serve(**settings))
 
 
 def test_a_promoted_one_is_served(int8: Path) -> None:
@@ -49,7 +50,7 @@ def test_what_to_do_next_is_to_serve_just_where_an_endpoint_takes_it(
     gate = {"verdict": verdict, "reasons": ["it is slower"], "version": "another" if other else "one"}
     made = replace(made, gate=gate if verdict else None)
     try:
-        access.admit(made, tmp_path, Serve())
+        preflight.admit(made, tmp_path, Serve())
         admitted = True
     except ArtifactError:
         admitted = False
@@ -65,7 +66,7 @@ def test_a_run_s_own_float_model_needs_no_gate_and_a_student_does(tmp_path: Path
     made = artifact.read(folder)
     student = replace(made, lineage={**made.lineage, "teacher": "0123456789ab"})
     with pytest.raises(ArtifactError):
-        access.admit(student, folder, Serve())
+        preflight.admit(student, folder, Serve())
 
 
 def test_a_float_model_that_was_set_beside_another_one_and_refused_is_refused(tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_any_other_verdict_is_refused(int8: Path, verdict: dict[str, Any] | None
 def test_what_the_gate_could_not_tell_is_served_and_said(int8: Path) -> None:
     """On a busy machine, or of few rows: quantize and then serve must work there too."""
     folder, said = judged(int8, {"verdict": "hold", "reasons": ["10 rows tell nothing"]}), list[str]()
-    access.admit(artifact.read(folder), folder, Serve(), said.append)
+    preflight.admit(artifact.read(folder), folder, Serve(), said.append)
     assert len(said) == 1
 
 
@@ -98,9 +99,9 @@ def test_what_the_gate_could_not_tell_is_served_and_said(int8: Path) -> None:
 def test_a_latency_of_another_processor_is_said(
     int8: Path, monkeypatch: pytest.MonkeyPatch, flags: set[str], slower: bool
 ) -> None:
-    monkeypatch.setattr("rtrain.network.int8.flags_of", lambda cpuinfo: flags)
+    monkeypatch.setattr("rtrain.models.int8_support.flags_of", lambda cpuinfo: flags)
     folder, said = judged(int8, {**PROMOTED, "host": {"name": "builder", "int8": ["VNNI"]}}), list[str]()
-    access.admit(artifact.read(folder), folder, Serve(), said.append)
+    preflight.admit(artifact.read(folder), folder, Serve(), said.append)
     assert len(said) == slower
 
 
@@ -138,7 +139,7 @@ def ray_is_near(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def begun(*given: object, **named: object) -> None:
         raise Begun
 
-    monkeypatch.setattr("serve.starting.session", begun)
+    monkeypatch.setattr("serve.launcher.session", begun)
 
 
 @pytest.mark.usefixtures("ray_is_near")

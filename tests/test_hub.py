@@ -18,9 +18,10 @@ import pytest
 import transformers
 import yaml
 
-from rtrain import config, hub, manifest
-from rtrain.run import Run
-from rtrain.runs import opening
+from rtrain import config
+from rtrain.core import hub, manifest
+from rtrain.core.run_folder import Run
+from rtrain.runs import run_folders
 from tests.conftest import labelled_rows
 from tests.hub import Hub, make_rows, serving
 from tests.refusing import refused, refused_fields
@@ -126,12 +127,12 @@ def test_a_run_is_resumed_by_the_names_that_it_was_started_with(tmp_path: Path) 
         return config.load("intent", {"model.name": model, "model.pooling": "mean", "data.path": rows})
 
     first = made(f"a/b@{OLD}", f"c/d:e@{OLD}")
-    opening.freeze(Run(tmp_path), first)
-    _, again = opening.choose(tmp_path, made("a/b", "c/d:e"), "resume")
+    run_folders.freeze(Run(tmp_path), first)
+    _, again = run_folders.choose(tmp_path, made("a/b", "c/d:e"), "resume")
     assert again.recipe.identity() == first.recipe.identity()
-    assert opening.absolute(made("a/b", "c/d:e@main"), tmp_path).recipe.data.path == f"c/d:e@{OLD}"
+    assert run_folders.absolute(made("a/b", "c/d:e@main"), tmp_path).recipe.data.path == f"c/d:e@{OLD}"
     with refused_fields("model.name"):
-        opening.choose(tmp_path, made(f"a/b@{NEW}", "c/d:e"), "resume")
+        run_folders.choose(tmp_path, made(f"a/b@{NEW}", "c/d:e"), "resume")
 
 
 # --------------------------------------------------------------------------------------------------------- what is kept
@@ -278,7 +279,7 @@ def test_nothing_but_the_module_of_the_hub_asks_the_hub() -> None:
                 node.func.attr == "from_pretrained" and not stays
             ):
                 asking.append(path.relative_to(ROOT).as_posix())
-    assert set(asking) == {"rtrain/hub.py"}
+    assert set(asking) == {"rtrain/core/hub.py"}
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs

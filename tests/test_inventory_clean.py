@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from rtrain import config, drafts, events, manifest
-from rtrain.errors import UserError
-from rtrain.inventory import facts, plan, removal, sizes, table, walk
-from rtrain.inventory.facts import Known
-from rtrain.inventory.plan import Keep, Removal
-from rtrain.proof import ledger
+from rtrain import config
+from rtrain.core import atomic_write, events, manifest
+from rtrain.core.errors import UserError
+from rtrain.core.run_folder import Run
 from rtrain.report import html, summary
-from rtrain.run import Run
-from rtrain.runs import opening, preparing
+from rtrain.runs import prepare, run_folders
+from rtrain.runs.store import clean, clean_plan, disk_usage, run_info, scan, table
+from rtrain.runs.store.clean_plan import Keep, Removal
+from rtrain.runs.store.run_info import Known
+from rtrain.verification import ledger
 from tests import stock, test_cli
 from tests.conftest import labelled_rows
 from tests.reports import answers_of, make_run, page_of, write_predictions
@@ -32,11 +33,11 @@ Cli = test_cli.Cli
 
 
 def planned(folder: Path, keep: Keep) -> list[Removal]:
-    return plan.of_run(known_of(folder), keep, walk.around(folder))
+    return clean_plan.of_run(known_of(folder), keep, scan.around(folder))
 
 
 def known_of(folder: Path) -> Known:
-    known = walk.around(folder).of(folder)
+    known = scan.around(folder).of(folder)
     assert known is not None
     return known
 
@@ -55,8 +56,8 @@ def test_artifact_keeps_all_that_is_finished(tmp_path: Path) -> None:
     (one.folder / "my-notes.md").write_text("mine")
     before = stock.names(one.folder)
     removals = planned(one.folder, "artifact")
-    size = sizes.size(one.checkpoints) + 100
-    assert (size > 3 * stock.WEIGHTS, removal.carry_out(removals)) == (True, size)
+    size = disk_usage.size(one.checkpoints) + 100
+    assert (size > 3 * stock.WEIGHTS, clean.carry_out(removals)) == (True, size)
     kept = {name for name in before if not name.startswith(("checkpoints/", "ray/"))}
     assert {"my-notes.md", "config.yaml", "artifact/model.safetensors"} <= kept
     assert stock.names(one.folder) == kept | {"lock"}
@@ -68,7 +69,7 @@ def test_artifact_keeps_all_that_is_finished(tmp_path: Path) -> None:
 def test_a_run_without_an_artefact_keeps_what_it_goes_on_from(tmp_path: Path) -> None:
     one = stock.make(tmp_path / "a", ended="interrupted")
     removals = planned(one.folder, "artifact")
-    removal.carry_out(removals)
+    clean.carry_out(removals)
     assert {int(path.name[-8:]) for path in one.checkpoints.iterdir()} == {5, 10, 20}
     assert len(removals[0].stays) == 1
     assert Run(one.folder).last("cleaned") is None  # nothing was, so nothing is told of it
@@ -77,8 +78,8 @@ def test_a_run_without_an_artefact_keeps_what_it_goes_on_from(tmp_path: Path) ->
 def test_the_checkpoints_of_trials_go_once_the_winner_is_finished(tmp_path: Path) -> None:
     stock.search(tmp_path / "done")
     stock.search(tmp_path / "open", best=None)
-    removal.carry_out(planned(tmp_path / "done", "artifact"))
-    removal.carry_out(planned(tmp_path / "open", "artifact"))
+    clean.carry_out(planned(tmp_path / "done", "artifact"))
+    clean.carry_out(planned(tmp_path / "open", "artifact"))
     assert not list((tmp_path / "done").rglob("update-*"))
     assert not (tmp_path / "done" / "ray").exists()
     assert len(list((tmp_path / "open").rglob("update-*"))) == 6
@@ -108,9 +109,9 @@ def test_a_link_in_place_of_checkpoints_is_left_alone(tmp_path: Path) -> None:
     one.checkpoints.symlink_to(tmp_path / "elsewhere")
     removals = planned(one.folder, "artifact")
     assert removals[0].stays
-    removal.carry_out(removals)
+    clean.carry_out(removals)
     assert len(list((tmp_path / "elsewhere").iterdir())) == 3
-    removal.carry_out(planned(one.folder, "none"))
+    clean.carry_out(planned(one.folder, "none"))
     assert not one.folder.exists()
     assert len(list((tmp_path / "elsewhere").iterdir())) == 3
 
@@ -119,9 +120,9 @@ def test_checkpoints_stay_while_the_artefact_is_damaged(tmp_path: Path) -> None:
     """A disk has changed a byte of it: the checkpoints may be the only good weights."""
     ended, other = (stock.make(tmp_path / "runs" / name) for name in ("a", "b"))
     (ended.artifact / "model.safetensors").write_bytes(b"A" * stock.WEIGHTS)
-    removals = plan.checked(plan.of_root(walk.look(tmp_path / "runs"), "artifact"))
+    removals = clean_plan.checked(clean_plan.of_root(scan.look(tmp_path / "runs"), "artifact"))
     assert [(bool(one.parts), one.unread) for one in removals] == [(False, False), (True, False)]
-    removal.carry_out(removals)
+    clean.carry_out(removals)
     assert (ended.checkpoints.exists(), other.checkpoints.exists()) == (True, False)
 
 
@@ -146,22 +147,22 @@ def test_it_goes_on_past_a_file_that_cannot_be_read(tmp_path: Path, run: Cli, mo
 
 def test_it_goes_on_past_what_cannot_be_removed(tmp_path: Path) -> None:
     held, other = (stock.make(tmp_path / "runs" / name) for name in ("a", "b"))
-    removals = plan.of_root(walk.look(tmp_path / "runs"), "artifact")
-    with opening.hold(held), pytest.raises(UserError):
-        removal.carry_out(removals)
+    removals = clean_plan.of_root(scan.look(tmp_path / "runs"), "artifact")
+    with run_folders.hold(held), pytest.raises(UserError):
+        clean.carry_out(removals)
     assert (held.checkpoints.exists(), other.checkpoints.exists()) == (True, False)
 
 
 def test_a_run_that_is_being_trained_is_left_alone(tmp_path: Path) -> None:
     one = stock.make(tmp_path / "a", ended=None)
     searched = stock.search(tmp_path / "s", best=None)
-    with opening.hold(one), opening.hold(searched.trial(2)):
+    with run_folders.hold(one), run_folders.hold(searched.trial(2)):
         for folder in (one.folder, searched.folder):
             assert ([part for each in planned(folder, "none") for part in each.parts]) == []
-        assert gone(plan.of_root(walk.look(tmp_path), "none"), tmp_path) == set()
+        assert gone(clean_plan.of_root(scan.look(tmp_path), "none"), tmp_path) == set()
     removals = planned(one.folder, "none")
-    with opening.hold(one), pytest.raises(UserError):
-        removal.carry_out(removals)  # begun after it was planned
+    with run_folders.hold(one), pytest.raises(UserError):
+        clean.carry_out(removals)  # begun after it was planned
     assert one.config.is_file()
 
 
@@ -183,11 +184,11 @@ def test_a_whole_run_goes_without_what_is_not_rtrain_s(tmp_path: Path) -> None:
     [removed] = removals = planned(searched.folder, "none")
     stay = ("notes.txt", "wheels", "trial-000/mine")
     assert len(removed.stays) == len(stay)
-    assert removed.size == sizes.size(searched.folder) - len(stay) * len("mine")
+    assert removed.size == disk_usage.size(searched.folder) - len(stay) * len("mine")
     for _ in range(2):  # asked for again, it goes no further
-        removal.carry_out(removals)
+        clean.carry_out(removals)
         assert stock.names(searched.folder) == {"notes.txt", "wheels/spokes.csv", "trial-000/mine/rows.csv"}
-    assert not walk.look(tmp_path).runs
+    assert not scan.look(tmp_path).runs
 
 
 @pytest.mark.parametrize("place", ["link", "a/copy"])
@@ -212,10 +213,10 @@ def test_a_run_goes_as_a_whole_unless_another_needs_it(tmp_path: Path) -> None:
     stock.make(tmp_path / "tuned", model__name=str(teacher.artifact))
     [refused] = planned(teacher.folder, "none")
     assert not refused.parts
-    assert len(plan.needed_by(known_of(teacher.folder), walk.look(tmp_path))) == 2
+    assert len(clean_plan.needed_by(known_of(teacher.folder), scan.look(tmp_path))) == 2
     assert gone(planned(tmp_path / "tuned", "none"), tmp_path) == {"tuned"}
-    removal.carry_out(planned(tmp_path / "tuned", "none"))
-    removal.carry_out(planned(tmp_path / "student", "none"))
+    clean.carry_out(planned(tmp_path / "tuned", "none"))
+    clean.carry_out(planned(tmp_path / "student", "none"))
     assert gone(planned(teacher.folder, "none"), tmp_path) == {"teacher"}
 
 
@@ -240,9 +241,9 @@ def test_a_whole_folder_goes_with_all_that_need_one_another_but_what_a_running_o
     running = stock.make(tmp_path / "running", ended=None, distill__teacher="v1", store="bbbb")
     stock.store(tmp_path, "aaaa")
     stock.store(tmp_path, "bbbb")
-    with opening.hold(running):
-        assert gone(plan.of_root(walk.look(tmp_path), "none"), tmp_path) == {"tuned"}
-    assert gone(plan.of_root(walk.look(tmp_path), "none"), tmp_path) == {
+    with run_folders.hold(running):
+        assert gone(clean_plan.of_root(scan.look(tmp_path), "none"), tmp_path) == {"tuned"}
+    assert gone(clean_plan.of_root(scan.look(tmp_path), "none"), tmp_path) == {
         *("teacher", "tuned", "running", ".tokens/aaaa", ".tokens/bbbb"),
     }
 
@@ -252,16 +253,16 @@ def test_what_stays_for_a_running_one_keeps_what_it_needs_itself(tmp_path: Path)
     second = stock.make(tmp_path / "second", model__name=str(first.artifact))
     running = stock.make(tmp_path / "running", ended=None, model__name=str(second.artifact))
     stock.make(tmp_path / "other")
-    with opening.hold(running):
-        assert gone(plan.of_root(walk.look(tmp_path), "none"), tmp_path) == {"other"}
+    with run_folders.hold(running):
+        assert gone(clean_plan.of_root(scan.look(tmp_path), "none"), tmp_path) == {"other"}
 
 
 def test_while_a_run_cannot_be_read_what_it_may_use_stays(tmp_path: Path) -> None:
     stock.age(stock.store(tmp_path, "cccc"))
     stock.make(tmp_path / "torn").config.write_text("[")
-    [told] = [removed for removed in plan.of_root(walk.look(tmp_path), "artifact") if removed.run is None]
+    [told] = [removed for removed in clean_plan.of_root(scan.look(tmp_path), "artifact") if removed.run is None]
     assert (told.parts, len(told.stays)) == ((), 1)
-    assert gone(plan.of_root(walk.look(tmp_path), "none"), tmp_path) == {"torn", ".tokens/cccc"}
+    assert gone(clean_plan.of_root(scan.look(tmp_path), "none"), tmp_path) == {"torn", ".tokens/cccc"}
 
 
 def test_a_run_behind_a_link_keeps_what_it_uses(tmp_path: Path) -> None:
@@ -271,12 +272,14 @@ def test_a_run_behind_a_link_keeps_what_it_uses(tmp_path: Path) -> None:
     (tmp_path / "runs" / "live").symlink_to(live.folder)
     for digest in ("aaaa", "cccc"):
         stock.age(stock.store(tmp_path / "runs", digest))
-    with opening.hold(live):
-        assert gone(plan.of_root(walk.look(tmp_path / "runs"), "none"), tmp_path / "runs") == {".tokens/cccc"}
+    with run_folders.hold(live):
+        assert gone(clean_plan.of_root(scan.look(tmp_path / "runs"), "none"), tmp_path / "runs") == {".tokens/cccc"}
     assert not planned(teacher.folder, "none")[0].parts
-    assert [known.name for known in walk.look(tmp_path / "runs").runs] == ["teacher"]
+    assert [known.name for known in scan.look(tmp_path / "runs").runs] == ["teacher"]
     live.config.write_text("[")
-    assert gone(plan.of_root(walk.look(tmp_path / "runs"), "artifact"), tmp_path / "runs") == {"teacher/checkpoints"}
+    assert gone(clean_plan.of_root(scan.look(tmp_path / "runs"), "artifact"), tmp_path / "runs") == {
+        "teacher/checkpoints"
+    }
 
 
 def test_stores_and_copies_that_no_run_uses_go_and_others_only_when_asked(tmp_path: Path) -> None:
@@ -294,34 +297,34 @@ def test_stores_and_copies_that_no_run_uses_go_and_others_only_when_asked(tmp_pa
     student["distill__copied"] = str(tmp_path / ".copies" / "1111" / "rows.jsonl")
     stock.make(tmp_path / "ended", store="aaaa", updates=(), **student)
     stock.make(tmp_path / "open", ended="interrupted", store="bbbb")
-    orphaned = drafts.Draft(tmp_path / ".tokens" / "eeee")
-    written = drafts.Draft(tmp_path / ".tokens" / "ffff")
+    orphaned = atomic_write.Draft(tmp_path / ".tokens" / "eeee")
+    written = atomic_write.Draft(tmp_path / ".tokens" / "ffff")
     orphaned.release()
-    found = walk.look(tmp_path)
+    found = scan.look(tmp_path)
     unused = {".students/v2-3", ".copies/2222", ".tokens/cccc", ".tokens/.cccc.classes.baselines.json"}
     left = {orphaned.folder.relative_to(tmp_path).as_posix()}
-    removals = plan.of_root(found, "artifact")
+    removals = clean_plan.of_root(found, "artifact")
     assert gone(removals, tmp_path) == unused | left
     written.release()
     assert [one.name for one in removals if one.run is None and one.stays] == [".tokens/dddd"]
-    asked = plan.of_root(found, "artifact", stores=True)
+    asked = clean_plan.of_root(found, "artifact", stores=True)
     assert gone(asked, tmp_path) == unused | left | {".tokens/aaaa"}
     assert [one.name for one in asked if one.run is None and one.stays] == [".tokens/bbbb", ".tokens/dddd"]
-    freed = removal.carry_out(asked)
+    freed = clean.carry_out(asked)
     assert freed == sum(removed.size for removed in asked)
     assert (tmp_path / ".tokens" / "bbbb" / "manifest.json").is_file()
     assert not (tmp_path / ".tokens" / "aaaa").exists()
 
 
 def test_an_import_that_was_killed_leaves_a_draft_that_goes_and_one_that_goes_on_does_not(tmp_path: Path) -> None:
-    killed, writing = drafts.Draft(tmp_path / "a"), drafts.Draft(tmp_path / "b")
+    killed, writing = atomic_write.Draft(tmp_path / "a"), atomic_write.Draft(tmp_path / "b")
     (killed.folder / "weights").write_bytes(b"w" * 100)
     killed.release()
     (tmp_path / ".mine.0123abcd").mkdir()
     stock.age(tmp_path / ".mine.0123abcd")
-    removals = plan.of_root(walk.look(tmp_path), "artifact")
+    removals = clean_plan.of_root(scan.look(tmp_path), "artifact")
     assert gone(removals, tmp_path) == {killed.folder.name}
-    removal.carry_out(removals)
+    clean.carry_out(removals)
     writing.release()
     assert {path.name for path in tmp_path.iterdir()} == {writing.folder.name, ".mine.0123abcd"}
 
@@ -333,8 +336,8 @@ def test_the_copy_of_a_run_in_storage_is_not_touched(tmp_path: Path) -> None:
     stock.make(tmp_path / "runs" / "a", cluster__storage=str(tmp_path / "storage"))
     removals = planned(tmp_path / "runs" / "a", "artifact")
     assert f"its copy at {tmp_path / 'storage'}" in removals[0].stays
-    removal.carry_out(removals)
-    removal.carry_out(planned(tmp_path / "runs" / "a", "none"))
+    clean.carry_out(removals)
+    clean.carry_out(planned(tmp_path / "runs" / "a", "none"))
     assert (copy / "MANIFEST.json").is_file()
 
 
@@ -380,8 +383,8 @@ def test_a_report_without_its_token_store_keeps_its_scores_answers_and_baselines
     html.make(one)
     assert one.baselines.is_file()
     kept = one.baselines.read_bytes()
-    removals = plan.of_root(walk.look(tmp_path / "runs"), "artifact", stores=True)
-    removal.carry_out(removals)
+    removals = clean_plan.of_root(scan.look(tmp_path / "runs"), "artifact", stores=True)
+    clean.carry_out(removals)
     assert Run(one.folder).store is None
     with pytest.raises(UserError):
         ledger.check(Run(one.folder))
@@ -391,22 +394,22 @@ def test_a_report_without_its_token_store_keeps_its_scores_answers_and_baselines
 
 def test_a_resume_says_that_the_checkpoints_were_cleaned(tmp_path: Path) -> None:
     searched = stock.search(tmp_path / "s")
-    removal.carry_out(planned(searched.folder, "artifact"))
+    clean.carry_out(planned(searched.folder, "artifact"))
     trial, winner = searched.trial(0), searched.trial(1)
     with pytest.raises(UserError):
-        opening.choose(trial.folder, opening.stored(trial.folder), "resume")
-    assert opening.choose(winner.folder, opening.stored(winner.folder), "resume")[0] == winner.folder
-    storage = config.with_overrides(opening.stored(trial.folder), {"cluster.storage": "memory://copy"})
-    assert opening.choose(trial.folder, storage, "resume")[0] == trial.folder
+        run_folders.choose(trial.folder, run_folders.stored(trial.folder), "resume")
+    assert run_folders.choose(winner.folder, run_folders.stored(winner.folder), "resume")[0] == winner.folder
+    storage = config.with_overrides(run_folders.stored(trial.folder), {"cluster.storage": "memory://copy"})
+    assert run_folders.choose(trial.folder, storage, "resume")[0] == trial.folder
 
 
 def test_a_search_that_has_not_chosen_goes_on_after_a_removal(tmp_path: Path) -> None:
     """Its own folder has no checkpoints at all, and its trials keep theirs."""
     searched = stock.search(tmp_path / "s", best=None)
-    removal.carry_out(planned(searched.folder, "artifact"))
+    clean.carry_out(planned(searched.folder, "artifact"))
     assert Run(searched.folder).last("cleaned") is not None
     for one in (searched, searched.trial(0)):
-        assert opening.choose(one.folder, opening.stored(one.folder), "resume")[0] == one.folder
+        assert run_folders.choose(one.folder, run_folders.stored(one.folder), "resume")[0] == one.folder
 
 
 def test_a_run_of_which_leftovers_alone_went_is_resumed(tmp_path: Path) -> None:
@@ -414,9 +417,9 @@ def test_a_run_of_which_leftovers_alone_went_is_resumed(tmp_path: Path) -> None:
     (one.ray / "x").mkdir(parents=True)
     (one.ray / "x" / "state").write_text("x")
     shutil.rmtree(one.checkpoints)  # it was stopped before its first one
-    removal.carry_out(planned(one.folder, "artifact"))
+    clean.carry_out(planned(one.folder, "artifact"))
     assert Run(one.folder).last("cleaned") is not None
-    assert opening.choose(one.folder, opening.stored(one.folder), "resume")[0] == one.folder
+    assert run_folders.choose(one.folder, run_folders.stored(one.folder), "resume")[0] == one.folder
 
 
 # --------------------------------------------------------------------------------------------------------------- kills
@@ -469,7 +472,7 @@ def test_a_removal_that_is_killed_at_any_moment_leaves_a_run_and_the_next_one_en
             if one.config.is_file():
                 for hidden in one.folder.glob(".*"):
                     stock.age(hidden)
-                removal.carry_out(planned(one.folder, keep))
+                clean.carry_out(planned(one.folder, keep))
         if keep == "artifact":
             kept = {"config.yaml", "decisions.json", "events.jsonl", "artifact", "lock"}
             assert {path.name for path in one.folder.iterdir()} == kept
@@ -486,7 +489,7 @@ def test_a_removal_that_is_killed_at_any_moment_leaves_a_run_and_the_next_one_en
 def test_the_command_line_lists_says_what_goes_and_removes_it(run: Cli, tmp_path: Path) -> None:
     one = stock.make(tmp_path / "runs" / "a b")
     stock.make(tmp_path / "runs" / "c", ended="interrupted")
-    size = sizes.size(one.checkpoints)
+    size = disk_usage.size(one.checkpoints)
     code, out, err = run("runs", "--json")
     assert code == 0, err
     document = json.loads(out)
@@ -512,7 +515,7 @@ def test_whole_runs_go_only_when_someone_says_so(run: Cli, tmp_path: Path) -> No
 def test_what_cannot_be_cleaned_is_refused(run: Cli, tmp_path: Path) -> None:
     one = stock.make(tmp_path / "runs" / "a", ended=None)
     (tmp_path / "other").mkdir()
-    with opening.hold(one):
+    with run_folders.hold(one):
         assert run("clean", "runs/a")[0] == 1
     assert run("clean", "runs/a", "--stores")[0] == 2
     for words in (("clean", "other"), ("clean", "nowhere"), ("runs", "nowhere")):
@@ -527,7 +530,7 @@ def test_no_trial_of_a_search_goes_while_one_is_trained(tmp_path: Path) -> None:
     """A paused one may be gone on with at any moment."""
     search = stock.search(tmp_path / "s", best=None)
     for held in (search.trial(0), search):
-        with opening.hold(held):
+        with run_folders.hold(held):
             [removal] = planned(search.trial(1).folder, "none")
             assert not removal.parts
     [removal] = planned(search.trial(1).folder, "none")
@@ -540,7 +543,7 @@ def test_a_run_stays_that_an_unreadable_one_may_be_taught_by(tmp_path: Path) -> 
     student.config.write_text("a: [")
     [removal] = planned(teacher.folder, "none")
     assert not removal.parts
-    assert all(one.whole for one in plan.of_root(walk.look(tmp_path), "none") if one.run is not None)
+    assert all(one.whole for one in clean_plan.of_root(scan.look(tmp_path), "none") if one.run is not None)
 
 
 def test_a_password_of_the_storage_is_not_told(tmp_path: Path) -> None:
@@ -562,9 +565,11 @@ def test_a_folder_that_cannot_be_read_is_listed_and_ends_nothing(
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name not in closed and asked(path, mode))
 
     def unused() -> Removal:
-        return next(one for one in plan.of_root(walk.look(tmp_path), "none", True) if one.name == ".tokens/unused")
+        return next(
+            one for one in clean_plan.of_root(scan.look(tmp_path), "none", True) if one.name == ".tokens/unused"
+        )
 
-    found = walk.look(tmp_path)
+    found = scan.look(tmp_path)
     assert [known.name for known in found.runs] == ["a"]
     assert found.unread == ("lost+found",)
     assert unused().parts
@@ -574,8 +579,8 @@ def test_a_folder_that_cannot_be_read_is_listed_and_ends_nothing(
 
 def test_the_days_until_a_finished_run_is_asked_for_again_are_none_of_its_own(tmp_path: Path) -> None:
     one = stock.make(tmp_path / "a")
-    before = walk.look(tmp_path).runs[0].seconds
-    for kind in facts.OF_ROWS:
+    before = scan.look(tmp_path).runs[0].seconds
+    for kind in run_info.OF_ROWS:
         stock.log(one, kind, 1_700_000_000.0 + 3 * 86_400, store="s")
-    assert walk.look(tmp_path).runs[0].seconds == before
-    assert {*facts.OF_ROWS, "tokenised"} == {*preparing.TOLD}
+    assert scan.look(tmp_path).runs[0].seconds == before
+    assert {*run_info.OF_ROWS, "tokenised"} == {*prepare.TOLD}

@@ -17,13 +17,13 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from rtrain import manifest
 from rtrain.config.recipe import TASKS
-from rtrain.errors import UserError
-from rtrain.inventory import parcel, receiving, sending, wheels
+from rtrain.core import manifest
+from rtrain.core.errors import UserError
+from rtrain.core.run_folder import Run
 from rtrain.report import html, summary
-from rtrain.run import Run
-from rtrain.runs import opening
+from rtrain.runs import run_folders
+from rtrain.runs.store import bundle, export_bundle, import_bundle, wheels
 from tests import stock, test_cli
 from tests.conftest import labelled_rows, write_rows
 from tests.reports import answers_of, make_run, page_of, write_predictions
@@ -109,11 +109,11 @@ def holding(file: Path, texts: list[str]) -> list[str]:
 def test_equal_runs_give_equal_bytes(tmp_path: Path) -> None:
     one = stock.make(tmp_path / "a")
     (one.folder / "artifact" / "naïve.txt").write_text("x")
-    first = sending.send(one, "a", tmp_path / "1.tar").file.read_bytes()
+    first = export_bundle.send(one, "a", tmp_path / "1.tar").file.read_bytes()
     shutil.copytree(one.folder, tmp_path / "copy" / "a")
     stock.age(tmp_path / "copy" / "a")
     os.chmod(tmp_path / "copy" / "a" / "config.yaml", 0o600)
-    second = sending.send(Run(tmp_path / "copy" / "a"), "a", tmp_path / "2.tar").file.read_bytes()
+    second = export_bundle.send(Run(tmp_path / "copy" / "a"), "a", tmp_path / "2.tar").file.read_bytes()
     assert hashlib.sha256(first).digest() == hashlib.sha256(second).digest()
 
 
@@ -125,9 +125,9 @@ def test_what_is_not_a_run_s_own_stays_behind_and_is_named(tmp_path: Path) -> No
     (one.artifact / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     (one.artifact / "model.int8.bin").write_bytes(b"graph")
     (one.folder / "report.html").symlink_to("/etc/hostname")
-    with opening.hold(one):
+    with run_folders.hold(one):
         pass
-    sent = sending.send(one, "a", tmp_path / "a.tar")
+    sent = export_bundle.send(one, "a", tmp_path / "a.tar")
     assert sent.stayed == ("artifact/pytorch_model.bin", "notes", "report.html")
     with tarfile.open(tmp_path / "a.tar") as tar:
         names = tar.getnames()
@@ -138,7 +138,7 @@ def test_what_is_not_a_run_s_own_stays_behind_and_is_named(tmp_path: Path) -> No
         *("run/artifact/artifact.json", "run/artifact/model.int8.bin", "run/artifact/model.safetensors"),
         *("run/config.yaml", "run/decisions.json", "run/events.jsonl"),
     ]
-    alone = sending.send(one, "a", tmp_path / "int8.tar", int8=True)
+    alone = export_bundle.send(one, "a", tmp_path / "int8.tar", int8=True)
     assert alone.files == 6
 
 
@@ -148,7 +148,7 @@ def test_a_refused_artefact_is_carried_where_that_is_asked_for_alone(run: Cli, t
     stock.artifact(one.int8, "int8", gate=gate)
     assert (run("export", "a", "--out", "a.tar")[0], (tmp_path / "a.tar").exists()) == (1, False)
     with pytest.raises(UserError) as found:
-        sending.admit(sending.verdicts(one))
+        export_bundle.admit(export_bundle.verdicts(one))
     assert found.value.code == "refused_by_gate"
     code, out, _ = run("export", "a", "--out", "a.tar", "--ungated", "--json")
     assert code == 0
@@ -174,12 +174,12 @@ def test_names_in_use_and_runs_without_artefact_are_refused(run: Cli, tmp_path: 
         (one, "used", False, "already_exists"),
     ):
         with pytest.raises(UserError) as refused:
-            sending.check(given, tmp_path / out, int8)
+            export_bundle.check(given, tmp_path / out, int8)
         assert refused.value.code == code
-    sending.send(one, "a", tmp_path / "a.tar")
+    export_bundle.send(one, "a", tmp_path / "a.tar")
     for name, code in (("nowhere.tar", "not_found"), ("runs", "unreadable"), ("a.tar", "already_exists")):
         with pytest.raises(UserError) as refused:
-            receiving.receive(tmp_path / name, None, tmp_path / "runs")
+            import_bundle.receive(tmp_path / name, None, tmp_path / "runs")
         assert refused.value.code == code
     for words in (("export", "runs/open", "--out", "o.tar"), ("export", "nowhere", "--out", "a.tar"), ("import", "no")):
         code_, _, err = run(*words)
@@ -190,10 +190,10 @@ def test_names_in_use_and_runs_without_artefact_are_refused(run: Cli, tmp_path: 
 def test_a_resume_of_a_run_that_came_without_checkpoints_is_refused(tmp_path: Path) -> None:
     one = stock.make(tmp_path / "a")
     stock.artifact(one.int8, "int8")
-    sending.send(one, "a", tmp_path / "a.tar", int8=True)
-    came = receiving.receive(tmp_path / "a.tar", tmp_path / "b", tmp_path).run
+    export_bundle.send(one, "a", tmp_path / "a.tar", int8=True)
+    came = import_bundle.receive(tmp_path / "a.tar", tmp_path / "b", tmp_path).run
     with pytest.raises(UserError):
-        opening.choose(came.folder, opening.stored(came.folder), "resume")
+        run_folders.choose(came.folder, run_folders.stored(came.folder), "resume")
 
 
 # -------------------------------------------------------------------------------------------------------- hostile files
@@ -228,8 +228,8 @@ def special(name: str, kind: bytes, target: str = "") -> Callable[[tarfile.TarFi
 
 def nothing_came(root: Path, file: Path, code: str = "damaged_parcel") -> None:
     before = stock.names(root)
-    with pytest.raises(parcel.NoParcel) as refused:
-        receiving.receive(file, None, root / "runs")
+    with pytest.raises(bundle.NoParcel) as refused:
+        import_bundle.receive(file, None, root / "runs")
     assert refused.value.code == code
     assert stock.names(root) == before
     assert not list(root.glob("runs/*")) + list(root.glob("runs/.*"))
@@ -237,7 +237,7 @@ def nothing_came(root: Path, file: Path, code: str = "damaged_parcel") -> None:
 
 def test_a_right_parcel_is_received(tmp_path: Path) -> None:
     """So that the refusals below are not of something else."""
-    assert receiving.receive(hostile(tmp_path / "a.tar", RUN), None, tmp_path / "runs").run.exists
+    assert import_bundle.receive(hostile(tmp_path / "a.tar", RUN), None, tmp_path / "runs").run.exists
 
 
 @pytest.mark.parametrize(
@@ -297,13 +297,13 @@ def test_what_is_not_recorded_or_comes_twice_or_lacks_is_refused(tmp_path: Path)
     nothing_came(tmp_path, hostile(tmp_path / "7.tar", RUN, files=dict.fromkeys(RUN, 5)))
     clash = {**RUN, "run/a.json": b"", "run/a.json/b.json": b""}
     with pytest.raises(UserError) as refused:
-        receiving.receive(hostile(tmp_path / "8.tar", clash), None, tmp_path / "runs")
+        import_bundle.receive(hostile(tmp_path / "8.tar", clash), None, tmp_path / "runs")
     assert refused.value.code == "unreadable"
     assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_every_changed_byte_of_a_file_and_every_cut_is_seen(tmp_path: Path) -> None:
-    sent = sending.send(stock.make(tmp_path / "a", updates=()), "a", tmp_path / "a.tar").file.read_bytes()
+    sent = export_bundle.send(stock.make(tmp_path / "a", updates=()), "a", tmp_path / "a.tar").file.read_bytes()
     with tarfile.open(tmp_path / "a.tar") as tar:
         inside = [(member.offset_data, member.size) for member in tar if member.size]
     (tmp_path / "a.tar").unlink()
@@ -365,7 +365,7 @@ def test_wheels_come_with_the_command_that_installs_them(tmp_path: Path, run: Cl
     (tmp_path / "x-1-py3-none-any.whl").write_bytes(b"wheel")
     text = wheels.instructions("a", "my file.tar", "serve")
     assert wheels.command("wheels") in text
-    sending.send(one, "a", tmp_path / "a.tar", wheels=[tmp_path / "x-1-py3-none-any.whl"], install=text)
+    export_bundle.send(one, "a", tmp_path / "a.tar", wheels=[tmp_path / "x-1-py3-none-any.whl"], install=text)
     code, out, err = run("import", "a.tar", "--json")
     assert (code, json.loads(out)["install"]) == (0, wheels.command("runs/a/wheels")), err
     assert (tmp_path / "runs" / "a" / "wheels" / "x-1-py3-none-any.whl").read_bytes() == b"wheel"
@@ -434,14 +434,14 @@ def test_the_smallest_set_answers_and_lists_runs(tmp_path: Path) -> None:
 
 def test_the_smallest_set_answers_by_every_task() -> None:
     allowed = ",".join(sorted(modules_of(wheels.packages("predict", ["openvino"]))))
-    tasks = f"from rtrain.tasks import base\nfor name in {TASKS!r}: base.get(name)\nimport rtrain.predict\n"
+    tasks = f"from rtrain.tasks import base\nfor name in {TASKS!r}: base.get(name)\nimport rtrain.inference.predictor\n"
     command = [sys.executable, "-c", ALONE.partition("from rtrain.cli")[0] + tasks, allowed]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 SERVING = """
-from rtrain.cluster.session import quiet, session, until_interrupted
+from rtrain.cluster.connection import quiet, session, until_interrupted
 from rtrain.report.live import progress
 from serve import app, deployment, explanations
 from serve.door import access

@@ -8,22 +8,22 @@ from typing import Any, get_args
 
 import pytest
 
-from rtrain.errors import UserError
-from rtrain.inventory import facts, plan, sizes, table, walk
-from rtrain.run import Run
-from rtrain.runs import opening
+from rtrain.core.errors import UserError
+from rtrain.core.run_folder import Run
+from rtrain.runs import run_folders
+from rtrain.runs.store import clean_plan, disk_usage, run_info, scan, table
 from tests import stock
 
 
 def test_a_finished_run_is_told_with_its_score_its_time_its_size_and_where_it_came_from(tmp_path: Path) -> None:
     run = stock.make(tmp_path / "intent")
-    [known] = walk.look(tmp_path).runs
+    [known] = scan.look(tmp_path).runs
     assert known.score is not None
     assert str(replace(known.score, name="neg_rmse", value=-0.42)) == "0.4200 rmse (test)"
     assert (known.kind, known.status, str(known.score)) == ("run", "finished", "0.6000 accuracy (test)")
     assert (known.began, known.seconds) == (1_700_000_000.0, 60.0)
     assert known.size == sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file())
-    assert known.parts["checkpoints"] == sizes.size(run.checkpoints) > 3 * stock.WEIGHTS
+    assert known.parts["checkpoints"] == disk_usage.size(run.checkpoints) > 3 * stock.WEIGHTS
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_finished_run_is_told_with_its_score_its_time_its_size_and_where_it_ca
 )
 def test_how_a_run_ended_is_its_status(tmp_path: Path, ended: str | None, status: str) -> None:
     stock.make(tmp_path / "run", ended=ended, test=None)
-    [known] = walk.look(tmp_path).runs
+    [known] = scan.look(tmp_path).runs
     assert (known.status, str(known.score)) == (status, "0.5000 accuracy (valid)")
     assert not known.ended
 
@@ -42,18 +42,18 @@ def test_a_run_that_is_held_is_running_and_one_without_a_start_is_new(tmp_path: 
     fresh = Run(tmp_path / "fresh")
     fresh.folder.mkdir()
     fresh.config.write_text("name: intent\ntask: classification\n")
-    with opening.hold(run):
-        assert facts.is_held(run)
-        assert {known.name: known.status for known in walk.look(tmp_path).runs} == {"run": "running", "fresh": "new"}
-    assert not facts.is_held(run)
+    with run_folders.hold(run):
+        assert run_info.is_held(run)
+        assert {known.name: known.status for known in scan.look(tmp_path).runs} == {"run": "running", "fresh": "new"}
+    assert not run_info.is_held(run)
 
 
 def test_looking_at_a_run_does_not_keep_another_process_from_training_it(tmp_path: Path) -> None:
     run = stock.make(tmp_path / "run", ended=None)
-    with opening.hold(run):
+    with run_folders.hold(run):
         pass
-    walk.look(tmp_path)
-    with opening.hold(run):
+    scan.look(tmp_path)
+    with run_folders.hold(run):
         pass
 
 
@@ -68,7 +68,7 @@ def test_damaged_and_foreign_folders_are_listed_as_what_they_are(tmp_path: Path)
     stock.artifact(tmp_path / "int8", "v")
     (tmp_path / "loose.csv").write_text("abc")
     (tmp_path / "link").symlink_to(tmp_path / "good")
-    found = walk.look(tmp_path)
+    found = scan.look(tmp_path)
     assert {known.name: known.flaw for known in found.runs} == {
         "good": None,
         "torn": "its config.yaml cannot be read",
@@ -104,38 +104,38 @@ def test_strange_values_in_a_log_and_in_settings_are_no_reason_to_fail(tmp_path:
         nested = stock.make(tmp_path / f"{section}-nested", ended=None)
         fields = "".join(f"  {name}: {odd}\n" for name in ("name", "teacher", "storage", "path", "valid"))
         nested.config.write_text(f"task: classification\n{section}:\n{fields}")
-    found = walk.look(tmp_path)
+    found = scan.look(tmp_path)
     assert len(found.runs) == 14
     assert table.text(found)
     json.dumps(table.document(found))
-    for keep in get_args(plan.Keep):
-        assert plan.of_root(found, keep, stores=True)
+    for keep in get_args(clean_plan.Keep):
+        assert clean_plan.of_root(found, keep, stores=True)
 
 
 def test_a_folder_that_is_not_there_is_refused_and_an_empty_one_is_empty(tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
-        walk.look(tmp_path / "none")
+        scan.look(tmp_path / "none")
     assert refused.value.code == "not_found"
-    assert walk.look(tmp_path).runs == ()
+    assert scan.look(tmp_path).runs == ()
 
 
 def test_the_trials_of_a_search_are_folded_into_its_line(tmp_path: Path) -> None:
     stock.search(tmp_path / "s")
-    [known] = walk.look(tmp_path).runs
+    [known] = scan.look(tmp_path).runs
     assert (known.kind, known.status, known.winner, len(known.trials)) == ("search", "finished", "trial-001", 3)
     assert str(known.score) == "0.6000 accuracy (test)"
     assert known.ended
-    assert known.size == sizes.size(tmp_path / "s")
-    assert "s/trial-000" not in table.text(walk.look(tmp_path))
-    assert "s/trial-000" in table.text(walk.look(tmp_path), every=True)
+    assert known.size == disk_usage.size(tmp_path / "s")
+    assert "s/trial-000" not in table.text(scan.look(tmp_path))
+    assert "s/trial-000" in table.text(scan.look(tmp_path), every=True)
 
 
 def test_a_search_that_has_not_chosen_is_interrupted_and_shows_its_best_trial(tmp_path: Path) -> None:
     run = stock.search(tmp_path / "s", best=None)
-    [known] = walk.look(tmp_path).runs
+    [known] = scan.look(tmp_path).runs
     assert (known.status, known.winner, known.ended) == ("interrupted", None, False)
-    with opening.hold(run):
-        assert walk.look(tmp_path).runs[0].status == "running"
+    with run_folders.hold(run):
+        assert scan.look(tmp_path).runs[0].status == "running"
 
 
 def test_a_student_names_its_teacher_and_a_run_the_run_whose_weights_it_began_with(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_student_names_its_teacher_and_a_run_the_run_whose_weights_it_began_wi
     stock.make(tmp_path / "student", **student)
     stock.make(tmp_path / "tuned", model__name=str(teacher.artifact))
     stock.make(tmp_path / "orphan", distill__teacher="gone", model__name="/elsewhere/model")
-    found = walk.look(tmp_path)
+    found = scan.look(tmp_path)
     assert {known.name: (known.kind, table.origin(known, found)) for known in found.runs} == {
         "teacher": ("run", "minilm"),
         "student": ("student", "student of teacher"),
@@ -162,7 +162,7 @@ def test_stores_and_copies_are_told_with_the_runs_that_use_them(tmp_path: Path) 
     stock.make(tmp_path / "hub", model__name=f"owner/name@{commit}", store="cccc")
     for name in (f"owner--name@{commit}", "other--model@1", "minilm@53aa51172d142c89"):
         (tmp_path / ".models" / name).mkdir(parents=True)
-    found = walk.look(tmp_path)
+    found = scan.look(tmp_path)
     used = {one.name: {user.name for user in one.users} for one in found.shared}
     assert used == {
         ".tokens/aaaa": {"s", "s/trial-000", "s/trial-001", "s/trial-002"},
@@ -178,7 +178,7 @@ def test_runs_in_a_folder_of_their_own_are_found_with_their_store(tmp_path: Path
     stock.make(tmp_path / "demo" / "student")
     stock.store(tmp_path / "demo")
     stock.make(tmp_path / "a" / "b" / "c" / "too-deep")
-    found = walk.look(tmp_path)
+    found = scan.look(tmp_path)
     assert [known.name for known in found.runs] == ["demo/student"]
     assert [one.name for one in found.shared] == ["demo/.tokens/aaaa"]
 
@@ -187,13 +187,13 @@ def test_the_newest_run_comes_first(tmp_path: Path) -> None:
     for name, begun in (("b", 1e9), ("a", 2e9), ("c", 1.5e9)):
         stock.make(tmp_path / name, begun=begun, updates=())
     stock.make(tmp_path / "x").config.unlink()
-    assert [one["name"] for one in table.document(walk.look(tmp_path))["runs"]] == ["a", "c", "b", "x"]
+    assert [one["name"] for one in table.document(scan.look(tmp_path))["runs"]] == ["a", "c", "b", "x"]
 
 
 def test_a_name_with_control_codes_does_not_write_on_the_terminal(tmp_path: Path) -> None:
     stock.make(tmp_path / "bad\x1b[31m")
     stock.make(tmp_path / "büro ☕")
-    text = table.text(walk.look(tmp_path))
+    text = table.text(scan.look(tmp_path))
     assert "\x1b" not in text
     assert "bad\\x1b[31m" in text
     assert "büro ☕" in text
@@ -202,7 +202,7 @@ def test_a_name_with_control_codes_does_not_write_on_the_terminal(tmp_path: Path
 def test_a_task_that_this_rtrain_does_not_know_has_no_score(tmp_path: Path) -> None:
     run = stock.make(tmp_path / "run")
     run.config.write_text(run.config.read_text().replace("task: classification", "task: base"))
-    assert facts.read(run, "run").score is None
+    assert run_info.read(run, "run").score is None
 
 
 @pytest.mark.parametrize(
@@ -220,12 +220,12 @@ def test_a_task_that_this_rtrain_does_not_know_has_no_score(tmp_path: Path) -> N
     ],
 )
 def test_drafts_are_told_by_their_names(tmp_path: Path, name: str, draft: bool) -> None:
-    assert sizes.is_draft(tmp_path / name) is draft
+    assert disk_usage.is_draft(tmp_path / name) is draft
     (tmp_path / "artifact").mkdir()
-    assert sizes.is_draft(tmp_path / ".artifact.old")
+    assert disk_usage.is_draft(tmp_path / ".artifact.old")
 
 
 def test_a_folder_that_goes_meanwhile_has_no_size(tmp_path: Path) -> None:
-    assert sizes.size(tmp_path / "gone") == 0
+    assert disk_usage.size(tmp_path / "gone") == 0
     os.mkfifo(tmp_path / "pipe")
-    assert sizes.size(tmp_path) == 0
+    assert disk_usage.size(tmp_path) == 0

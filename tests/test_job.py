@@ -10,16 +10,16 @@ import httpx
 import psutil
 import pytest
 
-from rtrain import env, manifest
-from rtrain.checkpoints import checkpoint
-from rtrain.cluster import supervise
-from rtrain.proof import ledger
-from rtrain.run import Run
+from rtrain.checkpoint import format as checkpoint_format
+from rtrain.cluster import supervisor
+from rtrain.core import env, manifest
+from rtrain.core.run_folder import Run
+from rtrain.verification import ledger
 from tests.conftest import labelled_rows, write_rows
 from tests.heads import Head, related
 from tests.root import ROOT
 from tests.tiny import make_encoder
-from tune.known.history import read_journal, replay
+from tune.history import read_journal, replay
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
@@ -60,7 +60,7 @@ def test_the_dashboard_is_on_loopback_and_the_ray_client_s_port_is_closed(head: 
 
 @pytest.mark.slow
 def test_every_stage_ran_there_and_the_endpoint_answered(head: Head) -> None:
-    from rtrain.predict import Predictor
+    from rtrain.inference.predictor import Predictor
 
     run = head.folder / "runs" / "demo"
     model = make_encoder(head.folder / "encoder")
@@ -102,7 +102,7 @@ def test_every_stage_ran_there_and_the_endpoint_answered(head: Head) -> None:
 LOOK = """
 import json, os, pathlib, sys, ray
 from rtrain import config, env
-from rtrain.cluster.session import session
+from rtrain.cluster.connection import session
 
 def look():
     import rtrain, serve, tune
@@ -146,7 +146,7 @@ def test_a_job_whose_driver_is_killed_starts_it_again_and_ends_its_run(head: Hea
     command += ["--out", str(run), *(part for setting in settings for part in ("--set", setting))]
     with ThreadPoolExecutor(1) as pool:
         submitted = pool.submit(head.submit, ROOT, *command)
-        while not checkpoint.updates(run / "checkpoints"):
+        while not checkpoint_format.updates(run / "checkpoints"):
             assert not submitted.done(), submitted.result().stdout
             time.sleep(0.02)
         [driver] = [process for process in related(head.folder) if _is_driver(process)]
@@ -164,6 +164,6 @@ def test_a_job_whose_driver_is_killed_starts_it_again_and_ends_its_run(head: Hea
 def _is_driver(process: psutil.Process) -> bool:
     """The child of a job's supervisor."""
     try:
-        return supervise.CHILD in process.environ() and "train" in process.cmdline() and "-m" in process.cmdline()
+        return supervisor.CHILD in process.environ() and "train" in process.cmdline() and "-m" in process.cmdline()
     except psutil.Error:
         return False

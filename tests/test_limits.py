@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rtrain import limits
+from rtrain.core import cgroup_limits
 
 DOCKER = "/docker/0123"
 POD = "/kubepods.slice/pod1/container1"
@@ -37,7 +37,7 @@ def machine(root: Path, membership: str, files: Mapping[str, str]) -> Path:
 def test_the_quota_of_the_groups_is_known(
     tmp_path: Path, membership: str, files: Mapping[str, str], cpus: float | None
 ) -> None:
-    assert limits.cpus(machine(tmp_path, membership, files)) == cpus
+    assert cgroup_limits.cpus(machine(tmp_path, membership, files)) == cpus
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def test_the_quota_of_the_groups_is_known(
 def test_the_memory_that_the_groups_leave_is_known(
     tmp_path: Path, membership: str, files: Mapping[str, str], free: int | None
 ) -> None:
-    assert limits.memory(machine(tmp_path, membership, files)) == free
+    assert cgroup_limits.memory(machine(tmp_path, membership, files)) == free
 
 
 def test_the_user_is_told_of_limits_that_there_are(tmp_path: Path) -> None:
     files = {"cpu.max": "100000 100000", "memory.max": str(3_000_000_000), "memory.current": "0"}
     root = machine(tmp_path / "small", "0::/", files)
-    assert limits.notice(16, root) == "limits of this container: 1 of 16 CPUs and 3.0 GB of memory"
-    assert limits.notice(16, machine(tmp_path / "whole", "0::/", {"cpu.max": "1600000 100000"})) is None
+    assert cgroup_limits.notice(16, root) == "limits of this container: 1 of 16 CPUs and 3.0 GB of memory"
+    assert cgroup_limits.notice(16, machine(tmp_path / "whole", "0::/", {"cpu.max": "1600000 100000"})) is None

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import transformers
 
-from rtrain import artifact, config, predict
-from rtrain.artifact import Artifact
-from rtrain.compress import export_check
+from rtrain import config
+from rtrain.compress.exporters import check
 from rtrain.config import Serve
-from rtrain.data.stores.store import Store
-from rtrain.network import model, packed
+from rtrain.data.store.store import Store
+from rtrain.inference import artifact, predictor
+from rtrain.inference.artifact import Artifact
+from rtrain.models import builder, unpadded
 from serve.app import build_app
 from tests import quantizing, serving
 from tests.conftest import labelled_rows, write_rows
@@ -51,7 +52,7 @@ def test_a_killed_run_over_long_texts_resumes_bit_for_bit(tmp_path: Path) -> Non
     ground = make_ground(tmp_path / "ground", 1100, 700, 1500, 400, embedding_dropout=0.1, mlp_dropout=0.1)
     straight = start(ground, tmp_path / "straight", save_every=1)
     assert straight.outcome is not None
-    assert packed.enabled(straight.network)
+    assert unpadded.enabled(straight.network)
     assert start(ground, tmp_path / "killed", save_every=1, kill=4).outcome is None
     resumed = start(ground, tmp_path / "killed", save_every=1)
     assert resumed.recorder.of("started")[0]["update"] == 4
@@ -64,9 +65,9 @@ def test_a_killed_run_over_long_texts_resumes_bit_for_bit(tmp_path: Path) -> Non
 
 def make_artifact(encoder: Path, folder: Path, labels: tuple[str, ...], most: int = LONGEST, **facts: Any) -> Path:
     """With random weights, for texts of at most so many tokens."""
-    model.build(encoder, TASK, labels, seed=1).save_pretrained(folder)
+    builder.build(encoder, TASK, labels, seed=1).save_pretrained(folder)
     (folder / "tokenizer.json").write_bytes((encoder / "tokenizer.json").read_bytes())
-    artifact.write(folder, Artifact("long", TASK.name, labels, most, "torch", facts=facts), predict.golden_logits)
+    artifact.write(folder, Artifact("long", TASK.name, labels, most, "torch", facts=facts), predictor.golden_logits)
     return folder
 
 
@@ -78,12 +79,12 @@ def test_a_long_text_is_exported_and_served_by_int8(tmp_path: Path, longest: int
     """The float graph answers training rows of every length as PyTorch does (`export_check`), or nothing is made."""
     folder = make_ground(tmp_path, longest, 900, longest // 3, most=longest)
     store = Store(next((folder / ".tokens").iterdir()))
-    names = [name for name, _ in export_check.of_every_length(store.column("train", "length"))]
+    names = [name for name, _ in check.of_every_length(store.column("train", "length"))]
     assert names[-1] == bucket
     head = store.manifest.head
     made = make_artifact(folder / "encoder", folder / "artifact", head.labels, longest, **head.facts)
     int8 = quantizing.complete(quantizing.Made(made, store), folder / "int8", calibration_rows=8)
-    predictors = [predict.Predictor.load(folder, threads=1) for folder in (made, int8)]
+    predictors = [predictor.Predictor.load(folder, threads=1) for folder in (made, int8)]
     text = text_of(longest)
     assert [len(one.encode([text])[0].ids) for one in predictors] == [longest, longest]
     exact, told = (one([text])[0] for one in predictors)
@@ -101,6 +102,6 @@ def test_more_tokens_than_the_model_has_positions_are_refused_by_name(tmp_path: 
     modern(max_position_embeddings=4096).save_pretrained(tmp_path / "modern")
     transformers.RobertaConfig(max_position_embeddings=514).save_pretrained(tmp_path / "roberta")
     for name, most in (("modern", 4096), ("roberta", 512)):
-        assert model.check_architecture(tmp_path / name, most) == []
-        [problem] = model.check_architecture(tmp_path / name, most + 1)
+        assert builder.check_architecture(tmp_path / name, most) == []
+        [problem] = builder.check_architecture(tmp_path / name, most + 1)
         assert (problem.field, problem.code) == ("data.max_tokens", "out_of_range")

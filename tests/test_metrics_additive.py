@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rtrain.metrics import classification, regression
-from rtrain.metrics.additive import joined, means
+from rtrain.metrics.sums import joined, means
 
 
 def test_joined_parts_score_as_they_do_alone() -> None:

@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from rtrain.metrics import additive, bootstrap, classification, entities, regression, spans
+from rtrain.metrics import bootstrap, classification, entities, regression, spans, sums
 
 
 def test_interval_of_a_mean_is_as_wide_as_theory_says() -> None:
     right = np.repeat([1.0, 0.0], [300, 100])
-    [(name, found)] = bootstrap.intervals(additive.means({"accuracy": right}), replicates=4000).items()
+    [(name, found)] = bootstrap.intervals(sums.means({"accuracy": right}), replicates=4000).items()
     half = 1.96 * math.sqrt(0.75 * 0.25 / 400)  # of the binomial distribution: .0424
     assert name == "accuracy"
     assert found.value == 0.75
@@ -37,7 +37,7 @@ FOUND = [["B-X", "O", "O"], ["O", "B-Y"], ["B-X", "I-X"]] * 20
     ],
     ids=["classes", "labels", "numbers", "ratings", "entities", "spans"],
 )
-def test_an_interval_is_the_percentiles_of_the_scores_of_resampled_rows(scores: additive.Additive) -> None:
+def test_an_interval_is_the_percentiles_of_the_scores_of_resampled_rows(scores: sums.Additive) -> None:
     by_sums = bootstrap.intervals(scores, seed=1, replicates=50)
     resamples = np.random.Generator(np.random.PCG64(1)).integers(0, 60, size=(50, 60))
     by_rows = [scores.of(rows) for rows in resamples]
@@ -49,7 +49,7 @@ def test_an_interval_is_the_percentiles_of_the_scores_of_resampled_rows(scores: 
 
 
 def test_a_system_is_not_better_than_itself() -> None:
-    scores = additive.means({"accuracy": [1.0, 0.0] * 50})
+    scores = sums.means({"accuracy": [1.0, 0.0] * 50})
     assert bootstrap.compare(scores, scores)["accuracy"] == (0.0, 0.0, 0.0, 1.0)
 
 
@@ -58,7 +58,7 @@ def test_pairs_show_a_difference_that_the_intervals_hide() -> None:
     a = np.repeat([1.0, 0.0], [140, 60])
     b = a.copy()
     b[:8] = 0
-    better, worse = additive.means({"accuracy": a}), additive.means({"accuracy": b, "other": b})
+    better, worse = sums.means({"accuracy": a}), sums.means({"accuracy": b, "other": b})
     compared = bootstrap.compare(better, worse)
     assert set(compared) == {"accuracy"}
     found = compared["accuracy"]
@@ -72,9 +72,9 @@ def test_pairs_show_a_difference_that_the_intervals_hide() -> None:
 
 
 def test_the_same_seed_draws_the_same_rows_and_other_rows_are_no_pairs() -> None:
-    values = additive.means({"score": np.random.default_rng(0).random(37)})
+    values = sums.means({"score": np.random.default_rng(0).random(37)})
     first = bootstrap.intervals(values, seed=5, replicates=101)
     assert bootstrap.intervals(values, seed=5, replicates=101) == first
     assert bootstrap.intervals(values, seed=6, replicates=101) != first
     with pytest.raises(ValueError, match="1 and 2"):
-        bootstrap.compare(additive.means({"x": [1.0]}), additive.means({"x": [1.0, 2.0]}))
+        bootstrap.compare(sums.means({"x": [1.0]}), sums.means({"x": [1.0, 2.0]}))

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from sklearn import metrics as sk
 
-from rtrain.errors import UserError
+from rtrain.core.errors import UserError
 from rtrain.metrics import classification
-from rtrain.metrics.additive import Bools, Floats
+from rtrain.metrics.sums import Bools, Floats
 from tests.causes import caused_by
 
 # Class 0 twice right, once taken for 1; class 1 once right, once taken for 2; the last label is no class.

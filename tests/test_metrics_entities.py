@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from seqeval.metrics.sequence_labeling import get_entities, precision_recall_fscore_support
 
-from rtrain.errors import UserError
+from rtrain.core.errors import UserError
 from rtrain.metrics import entities
 from rtrain.metrics.entities import Entity
 from tests.causes import caused_by

@@ -3,20 +3,20 @@
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
-from rtrain.metrics import text
-from rtrain.metrics.oracle import oracle
-from rtrain.metrics.text import Budget
+from rtrain.metrics import rouge
+from rtrain.metrics.rouge import Budget
+from rtrain.metrics.summary_oracle import oracle
 
 SENTENCES = ["You may use it.", "We keep your data for years.", "Pay us.", "We sell your data to others."]
 
 
 def whole(sentences: list[str], reference: str, budget: Budget) -> list[int]:
     """The search by its definition: the score of each choice is that of its text."""
-    words, sizes = [text.rouge_words(sentence) for sentence in sentences], text.lengths(sentences)
+    words, sizes = [rouge.rouge_words(sentence) for sentence in sentences], rouge.lengths(sentences)
 
     def value(positions: list[int]) -> float:
         joined = [word for position in sorted(positions) for word in words[position]]
-        return sum(text.rouge(joined, text.rouge_words(reference), text.ROUGES[:2]))
+        return sum(rouge.rouge(joined, rouge.rouge_words(reference), rouge.ROUGES[:2]))
 
     chosen: list[int] = []
     best = 0.0

@@ -7,7 +7,7 @@ from scipy import stats
 from sklearn import metrics as sk
 
 from rtrain.metrics import regression
-from rtrain.metrics.additive import Floats
+from rtrain.metrics.sums import Floats
 
 TRUE = np.array([1.0, 2.0, 3.0, 4.0])
 PREDICTED = np.array([1.0, 3.0, 2.0, 6.0])

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import artifact, score
-from rtrain.batch import IGNORED, Encoded, Head, Ragged, Window, pack
 from rtrain.cli import app as cli
-from rtrain.errors import UserError
-from rtrain.metrics import by_output, classification, scores, summary_rows
-from rtrain.predict import Predictor
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import IGNORED, Encoded, Head, Ragged, Window, pack
+from rtrain.inference import artifact, score
+from rtrain.inference.predictor import Predictor
+from rtrain.metrics import classification, registry, scores, summary_rows
 from rtrain.tasks import base
 from tests.causes import caused_by
 from tests.tiny import make_artifact, make_task_artifact
@@ -156,7 +156,7 @@ def test_a_head_of_which_no_row_has_a_label_counts_for_nothing() -> None:
     (first, second), _ = OUTCOMES["heads"]
     # Both rows are right by m, and none says what n is.
     found, true = Ragged.of([first, second], np.float64), Ragged.of([[0, IGNORED], [1, IGNORED]], np.float32)
-    right = by_output.metric_for("heads").scores(found, true, head)["m_accuracy"]
+    right = registry.metric_for("heads").scores(found, true, head)["m_accuracy"]
     document = scores.measure(task, head, "file", found, true, np.array([3, 9]), {})
     assert document["scores"]["mean_accuracy"] == right
     assert document["scores"]["n_accuracy"] == 0
@@ -238,12 +238,12 @@ def test_an_answer_that_is_no_number_is_wrong(facts: dict[str, Any]) -> None:
     nothing = float("nan")
     outcomes = Ragged.even(np.array([[nothing, nothing], [nothing, 1.0], [2.0, 1.0]]))
     targets, head = Ragged.even(np.zeros((3, 1))), Head(("a", "b"), facts)
-    metric = by_output.metric_for("classes")
+    metric = registry.metric_for("classes")
     assert metric.scores(outcomes, targets, head)["accuracy"] == pytest.approx(1 / 3)
     assert metric.right is not None
     assert metric.right(outcomes, targets, head).tolist() == [False, False, True]
     several = Head(("m=a", "m=b"), {"heads": [["m", 2]]})
-    assert by_output.metric_for("heads").scores(outcomes, targets, several)["mean_accuracy"] == pytest.approx(1 / 3)
+    assert registry.metric_for("heads").scores(outcomes, targets, several)["mean_accuracy"] == pytest.approx(1 / 3)
 
 
 def test_labels_of_an_answer_that_is_no_number_are_wrong() -> None:
@@ -251,7 +251,7 @@ def test_labels_of_an_answer_that_is_no_number_are_wrong() -> None:
     nothing = float("nan")
     outcomes = Ragged.even(np.array([[nothing, nothing], [nothing, -9.0], [9.0, -9.0]]))
     targets, head = Ragged.even(np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 0.0]])), Head(("a", "b"))
-    metric = by_output.metric_for("labels")
+    metric = registry.metric_for("labels")
     assert metric.scores(outcomes, targets, head)["subset_accuracy"] == pytest.approx(1 / 3)
     assert metric.scores(outcomes, targets, head)["micro_f1"] == pytest.approx(2 / 5)  # 1 right, 2 too many, 1 missed
     assert metric.right is not None
@@ -304,7 +304,7 @@ def test_tags_of_an_answer_that_is_no_number_are_wrong() -> None:
     targets = Ragged.of([[0, 0, 1]], np.float32)
     words = pack([Encoded([5, 6, 7], [Window(3, 3)], False, [(0, 1), (2, 3), (4, 5)])])
     tokens = replace(words, targets=targets.values, counts=targets.counts)
-    outcomes, metric = task.outcomes(outputs, tokens, head), by_output.metric_for("tags")
+    outcomes, metric = task.outcomes(outputs, tokens, head), registry.metric_for("tags")
     assert metric.scores(outcomes, targets, head)["word_accuracy"] == pytest.approx(1 / 3)
     assert metric.right is not None
     assert metric.right(outcomes, targets, head).tolist() == [False]

@@ -6,9 +6,9 @@ import sacrebleu
 from hypothesis import given, settings, strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
-from rtrain.errors import UserError
-from rtrain.metrics import text
-from rtrain.metrics.text import Budget
+from rtrain.core.errors import UserError
+from rtrain.metrics import rouge
+from rtrain.metrics.rouge import Budget
 
 WORDS = st.lists(st.sampled_from(["a", "b", "running", "runs", "d"]), max_size=8).map(" ".join)
 
@@ -16,21 +16,21 @@ WORDS = st.lists(st.sampled_from(["a", "b", "running", "runs", "d"]), max_size=8
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=6))
 def test_scores_are_those_of_the_libraries(rows: list[tuple[str, str]]) -> None:
-    counts = [text.bleu_counts(*map(text.bleu_words, row)) for row in rows]
+    counts = [rouge.bleu_counts(*map(rouge.bleu_words, row)) for row in rows]
     expected = sacrebleu.corpus_bleu([row[0] for row in rows], [[row[1] for row in rows]]).score
-    assert float(text.bleu(np.sum(counts, axis=0))) == pytest.approx(expected, abs=1e-9)
-    scorer = RougeScorer(list(text.ROUGES), use_stemmer=True)
+    assert float(rouge.bleu(np.sum(counts, axis=0))) == pytest.approx(expected, abs=1e-9)
+    scorer = RougeScorer(list(rouge.ROUGES), use_stemmer=True)
     for predicted, reference in rows:
         scores = scorer.score(reference, predicted)
-        found = text.rouge(text.rouge_words(predicted), text.rouge_words(reference))
-        assert found == tuple(scores[name].fmeasure for name in text.ROUGES)
+        found = rouge.rouge(rouge.rouge_words(predicted), rouge.rouge_words(reference))
+        assert found == tuple(scores[name].fmeasure for name in rouge.ROUGES)
 
 
 SENTENCES = ["You may use it.", "We keep your data for years.", "Pay us.", "We sell your data to others."]
 
 
 def lead(sentences: list[str], budget: Budget) -> list[int]:
-    return text.pick(range(len(sentences)), text.lengths(sentences), budget)
+    return rouge.pick(range(len(sentences)), rouge.lengths(sentences), budget)
 
 
 def test_lead_takes_the_first_sentences_that_the_budget_allows() -> None:
@@ -42,7 +42,7 @@ def test_lead_takes_the_first_sentences_that_the_budget_allows() -> None:
 
 
 def test_pick_takes_the_best_first_and_keeps_the_texts_order() -> None:
-    assert text.pick([3, 1, 0], text.lengths(SENTENCES), Budget(sentences=2)) == [1, 3]
+    assert rouge.pick([3, 1, 0], rouge.lengths(SENTENCES), Budget(sentences=2)) == [1, 3]
 
 
 @pytest.mark.parametrize("settings", [{}, {"sentences": 2, "words": 10}, {"words": 0}, {"sentences": -1}])

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rtrain import env
 from rtrain.compress import quantize
-from rtrain.network import compiled
-from rtrain.predict import Predictor
+from rtrain.core import env
+from rtrain.inference.predictor import Predictor
+from rtrain.models import compile_cache
 from tests import quantizing
 from tests.quantizing import complete
 from tests.tiny import CORPUS
@@ -67,16 +67,16 @@ def test_a_damaged_unpacked_graph_is_unpacked_again_and_none_where_there_is_no_r
 
 
 def test_what_is_used_is_kept_however_old_it_is(cache: Path) -> None:
-    for number in range(compiled.KEPT):
-        found = compiled.folder(f"version{number}")
+    for number in range(compile_cache.KEPT):
+        found = compile_cache.folder(f"version{number}")
         assert found is not None
         os.utime(found, (number, number))
-    assert compiled.folder("version0") is not None  # loaded again
-    compiled.folder("another")
+    assert compile_cache.folder("version0") is not None  # loaded again
+    compile_cache.folder("another")
     assert {path.name for path in cache.iterdir()} == {
         "another",
         "version0",
-        *(f"version{number}" for number in range(2, compiled.KEPT)),
+        *(f"version{number}" for number in range(2, compile_cache.KEPT)),
     }
 
 
@@ -84,7 +84,7 @@ def test_nothing_is_kept_where_there_is_no_place(tmp_path: Path, monkeypatch: py
     (tmp_path / "file").write_text("")
     for root in ("", str(tmp_path / "file")):
         monkeypatch.setenv(env.CACHE, root)
-        assert compiled.folder("abc") is None
+        assert compile_cache.folder("abc") is None
     monkeypatch.setenv(env.CACHE, str(tmp_path / "cache"))
-    assert compiled.folder("") is None  # an artefact that is being made has no version yet
+    assert compile_cache.folder("") is None  # an artefact that is being made has no version yet
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

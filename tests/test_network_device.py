@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from rtrain import env
-from rtrain.errors import ConfigError
-from rtrain.network import attention, device, layout, model
+from rtrain.core import env
+from rtrain.core.errors import ConfigError
+from rtrain.models import attention, builder, device, pack_layout
 from rtrain.tasks import base
-from rtrain.training import step
+from rtrain.trainer import step
 from tests.packing import LENGTHS, rows
 from tests.tiny import make_encoder
 
@@ -69,8 +69,8 @@ def test_gpus_that_cannot_be_had_are_refused(least: int | None, gpus: int) -> No
 def test_passes_put_their_tensors_where_the_model_is(tmp_path: Path, task: str) -> None:
     """Packed models alone: Transformers reads values of the mask that padding needs, of which `meta` has none."""
     labels = ("O", "B-x", "I-x") if task == "token_tags" else ("a", "b")
-    network: Any = model.build(make_encoder(tmp_path / "encoder"), base.get(task), labels, 0)
-    model.place(network, META)
+    network: Any = builder.build(make_encoder(tmp_path / "encoder"), base.get(task), labels, 0)
+    builder.place(network, META)
     network.train()
     logits = step.forward(network, rows(LENGTHS), 0, "fp32")
     assert logits.shape == (sum(LENGTHS) if task == "token_tags" else len(LENGTHS), len(labels))
@@ -79,15 +79,15 @@ def test_passes_put_their_tensors_where_the_model_is(tmp_path: Path, task: str) 
 
 
 def test_a_model_that_pads_trains_by_plain_products_on_a_cpu_alone(tmp_path: Path) -> None:
-    network: Any = model.build(
+    network: Any = builder.build(
         make_encoder(tmp_path / "encoder"), base.get("classification"), ("a", "b"), 0, pack=False
     )
     assert network.config._attn_implementation == "eager"
-    model.attend(network, training=False)
+    builder.attend(network, training=False)
     assert network.config._attn_implementation == "sdpa"
-    model.place(network, torch.device("cpu"))
+    builder.place(network, torch.device("cpu"))
     assert network.config._attn_implementation == "eager"
-    model.place(network, META)
+    builder.place(network, META)
     assert network.config._attn_implementation == "sdpa"
 
 
@@ -149,8 +149,8 @@ def vectors(tokens: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor, to
 
 
 def test_a_variable_length_kernel_answers_as_the_padded_groups_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "GROUP_WASTE", {"cpu": 500})
-    chosen = layout.layout_of(rows(LENGTHS), HEADS, torch.device("cpu"))
+    monkeypatch.setattr(pack_layout, "GROUP_WASTE", {"cpu": 500})
+    chosen = pack_layout.layout_of(rows(LENGTHS), HEADS, torch.device("cpu"))
     assert len(chosen.groups) > 2
     answers, gradients = [], []
     for kernel in (None, window_after_window):
@@ -172,7 +172,7 @@ def test_a_variable_length_kernel_answers_as_the_padded_groups_do(monkeypatch: p
 @pytest.mark.parametrize(("rate", "reach"), [(0.0, None), (0.1, 2)])
 def test_torch_s_variable_length_kernel_takes_what_it_is_given(rate: float, reach: int | None) -> None:
     """Shapes alone, forward and backward: the kernel itself runs on a GPU."""
-    chosen = layout.layout_of(rows(LENGTHS), HEADS, META)
+    chosen = pack_layout.layout_of(rows(LENGTHS), HEADS, META)
     parts = [part.detach().requires_grad_() for part in vectors(sum(LENGTHS), dtype=torch.bfloat16, device=META)]
     answer = attention.by_window(parts[0], parts[1], parts[2], chosen, 0.3, rate, reach)
     assert (answer.shape, answer.dtype) == ((1, sum(LENGTHS), HEADS, DIM), torch.bfloat16)

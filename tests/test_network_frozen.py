@@ -10,13 +10,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from rtrain.batch import Head
 from rtrain.config import Distill, Model
-from rtrain.errors import UserError
-from rtrain.exchange.replicated import Replicated
-from rtrain.network import model
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import Head
+from rtrain.models import builder
+from rtrain.parallel.ddp import Replicated
 from rtrain.tasks import base
-from rtrain.training import losses, optim, step
+from rtrain.trainer import losses, optimizers, step
 from tests import test_training_loop
 from tests.test_training_loop import UPDATES, Ran, fingerprint, recipe_of, start, update_name
 from tests.test_training_step import LABELS, TASK, cut, make_network, make_rows, make_still_encoder, norm, trained
@@ -61,8 +61,8 @@ def test_the_head_s_gradient_is_that_of_a_whole_training(tmp_path: Path) -> None
 
 def test_the_encoder_s_pass_has_no_graph_and_no_dropout(encoder: Path) -> None:
     rows = make_rows(4)
-    plain: Any = model.build(encoder, TASK, LABELS, seed=0)
-    network: Any = model.build(encoder, TASK, LABELS, seed=0, chosen=Model(freeze="encoder"))
+    plain: Any = builder.build(encoder, TASK, LABELS, seed=0)
+    network: Any = builder.build(encoder, TASK, LABELS, seed=0, chosen=Model(freeze="encoder"))
     for one in (plain, network, copy.deepcopy(network)):
         one.train()
         first, second = hidden_of(one, rows), hidden_of(one, rows)
@@ -76,7 +76,7 @@ def test_weights_that_the_folder_lacks_are_trained(tmp_path: Path) -> None:
     """As of a masked language model's encoder, which has no pooler."""
     make_tokenizer(tmp_path)
     transformers.BertModel(_config(), add_pooling_layer=False).save_pretrained(tmp_path)
-    network: Any = model.build(tmp_path, TASK, LABELS, seed=0, chosen=Model(freeze="encoder"))
+    network: Any = builder.build(tmp_path, TASK, LABELS, seed=0, chosen=Model(freeze="encoder"))
     pooler = {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}
     assert trained_names(network) == {*pooler, "classifier.weight", "classifier.bias"}
     rows = make_rows(4)
@@ -91,7 +91,7 @@ def test_weights_that_the_folder_lacks_are_trained(tmp_path: Path) -> None:
 def test_a_tied_output_embedding_stays_with_the_encoder(tmp_path: Path, kind: str) -> None:
     make_masked(tmp_path, kind)
     task, head = base.get("masked_lm"), Head((), {"mask_id": 4, "special": [0, 1, 2, 3, 4], "vocabulary": 300})
-    network: Any = model.build(tmp_path, task, (), seed=0, chosen=Model(freeze="encoder"))
+    network: Any = builder.build(tmp_path, task, (), seed=0, chosen=Model(freeze="encoder"))
     names = trained_names(network)
     assert len(names) == 5  # a matrix and its bias, a normalisation's two vectors, a bias for each word
     assert not any(name.startswith(f"{network.base_model_prefix}.") for name in names)
@@ -99,7 +99,7 @@ def test_a_tied_output_embedding_stays_with_the_encoder(tmp_path: Path, kind: st
     assert vectors is network.get_input_embeddings().weight
     before = {name: value.clone() for name, value in network.state_dict().items()}
     tokens = task.prepare(make_rows(20), head, 0, 0)
-    optimizer = optim.build(network, recipe_of(tmp_path).optim)
+    optimizer = optimizers.build(network, recipe_of(tmp_path).optim)
     done = step.run_update(Replicated(network), optimizer, losses.for_run(task, Distill(), head), [tokens], pad_id=0)
     assert np.isfinite(done.loss)
     changed = {name for name, value in network.state_dict().items() if not torch.equal(value, before[name])}
@@ -110,7 +110,7 @@ def test_a_tied_output_embedding_stays_with_the_encoder(tmp_path: Path, kind: st
 
 def test_a_model_without_a_head_of_its_own_is_refused() -> None:
     with pytest.raises(UserError, check=lambda error: error.code == "unsupported"):
-        model.freeze_encoder(transformers.BertModel(_config()), ())
+        builder.freeze_encoder(transformers.BertModel(_config()), ())
 
     class Bare(transformers.BertPreTrainedModel):
         def __init__(self, settings: transformers.BertConfig):
@@ -119,7 +119,7 @@ def test_a_model_without_a_head_of_its_own_is_refused() -> None:
             self.post_init()  # type: ignore[no-untyped-call]
 
     with pytest.raises(UserError, check=lambda error: error.code == "unsupported"):
-        model.freeze_encoder(Bare(_config()), ())
+        builder.freeze_encoder(Bare(_config()), ())
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs
@@ -134,7 +134,7 @@ def straight(ground: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ra
 def test_a_run_changes_its_head_and_not_a_bit_of_its_encoder(ground: Path, straight: tuple[Ran, Path]) -> None:
     ran, run = straight
     assert ran.outcome is not None
-    first = model.build(ground / "encoder", TASK, LABELS, recipe_of(ground).train.seed).state_dict()
+    first = builder.build(ground / "encoder", TASK, LABELS, recipe_of(ground).train.seed).state_dict()
     read = load_file(ground / "encoder" / "model.safetensors")
     for weights in (load_file(run / "checkpoints" / update_name(UPDATES) / "model.safetensors"), first):
         encoder = {name.removeprefix("bert."): value for name, value in weights.items() if name.startswith("bert.")}

@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 
-from rtrain import documents
-from rtrain.network import heads, model
-from rtrain.report.live import said
+from rtrain.core import json_files
+from rtrain.models import builder, heads
+from rtrain.report.live import event_messages
 from rtrain.tasks import base
 from tests.tiny import VOCABULARY, make_tokenizer
 
@@ -53,14 +53,14 @@ def test_the_same_labels_in_another_order_keep_their_weights(
     folder = made(tmp_path / kind, kind, base.get(task).auto_model, names)
     own = getattr(transformers, base.get(task).auto_model).from_pretrained(folder)
     labels = (names[2], names[0], names[1])
-    network = model.build(folder, base.get(task), labels, 0, pack=False)
+    network = builder.build(folder, base.get(task), labels, 0, pack=False)
     for part in ("weight", "bias"):
         taken = network.get_parameter(f"{last(network)}.{part}")
         assert torch.equal(taken, own.get_parameter(f"{last(own)}.{part}")[[2, 0, 1]])
     # To rounding: a matrix product may sum its columns in orders of their own.
     torch.testing.assert_close(logits(network), logits(own)[..., [2, 0, 1]], rtol=1e-6, atol=1e-6)
     assert network.config.id2label == dict(enumerate(labels))
-    assert heads.told(documents.read(folder / "config.json"), base.get(task).auto_model, labels) is None
+    assert heads.told(json_files.read(folder / "config.json"), base.get(task).auto_model, labels) is None
 
 
 def test_names_that_only_have_numbers_are_matched_where_they_are_the_labels() -> None:
@@ -75,17 +75,17 @@ def test_a_head_with_other_labels_is_begun_anew_and_the_run_says_so(tmp_path: Pa
     task = base.get("classification")
     folder = made(tmp_path / "spam", "roberta", task.auto_model, ("spam", "ham"))
     own: Any = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
-    first, again, other = (model.build(folder, task, ("bad", "good"), seed, pack=False) for seed in (1, 1, 2))
+    first, again, other = (builder.build(folder, task, ("bad", "good"), seed, pack=False) for seed in (1, 1, 2))
     weight, bias = (last(own) + name for name in (".weight", ".bias"))
     assert torch.equal(first.get_parameter(weight), again.get_parameter(weight))
     assert not torch.equal(first.get_parameter(weight), other.get_parameter(weight))
     assert first.get_parameter(weight).abs().max() < 0.2 < own.get_parameter(weight).abs().max()
     assert not first.get_parameter(bias).any()
     assert torch.equal(first.get_parameter("classifier.dense.weight"), own.get_parameter("classifier.dense.weight"))
-    told = heads.told(documents.read(folder / "config.json"), task.auto_model, ("bad", "good"))
+    told = heads.told(json_files.read(folder / "config.json"), task.auto_model, ("bad", "good"))
     assert told is not None
     line = "the model's head is begun anew: it answered ham, spam, which are not the labels of the rows"
-    assert said.of({"kind": "head", **told}) == line
+    assert event_messages.of({"kind": "head", **told}) == line
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_a_head_that_says_nothing_else_is_taken_over(
 ) -> None:
     folder = made(tmp_path / "model", "bert", base.get(task).auto_model, names)
     own: Any = getattr(transformers, base.get(task).auto_model).from_pretrained(folder)
-    network = model.build(folder, base.get(task), labels, 0, pack=False)
+    network = builder.build(folder, base.get(task), labels, 0, pack=False)
     assert torch.equal(network.get_parameter(f"{last(own)}.weight"), own.get_parameter(f"{last(own)}.weight"))
-    assert heads.told(documents.read(folder / "config.json"), base.get(task).auto_model, labels) is None
+    assert heads.told(json_files.read(folder / "config.json"), base.get(task).auto_model, labels) is None
 
 
 def test_a_drawn_head_is_the_seed_s_whatever_the_folder_calls_its_outputs(tmp_path: Path) -> None:
@@ -115,6 +115,6 @@ def test_a_drawn_head_is_the_seed_s_whatever_the_folder_calls_its_outputs(tmp_pa
     bare: Any = transformers.AutoModel.from_pretrained(folder)
     bare.save_pretrained(tmp_path / "bare")
     make_tokenizer(tmp_path / "bare")
-    found = [model.build(tmp_path / "bare", task, labels, 0) for labels in (("ham", "spam"), ("bad", "good"))]
+    found = [builder.build(tmp_path / "bare", task, labels, 0) for labels in (("ham", "spam"), ("bad", "good"))]
     assert torch.equal(*(network.get_parameter("classifier.weight") for network in found))
-    assert heads.told(documents.read(tmp_path / "bare" / "config.json"), task.auto_model, ("bad", "good")) is None
+    assert heads.told(json_files.read(tmp_path / "bare" / "config.json"), task.auto_model, ("bad", "good")) is None

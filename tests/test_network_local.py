@@ -8,18 +8,19 @@ import pytest
 import torch
 import transformers
 
-from rtrain import artifact, config, predict
-from rtrain.artifact import Artifact
-from rtrain.batch import single
+from rtrain import config
 from rtrain.compress import student
 from rtrain.config import Distill, Model
-from rtrain.data.stores.store import Store
-from rtrain.doctor.forecast import trace
-from rtrain.errors import ConfigError
-from rtrain.network import attention, layout, local, model, packed, pooling
-from rtrain.runs import preparing
+from rtrain.core.errors import ConfigError
+from rtrain.core.ragged import single
+from rtrain.data.store.store import Store
+from rtrain.inference import artifact, predictor as inference_predictor
+from rtrain.inference.artifact import Artifact
+from rtrain.models import attention, builder, local_attention, pack_layout, pooling, unpadded
+from rtrain.planning import memory_trace
+from rtrain.runs import prepare
 from rtrain.tasks import base
-from rtrain.training import step
+from rtrain.trainer import step
 from tests import quantizing
 from tests.conftest import write_rows
 from tests.packing import HEADS, LENGTHS, agree, rows
@@ -39,10 +40,10 @@ def made(architecture: str, head: str, reach: int | None, packs: bool) -> Any:
     chosen.initializer_range = 0.3  # so that a token which reads one too many has visibly another answer
     network: Any = getattr(transformers, f"{architecture}{head}")(chosen).double().eval()
     if reach is not None:
-        local.limit(network, reach)
+        local_attention.limit(network, reach)
     if packs:
-        packed.enable(network, HEADS[head])
-    model.attend(network, training=True)
+        unpadded.enable(network, HEADS[head])
+    builder.attend(network, training=True)
     return network
 
 
@@ -57,11 +58,11 @@ def test_answers_and_gradients_are_those_with_padding(
     architecture: str, head: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows of 1 to 64 tokens, of which most are longer than what a token reads."""
-    monkeypatch.setattr(layout, "GROUP_WASTE", {"cpu": 500})  # several groups in so small a pass
-    monkeypatch.setattr(layout, "PIECE", WAYS[way][0])
+    monkeypatch.setattr(pack_layout, "GROUP_WASTE", {"cpu": 500})  # several groups in so small a pass
+    monkeypatch.setattr(pack_layout, "PIECE", WAYS[way][0])
     monkeypatch.setattr(attention, "SQUARE", WAYS[way][1])
     plain, packs = (made(architecture, head, REACH, packs) for packs in (False, True))
-    assert plain.config._attn_implementation == local.NAME
+    assert plain.config._attn_implementation == local_attention.NAME
     agree(plain, packs, head, plain.config.pad_token_id or 0)
     tokens, pad = rows(LENGTHS), plain.config.pad_token_id or 0
     far = step.forward(made(architecture, head, None, packs=True), tokens, pad, "fp32")
@@ -80,9 +81,9 @@ def test_where_a_token_reaches_the_text_s_ends_all_read_all(packs: bool) -> None
 
 def test_a_token_reads_its_neighbours_and_the_first_one_which_reads_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layout's pieces, told apart by values that are one for one token and zero for all others."""
-    monkeypatch.setattr(layout, "PIECE", 8)
+    monkeypatch.setattr(pack_layout, "PIECE", 8)
     sizes = [37, 18, 9, 7, 5, 3, 1]
-    chosen = layout.layout_of(rows(sizes), 2, torch.device("cpu"), REACH)
+    chosen = pack_layout.layout_of(rows(sizes), 2, torch.device("cpu"), REACH)
     count = sum(sizes)
     unit = torch.eye(count, dtype=torch.float64).expand(1, 2, count, count)
     same = torch.zeros(1, 2, count, count, dtype=torch.float64)
@@ -91,14 +92,14 @@ def test_a_token_reads_its_neighbours_and_the_first_one_which_reads_all(monkeypa
     assert (chosen.firsts.windows, chosen.firsts.reads) == (3, 37)
     window = torch.repeat_interleave(torch.tensor(sizes))
     places = torch.cat([torch.arange(size) for size in sizes])
-    read = (window[:, None] == window) & local.near(places[:, None], places, REACH)
+    read = (window[:, None] == window) & local_attention.near(places[:, None], places, REACH)
     expected = read / read.sum(1, keepdim=True).double()
     torch.testing.assert_close(found[0].transpose(0, 1), expected.expand(2, -1, -1), rtol=1e-12, atol=0)
 
 
 def test_the_gradient_with_dropout_is_the_one_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "PIECE", 4)
-    chosen = layout.layout_of(rows([9, 6, 3, 1]), 2, torch.device("cpu"), 2)
+    monkeypatch.setattr(pack_layout, "PIECE", 4)
+    chosen = pack_layout.layout_of(rows([9, 6, 3, 1]), 2, torch.device("cpu"), 2)
     module = torch.nn.Module()
 
     def answer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -111,7 +112,7 @@ def test_the_gradient_with_dropout_is_the_one_of_the_answer(monkeypatch: pytest.
 
 def test_what_a_text_costs_grows_with_its_length() -> None:
     def squares(tokens: int) -> int:
-        chosen = layout.layout_of(rows([tokens]), 1, torch.device("cpu"), 64)
+        chosen = pack_layout.layout_of(rows([tokens]), 1, torch.device("cpu"), 64)
         groups = [*chosen.within(64), *([chosen.firsts] if chosen.firsts else [])]
         return sum(group.windows * group.width * group.reads for group in groups)
 
@@ -134,31 +135,31 @@ def make_artifact(folder: Path, longest: int, reach: int = REACH) -> tuple[Path,
     texts = [(text_of(1 + (longest * number) // 40, number), "ab"[number % 2]) for number in range(40)]
     data = {"data.path": str(write_rows(folder / "rows.csv", texts)), "data.max_tokens": longest}
     store = make_store(config.load("intent", data).recipe, encoder, folder)
-    network = model.build(encoder, TASK, ("a", "b"), 1, Model(positions=longest, local_attention=reach))
+    network = builder.build(encoder, TASK, ("a", "b"), 1, Model(positions=longest, local_attention=reach))
     pooling.save(network, folder / "artifact", guarded=True)
     (folder / "artifact" / "tokenizer.json").write_bytes((encoder / "tokenizer.json").read_bytes())
-    facts = {**store.manifest.head.facts, local.FACT: reach}
+    facts = {**store.manifest.head.facts, local_attention.FACT: reach}
     of = Artifact("long", TASK.name, ("a", "b"), longest, "torch", facts=facts)
-    artifact.write(folder / "artifact", of, predict.golden_logits)
+    artifact.write(folder / "artifact", of, inference_predictor.golden_logits)
     return folder / "artifact", store
 
 
 def test_an_artefact_answers_as_it_was_trained_by_each_engine(tmp_path: Path) -> None:
     folder, store = make_artifact(tmp_path, 300)
-    text, predictor = text_of(400), predict.Predictor.load(folder, threads=1)
+    text, predictor = text_of(400), inference_predictor.Predictor.load(folder, threads=1)
     encoded = predictor.encode([text])[0]
     ids = np.asarray(encoded.ids, dtype=np.int32)
-    packs: Any = model.build(folder, TASK, ("a", "b"), 0).eval()  # by itself it knows how far it reads
-    assert (len(ids), local.reach(packs.config), packed.enabled(packs)) == (300, REACH, True)
+    packs: Any = builder.build(folder, TASK, ("a", "b"), 0).eval()  # by itself it knows how far it reads
+    assert (len(ids), local_attention.reach(packs.config), unpadded.enabled(packs)) == (300, REACH, True)
     size = np.array([len(ids)], dtype=np.int32)
     alone = step.forward(packs, single(ids, size, size, np.zeros(1), np.zeros(1, dtype=np.uint64)), 0, "fp32")
     scores = {one["label"]: one["score"] for one in predictor([text])[0]}
     assert [scores["a"], scores["b"]] == pytest.approx(alone.softmax(-1)[0].tolist(), abs=1e-5)
     int8 = quantizing.complete(quantizing.Made(folder, store), tmp_path / "int8", calibration_rows=8)
-    exact, told = (one([text])[0] for one in (predictor, predict.Predictor.load(int8, threads=1)))
+    exact, told = (one([text])[0] for one in (predictor, inference_predictor.Predictor.load(int8, threads=1)))
     assert [one["label"] for one in told] == [one["label"] for one in exact]
     assert [one["score"] for one in told] == pytest.approx([one["score"] for one in exact], abs=0.02)
-    assert artifact.read(int8).facts[local.FACT] == REACH
+    assert artifact.read(int8).facts[local_attention.FACT] == REACH
 
 
 def test_others_refuse_its_head(tmp_path: Path) -> None:
@@ -170,9 +171,9 @@ def test_others_refuse_its_head(tmp_path: Path) -> None:
 def test_a_student_reads_as_far_as_its_teacher(tmp_path: Path) -> None:
     folder, _ = make_artifact(tmp_path, 60)
     start = student.start(folder, Distill(layers=1), tmp_path / "students")
-    assert local.reach(model.build(start, TASK, ("a", "b"), 0).config) == REACH
-    further = model.build(start, TASK, ("a", "b"), 0, Model(local_attention=9))
-    assert local.reach(further.config) == 9
+    assert local_attention.reach(builder.build(start, TASK, ("a", "b"), 0).config) == REACH
+    further = builder.build(start, TASK, ("a", "b"), 0, Model(local_attention=9))
+    assert local_attention.reach(further.config) == 9
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
@@ -181,13 +182,13 @@ def test_a_student_reads_as_far_as_its_teacher(tmp_path: Path) -> None:
 def test_memory_of_long_texts_is_foretold_without_their_squares(tmp_path: Path) -> None:
     encoder = make_encoder(tmp_path)
     chosen = Model(positions=4096, local_attention=32, attention_dropout=0.0)
-    found = [trace.of_pass(encoder, TASK, chosen, [length]).activations for length in (1024, 4096)]
+    found = [memory_trace.of_pass(encoder, TASK, chosen, [length]).activations for length in (1024, 4096)]
     assert found[1] < 4.2 * found[0]
 
 
 def test_architectures_with_a_way_of_their_own_are_refused(tmp_path: Path) -> None:
     transformers.ModernBertConfig(max_position_embeddings=64).save_pretrained(tmp_path)
-    [problem] = model.check_architecture(tmp_path, 64, chosen=Model(local_attention=16))
+    [problem] = builder.check_architecture(tmp_path, 64, chosen=Model(local_attention=16))
     assert (problem.field, problem.value, problem.fix) == ("model.local_attention", 16, "write null")
     assert "modernbert is none of those" in problem.reason
     data = write_rows(tmp_path / "rows.csv", [("one", "a"), ("two", "b")] * 20)
@@ -195,7 +196,7 @@ def test_architectures_with_a_way_of_their_own_are_refused(tmp_path: Path) -> No
     (tmp_path / "model.safetensors").write_bytes(np.int64(2).tobytes() + b"{}")
     named = {"model.name": str(tmp_path), "data.path": str(data), "data.max_tokens": 64, "model.local_attention": 16}
     with pytest.raises(ConfigError, match=r"model\.local_attention=16"):
-        preparing.check(config.load("intent", named))
+        prepare.check(config.load("intent", named))
 
 
 def test_it_changes_a_run_s_identity_where_it_is_set() -> None:

@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from rtrain.config import Model
-from rtrain.errors import ConfigError
-from rtrain.network import model
+from rtrain.core.errors import ConfigError
+from rtrain.models import builder
 from rtrain.tasks import base
 from tests.tiny import make_encoder
 
@@ -25,7 +25,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("wanted", "found"), [(None, 0.1), (0.0, 0.0), (0.25, 0.25)])
 def test_attention_dropout_is_the_recipe_s_or_the_model_s(encoder: Path, wanted: float | None, found: float) -> None:
-    network = model.build(encoder, TASK, ("a", "b"), 0, Model(attention_dropout=wanted))
+    network = builder.build(encoder, TASK, ("a", "b"), 0, Model(attention_dropout=wanted))
     own = transformers.AutoConfig.from_pretrained(encoder).attention_probs_dropout_prob
     assert network.config.attention_probs_dropout_prob == (own if wanted is None else found)
     assert {module.p for name, module in network.named_modules() if name.endswith("attention.self.dropout")} == {
@@ -35,7 +35,7 @@ def test_attention_dropout_is_the_recipe_s_or_the_model_s(encoder: Path, wanted:
 
 @pytest.mark.parametrize("wanted", [None, 0.0, 0.25])
 def test_dropout_of_hidden_values_is_the_recipe_s_or_the_model_s(encoder: Path, wanted: float | None) -> None:
-    network = model.build(encoder, TASK, ("a", "b"), 0, Model(dropout=wanted, attention_dropout=0.5))
+    network = builder.build(encoder, TASK, ("a", "b"), 0, Model(dropout=wanted, attention_dropout=0.5))
     own = transformers.AutoConfig.from_pretrained(encoder).hidden_dropout_prob
     rates = {name: module.p for name, module in network.named_modules() if isinstance(module, torch.nn.Dropout)}
     attention = {name for name in rates if name.endswith("attention.self.dropout")}
@@ -51,7 +51,7 @@ def test_dropout_of_hidden_values_is_the_recipe_s_or_the_model_s(encoder: Path, 
 def test_a_model_without_a_dropout_refuses_a_setting(tmp_path: Path, config: Any, asked: dict[str, Any]) -> None:
     config().save_pretrained(tmp_path)
     with pytest.raises(ConfigError) as raised:
-        model.build(tmp_path, TASK, ("a", "b"), 0, Model(**asked))
+        builder.build(tmp_path, TASK, ("a", "b"), 0, Model(**asked))
     [problem] = raised.value.problems
     assert [problem.field] == [f"model.{name}" for name in asked]
     assert problem.code == "unsupported"
@@ -77,9 +77,9 @@ def test_models_that_write_text_are_refused_by_name(
     tmp_path: Path, kind: str, settings: dict[str, Any], is_refused: bool
 ) -> None:
     transformers.AutoConfig.for_model(kind, **settings).save_pretrained(tmp_path)
-    fields = [problem.field for problem in model.check_architecture(tmp_path, 16)]
+    fields = [problem.field for problem in builder.check_architecture(tmp_path, 16)]
     assert fields == ["model.name"] * is_refused
-    assert model.check_architecture(tmp_path, 16, begun=True) == []
+    assert builder.check_architecture(tmp_path, 16, begun=True) == []
 
 
 @pytest.mark.parametrize(("kind", "reads"), [("roberta", 18), ("mpnet", 18), ("bert", 20)])
@@ -94,16 +94,16 @@ def test_a_model_reads_as_many_tokens_as_it_has_positions_for(tmp_path: Path, ki
     network(input_ids=torch.full((1, reads), 5))
     with pytest.raises((IndexError, RuntimeError)):
         network(input_ids=torch.full((1, reads + 1), 5))
-    assert model.check_architecture(tmp_path, reads) == []
-    [problem] = model.check_architecture(tmp_path, reads + 1)
+    assert builder.check_architecture(tmp_path, reads) == []
+    [problem] = builder.check_architecture(tmp_path, reads + 1)
     assert (problem.field, problem.code) == ("data.max_tokens", "out_of_range")
-    assert model.check_architecture(tmp_path, 20, begun=True) == []  # as it was allowed
-    assert model.check_architecture(tmp_path, 21, begun=True) != []
+    assert builder.check_architecture(tmp_path, 20, begun=True) == []  # as it was allowed
+    assert builder.check_architecture(tmp_path, 21, begun=True) != []
 
 
 def test_attention_by_plain_products_answers_as_the_fused_one_does(encoder: Path) -> None:
     plain: Any = transformers.AutoModelForSequenceClassification.from_pretrained(encoder).eval()
-    model.attend(plain, training=True)
+    builder.attend(plain, training=True)
     assert torch.cuda.is_available() or plain.config._attn_implementation == "eager"
     fused: Any = transformers.AutoModelForSequenceClassification.from_pretrained(encoder, attn_implementation="sdpa")
     fused.load_state_dict(plain.state_dict())

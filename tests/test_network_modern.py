@@ -9,9 +9,9 @@ import torch
 import transformers
 
 from rtrain.config import Model
-from rtrain.network import attention, layout, model, packed
+from rtrain.models import attention, builder, pack_layout, unpadded
 from rtrain.tasks import base
-from rtrain.training import step
+from rtrain.trainer import step
 from tests.packing import HEADS, LENGTHS, WORDS, agree, pairwise, rows
 
 REACH = 4
@@ -42,9 +42,9 @@ def pair(head: str, **settings: Any) -> tuple[Any, Any]:
         network: Any = getattr(transformers, f"ModernBert{head}")(chosen).double().eval()
         network.set_attn_implementation("sdpa")
         if packs:
-            assert packed.supports(network)
+            assert unpadded.supports(network)
             reads = "mean" if settings.get("classifier_pooling") == "mean" else "first"
-            packed.enable(network, reads if HEADS[head] == "first" else HEADS[head])
+            unpadded.enable(network, reads if HEADS[head] == "first" else HEADS[head])
         made.append(network)
     return made[0], made[1]
 
@@ -58,8 +58,8 @@ def test_answers_and_gradients_are_those_with_padding(
     head: str, way: str, pooling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows of 1 to 64 tokens, of which most are longer than what a token reads."""
-    monkeypatch.setattr(layout, "GROUP_WASTE", {"cpu": 500})  # several groups in so small a pass
-    monkeypatch.setattr(layout, "PIECE", WAYS[way][0])
+    monkeypatch.setattr(pack_layout, "GROUP_WASTE", {"cpu": 500})  # several groups in so small a pass
+    monkeypatch.setattr(pack_layout, "PIECE", WAYS[way][0])
     monkeypatch.setattr(attention, "SQUARE", WAYS[way][1])
     plain, packs = pair(head, classifier_pooling=pooling)
     agree(plain, packs, head)
@@ -67,9 +67,9 @@ def test_answers_and_gradients_are_those_with_padding(
 
 def test_a_token_reads_no_further_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layout's pieces, told apart by values that are one for one token and zero for all others."""
-    monkeypatch.setattr(layout, "PIECE", 8)
+    monkeypatch.setattr(pack_layout, "PIECE", 8)
     sizes = [37, 18, 9, 5, 3, 1]
-    chosen = layout.layout_of(rows(sizes), 2, torch.device("cpu"))
+    chosen = pack_layout.layout_of(rows(sizes), 2, torch.device("cpu"))
     groups = chosen.within(REACH)
     assert [group.pieces for group in groups] == [True, False]
     assert (groups[0].windows, groups[0].width, groups[0].reads) == (5 + 3 + 2, 8, 8 + 2 * REACH)
@@ -84,8 +84,8 @@ def test_a_token_reads_no_further_than_it_may(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_gradient_of_local_attention_with_dropout_is_the_one_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "PIECE", 4)
-    chosen = layout.layout_of(rows([9, 3, 3, 1]), 2, torch.device("cpu"))
+    monkeypatch.setattr(pack_layout, "PIECE", 4)
+    chosen = pack_layout.layout_of(rows([9, 3, 3, 1]), 2, torch.device("cpu"))
     module = torch.nn.Module()
 
     def answer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ def test_padding_that_reads_no_text_answers_with_numbers(training: bool) -> None
     """With padding longer than what a token reads, as a network that is not packed is trained and answers."""
     torch.manual_seed(1)
     network: Any = transformers.ModernBertForSequenceClassification(config()).eval()
-    model.attend(network, training=training)
+    builder.attend(network, training=training)
     tokens = rows([40, 2])
     found = step.forward(network, tokens, 0, "fp32")
     assert torch.isfinite(found).all()
@@ -147,9 +147,9 @@ def test_heads_read_what_is_asked_for(tmp_path: Path, own: str, asked: Literal["
     for packs in (True, False):
         chosen = Model(pooling=asked)
         network: Any = (
-            model.build(tmp_path, base.get("classification"), ("a", "b"), 0, chosen, pack=packs).double().eval()
+            builder.build(tmp_path, base.get("classification"), ("a", "b"), 0, chosen, pack=packs).double().eval()
         )
-        assert packed.enabled(network) is packs
+        assert unpadded.enabled(network) is packs
         found[packs] = step.forward(network, tokens, 0, "fp32")
         # The encoder alone for the first window, and the head on its first answer or their mean.
         encoder: Any = network.base_model

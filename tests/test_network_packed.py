@@ -10,10 +10,10 @@ import transformers
 from hypothesis import given, settings, strategies as st
 
 from rtrain.config import Model
-from rtrain.errors import ConfigError
-from rtrain.network import attention, cuts, dropout, layout, model, packed
+from rtrain.core.errors import ConfigError
+from rtrain.models import attention, builder, dropout, pack_layout, tp_plan, unpadded
 from rtrain.tasks import base
-from rtrain.training import step
+from rtrain.trainer import step
 from tests.packing import HEADS, LENGTHS, WORDS, agree, rows
 from tests.tiny import make_encoder, make_modern
 
@@ -44,8 +44,8 @@ def pair(architecture: str, head: str) -> tuple[Any, Any]:
         network: Any = getattr(transformers, f"{architecture}{head}")(chosen).double().eval()
         network.set_attn_implementation("eager")
         if packs:
-            assert packed.supports(network)
-            packed.enable(network, HEADS[head])
+            assert unpadded.supports(network)
+            unpadded.enable(network, HEADS[head])
         made.append(network)
     return made[0], made[1]
 
@@ -55,20 +55,20 @@ def pair(architecture: str, head: str) -> tuple[Any, Any]:
 def test_answers_and_gradients_are_those_with_padding(
     architecture: str, head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "GROUP_WASTE", {"cpu": 500})  # several groups in so small a pass
+    monkeypatch.setattr(pack_layout, "GROUP_WASTE", {"cpu": 500})  # several groups in so small a pass
     plain, packs = pair(architecture, head)
     agree(plain, packs, head, plain.config.pad_token_id or 0)
 
 
 def test_the_mean_is_that_with_padding(tmp_path: Path) -> None:
     folder = make_encoder(tmp_path / "encoder")
-    network: Any = model.build(folder, base.get("classification"), ("a", "b"), 0, Model(pooling="mean"))
-    assert packed.enabled(network)
+    network: Any = builder.build(folder, base.get("classification"), ("a", "b"), 0, Model(pooling="mean"))
+    assert unpadded.enabled(network)
     tokens = rows(LENGTHS)
     found = step.forward(network.double().eval(), tokens, 0, "fp32")
     network.config._attn_implementation = "eager"
     network.rtrain_packs = False
-    assert not packed.enabled(network)
+    assert not unpadded.enabled(network)
     torch.testing.assert_close(found, step.forward(network, tokens, 0, "fp32"), rtol=1e-10, atol=1e-12)
 
 
@@ -76,7 +76,7 @@ def test_the_mean_is_that_with_padding(tmp_path: Path) -> None:
 @settings(deadline=None)
 def test_groups_are_neighbours_and_waste_little(lengths: list[int]) -> None:
     longest_first = np.array(sorted(lengths, reverse=True), dtype=np.int32)
-    groups = layout.groups_of(longest_first, waste=900)
+    groups = pack_layout.groups_of(longest_first, waste=900)
     assert [place for begin, end in groups for place in range(begin, end)] == list(range(len(lengths)))
     for begin, end in groups:
         squares = longest_first[begin:end].astype(int) ** 2
@@ -85,7 +85,7 @@ def test_groups_are_neighbours_and_waste_little(lengths: list[int]) -> None:
 
 def test_a_layout_finds_every_token_again() -> None:
     tokens = rows(LENGTHS)
-    found = layout.layout_of(tokens, 3, torch.device("cpu"))
+    found = pack_layout.layout_of(tokens, 3, torch.device("cpu"))
     assert sorted(found.order.tolist()) == list(range(sum(LENGTHS)))
     assert np.diff(found.ends).tolist() == found.sizes.tolist() == sorted(LENGTHS, reverse=True)
     assert (found.ends.dtype, int(found.ends[0]), found.longest) == (torch.int32, 0, max(LENGTHS))
@@ -95,7 +95,7 @@ def test_a_layout_finds_every_token_again() -> None:
 
 
 def test_the_gradient_of_attention_with_dropout_is_the_one_of_its_answer() -> None:
-    chosen = layout.layout_of(rows([5, 3, 3, 1]), 2, torch.device("cpu"))
+    chosen = pack_layout.layout_of(rows([5, 3, 3, 1]), 2, torch.device("cpu"))
     module = torch.nn.Module()
 
     def answer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seed: int = 0) -> torch.Tensor:
@@ -113,7 +113,7 @@ def test_the_gradient_of_attention_with_dropout_is_the_one_of_its_answer() -> No
 def test_every_window_of_every_group_answers_for_itself(kind: torch.dtype, tolerance: float) -> None:
     """Answers and gradients, beside those of each window alone in float64; groups of 1 to 31 tokens, which half
     precision computes otherwise from 16 on, and of more."""
-    chosen = layout.layout_of(rows([120, 117, 31, 25, 18, 18, 17, 16, 9, 2, 1]), 2, torch.device("cpu"))
+    chosen = pack_layout.layout_of(rows([120, 117, 31, 25, 18, 18, 17, 16, 9, 2, 1]), 2, torch.device("cpu"))
     assert len(chosen.groups) > 1
     torch.manual_seed(0)
     shape = (1, 2, int(chosen.sizes.sum()), 8)
@@ -135,9 +135,9 @@ def test_every_window_of_every_group_answers_for_itself(kind: torch.dtype, toler
 def test_other_architectures_are_padded() -> None:
     chosen = transformers.MPNetConfig(**SMALL)
     network = transformers.MPNetForSequenceClassification(chosen)
-    assert not packed.supports(network)
+    assert not unpadded.supports(network)
     tokens = rows([3, 7])
-    assert packed.computed(network, tokens.lengths) == 14
+    assert unpadded.computed(network, tokens.lengths) == 14
     assert step.forward(network, tokens, 1, "fp32").shape == (2, 2)
 
 
@@ -175,9 +175,9 @@ def test_a_network_s_dropout_layers_take_these_masks_and_their_gradients_pass_th
 def test_cut_heads_drop_apart_and_all_else_alike_by_the_chosen_maker_of_masks(tmp_path: Path, fast: bool) -> None:
     folder, masks, after = make_encoder(tmp_path / "encoder"), [], []
     for place in range(2):
-        network: Any = model.build(folder, base.get("classification"), ("a", "b"), 0, fast_dropout=fast)
+        network: Any = builder.build(folder, base.get("classification"), ("a", "b"), 0, fast_dropout=fast)
         whole = network.config._attn_implementation
-        cuts.keep_heads(network, 2, place)
+        tp_plan.keep_heads(network, 2, place)
         draw = transformers.AttentionInterface()[network.config._attn_implementation].keywords["draw"]
         assert network.config._attn_implementation == f"{whole}_{place}_of_2"
         assert draw.func is (dropout.mask if fast else dropout.stock_salted)
@@ -196,8 +196,8 @@ def test_cut_heads_drop_apart_and_all_else_alike_by_the_chosen_maker_of_masks(tm
 def test_dropout_inside_cut_layers_is_a_worker_s_own(tmp_path: Path, fast: bool) -> None:
     folder, found, after = make_modern(tmp_path, mlp_dropout=0.25), [], []
     for place in range(2):
-        network: Any = model.build(folder, base.get("classification"), ("a", "b"), 0, fast_dropout=fast).train()
-        cuts.drop_inside(network, network.model.layers, place)
+        network: Any = builder.build(folder, base.get("classification"), ("a", "b"), 0, fast_dropout=fast).train()
+        tp_plan.drop_inside(network, network.model.layers, place)
         torch.manual_seed(3)
         found.append(network.model.layers[1].mlp.drop(torch.ones(700, 300)))
         after.append(torch.get_rng_state())
@@ -210,9 +210,9 @@ def test_dropout_inside_cut_layers_is_a_worker_s_own(tmp_path: Path, fast: bool)
 def test_layers_that_are_computed_again_give_the_same_gradient_bit_for_bit(tmp_path: Path) -> None:
     folder, tokens, found = make_encoder(tmp_path / "encoder"), rows(LENGTHS), []
     for again in (False, True):
-        network: Any = model.build(folder, base.get("classification"), ("a", "b"), 0).train()
+        network: Any = builder.build(folder, base.get("classification"), ("a", "b"), 0).train()
         if again:
-            model.keep_inputs_alone(network)
+            builder.keep_inputs_alone(network)
         computed: list[int] = []
         layer = network.bert.encoder.layer[0].intermediate
         layer.register_forward_hook(lambda *_, seen=computed: seen.append(1))
@@ -227,4 +227,4 @@ def test_layers_that_are_computed_again_give_the_same_gradient_bit_for_bit(tmp_p
 def test_a_network_that_cannot_compute_its_layers_again_says_so() -> None:
     network = transformers.MPNetForSequenceClassification(transformers.MPNetConfig(**SMALL))
     with pytest.raises(ConfigError, check=lambda error: [one.code for one in error.problems] == ["unsupported"]):
-        model.keep_inputs_alone(network)
+        builder.keep_inputs_alone(network)

@@ -9,11 +9,12 @@ import pytest
 import torch
 import transformers
 
-from rtrain import artifact, config, predict
-from rtrain.batch import Head
+from rtrain import config
 from rtrain.config import Model
-from rtrain.errors import UserError
-from rtrain.network import model, pooling
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import Head
+from rtrain.inference import artifact, predictor
+from rtrain.models import builder, pooling
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
 from tests.tiny import make_encoder, make_tokenizer
@@ -40,12 +41,12 @@ def mean_of(network: Any) -> torch.Tensor:
 
 
 def test_a_bert_s_head_reads_the_mean(encoder: Path) -> None:
-    network: Any = model.build(encoder, TASK, ("a", "b"), 0, Model(pooling="mean")).eval()
+    network: Any = builder.build(encoder, TASK, ("a", "b"), 0, Model(pooling="mean")).eval()
     assert not [name for name in network.state_dict() if "pooler" in name]
     with torch.inference_mode():
         found = network(input_ids=IDS, attention_mask=MASK).logits
         torch.testing.assert_close(found, network.classifier(mean_of(network)))
-        own = model.build(encoder, TASK, ("a", "b"), 0).eval()(input_ids=IDS, attention_mask=MASK).logits
+        own = builder.build(encoder, TASK, ("a", "b"), 0).eval()(input_ids=IDS, attention_mask=MASK).logits
     assert (found - own).abs().max() > 1e-3
 
 
@@ -75,15 +76,15 @@ def test_heads_that_read_the_first_place_get_the_mean_there(make: Any) -> None:
 
 
 def test_an_artefact_answers_as_it_was_trained(encoder: Path, tmp_path: Path) -> None:
-    network: Any = model.build(encoder, TASK, ("a", "b"), 0, Model(pooling="mean"))
+    network: Any = builder.build(encoder, TASK, ("a", "b"), 0, Model(pooling="mean"))
     draft, head = tmp_path / "draft", Head(("a", "b"), {pooling.FACT: "mean"})
     network.save_pretrained(draft)
     make_tokenizer(draft)
     made = artifact.Artifact(
         name="x", task="classification", labels=("a", "b"), max_tokens=16, engine="torch", facts=head.facts
     )
-    artifact.write(draft, made, predict.golden_logits, predict.golden_inputs(TASK, head))
-    [found] = predict.Predictor.load(draft).logits(["where is my parcel"])
+    artifact.write(draft, made, predictor.golden_logits, predictor.golden_inputs(TASK, head))
+    [found] = predictor.Predictor.load(draft).logits(["where is my parcel"])
     ids = torch.tensor([load_tokenizer(draft, 16).encode("where is my parcel").ids])
     with torch.inference_mode():
         expected = network.eval()(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
@@ -94,9 +95,9 @@ def test_what_cannot_pool_is_refused(tmp_path: Path) -> None:
     network = transformers.BertModel(transformers.BertConfig(hidden_size=16, intermediate_size=16, **SMALL))
     with pytest.raises(UserError, check=lambda error: error.code == "unsupported"):
         pooling.pool_by_mean(network)
-    [problem] = model.problems(config.load("entities", {"model.pooling": "mean"}).recipe)
+    [problem] = builder.problems(config.load("entities", {"model.pooling": "mean"}).recipe)
     assert (problem.field, problem.code) == ("model.pooling", "conflicting_settings")
-    assert model.problems(config.load("intent", {"model.pooling": "mean"}).recipe) == []
+    assert builder.problems(config.load("intent", {"model.pooling": "mean"}).recipe) == []
 
 
 def test_networks_are_made_one_at_a_time(tmp_path: Path) -> None:

@@ -9,15 +9,16 @@ import pytest
 import torch
 import transformers
 
-from rtrain import artifact, config, predict
-from rtrain.artifact import Artifact
-from rtrain.batch import single
+from rtrain import config
 from rtrain.config import Model
-from rtrain.errors import ConfigError
-from rtrain.network import model, packed, positions
-from rtrain.runs import preparing
+from rtrain.core.errors import ConfigError
+from rtrain.core.ragged import single
+from rtrain.inference import artifact, predictor as inference_predictor
+from rtrain.inference.artifact import Artifact
+from rtrain.models import builder, position_embeddings, unpadded
+from rtrain.runs import prepare
 from rtrain.tasks import base
-from rtrain.training import step
+from rtrain.trainer import step
 from tests.test_network_packed import ARCHITECTURES
 from tests.tiny import make_encoder
 
@@ -30,14 +31,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """An encoder of each architecture that reads `OWN` tokens."""
     made = tmp_path_factory.mktemp(request.param)
     chosen = ARCHITECTURES[request.param]()
-    chosen.max_position_embeddings = OWN + positions.first(chosen.to_dict())
+    chosen.max_position_embeddings = OWN + position_embeddings.first(chosen.to_dict())
     torch.manual_seed(0)
     transformers.AutoModel.from_config(chosen).save_pretrained(made)
     return made
 
 
 def built(folder: Path, asked: int | None, pack: bool = False) -> Any:
-    return model.build(folder, TASK, ("a", "b"), 0, Model(positions=asked), pack=pack).double().eval()
+    return builder.build(folder, TASK, ("a", "b"), 0, Model(positions=asked), pack=pack).double().eval()
 
 
 def ids(length: int) -> torch.Tensor:
@@ -52,8 +53,8 @@ def table_of(network: Any) -> torch.Tensor:
 @pytest.mark.parametrize("pack", [False, True])
 def test_short_texts_are_read_as_before_and_long_ones_whole(folder: Path, pack: bool) -> None:
     own, longer = built(folder, None), built(folder, ASKED, pack)
-    assert packed.enabled(longer) == pack
-    start = positions.first(own.config.to_dict())
+    assert unpadded.enabled(longer) == pack
+    start = position_embeddings.first(own.config.to_dict())
     rows = table_of(longer)[start:]
     assert longer.config.max_position_embeddings == start + ASKED == start + len(rows)
     for place in range(ASKED):
@@ -74,11 +75,13 @@ def test_short_texts_are_read_as_before_and_long_ones_whole(folder: Path, pack: 
 def test_an_artefact_reads_long_texts_by_each_engine(tmp_path: Path) -> None:
     """Transformers alone reads it too: nothing but the table's length is another."""
     encoder = make_encoder(tmp_path / "encoder")
-    made = model.build(encoder, TASK, ("a", "b"), 0, Model(positions=300))
+    made = builder.build(encoder, TASK, ("a", "b"), 0, Model(positions=300))
     made.save_pretrained(tmp_path / "artifact")
     (tmp_path / "artifact" / "tokenizer.json").write_bytes((encoder / "tokenizer.json").read_bytes())
-    artifact.write(tmp_path / "artifact", Artifact("long", TASK.name, ("a", "b"), 300, "torch"), predict.golden_logits)
-    predictor = predict.Predictor.load(tmp_path / "artifact", threads=1)
+    artifact.write(
+        tmp_path / "artifact", Artifact("long", TASK.name, ("a", "b"), 300, "torch"), inference_predictor.golden_logits
+    )
+    predictor = inference_predictor.Predictor.load(tmp_path / "artifact", threads=1)
     text = "the refund was late " * 100
     encoded = predictor.encode([text])[0]
     assert len(encoded.ids) == 300
@@ -91,9 +94,9 @@ def test_an_artefact_reads_long_texts_by_each_engine(tmp_path: Path) -> None:
 
 def test_what_has_no_table_is_refused(tmp_path: Path) -> None:
     transformers.ModernBertConfig(max_position_embeddings=64).save_pretrained(tmp_path)
-    [problem] = model.check_architecture(tmp_path, 64, chosen=Model(positions=65))
+    [problem] = builder.check_architecture(tmp_path, 64, chosen=Model(positions=65))
     assert (problem.field, problem.code) == ("model.positions", "unsupported")
-    assert model.check_architecture(tmp_path, 64, chosen=Model(positions=64)) == []
+    assert builder.check_architecture(tmp_path, 64, chosen=Model(positions=64)) == []
 
 
 def test_a_run_of_longer_texts_is_told_of_the_table(tmp_path: Path) -> None:
@@ -103,24 +106,24 @@ def test_a_run_of_longer_texts_is_told_of_the_table(tmp_path: Path) -> None:
     rows.write_text("text,label\n" + "".join(f"word {n},{'ab'[n % 2]}\n" for n in range(20)))
     values: dict[str, Any] = {"model.name": str(encoder), "data.path": str(rows), "data.max_tokens": 2 * own}
     with pytest.raises(ConfigError) as raised:
-        preparing.check(config.load("intent", values))
+        prepare.check(config.load("intent", values))
     [problem] = raised.value.problems
     assert (problem.field, problem.code) == ("data.max_tokens", "out_of_range")
-    preparing.check(config.load("intent", {**values, "model.positions": 2 * own}))
+    prepare.check(config.load("intent", {**values, "model.positions": 2 * own}))
 
 
 def test_a_graph_may_have_the_places_alone_that_its_texts_reach(folder: Path) -> None:
     network = built(folder, None)
-    before, start = network.state_dict(), positions.first(network.config.to_dict())
+    before, start = network.state_dict(), position_embeddings.first(network.config.to_dict())
     with torch.inference_mode():
         short, long = network(ids(9)).logits, network(ids(OWN)).logits
-        with positions.shortened(network, 9):
+        with position_embeddings.shortened(network, 9):
             assert len(table_of(network)) == start + 9
             assert torch.equal(network(ids(9)).logits, short)
             with pytest.raises((IndexError, RuntimeError)):
                 network(ids(OWN))
         assert torch.equal(network(ids(OWN)).logits, long)
-        with positions.shortened(network, OWN + 1):
+        with position_embeddings.shortened(network, OWN + 1):
             assert len(table_of(network)) == start + OWN
     after = network.state_dict()
     assert before.keys() == after.keys()

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from rtrain.errors import ConfigError
-from rtrain.network import precision
-from rtrain.network.precision import Native
-from rtrain.run import Run
+from rtrain.core.errors import ConfigError
+from rtrain.core.run_folder import Run
+from rtrain.models import precision
+from rtrain.models.precision import Native
 from rtrain.runs import decisions
 from tests.test_exchange_ranks import begun, ended, joined
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 import transformers
 
-from rtrain import artifact, config, predict
-from rtrain.batch import Head
+from rtrain import config
 from rtrain.compress import student as starting
 from rtrain.config import Distill, Model
-from rtrain.errors import ConfigError, UserError
-from rtrain.network import model, pooling, sentence
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.core.ragged import Head
+from rtrain.inference import artifact, predictor
+from rtrain.models import builder, pooling, sentence_transformers_format
 from rtrain.runs.worker import sentence_pooling, write_model
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
@@ -56,19 +57,19 @@ def described(folder: Path, settings: dict[str, Any], path: str = "1_Pooling") -
 def test_a_folder_says_how_its_encoder_pools(
     tmp_path: Path, settings: dict[str, Any], found: str | None, path: str
 ) -> None:
-    assert sentence.pooling_of(described(tmp_path, settings, path)) == found
+    assert sentence_transformers_format.pooling_of(described(tmp_path, settings, path)) == found
     if path == "1_Pooling":  # the file alone will do
         (tmp_path / "modules.json").unlink()
-        assert sentence.pooling_of(tmp_path) == found
+        assert sentence_transformers_format.pooling_of(tmp_path) == found
 
 
 def test_other_folders_say_nothing(tmp_path: Path) -> None:
-    assert sentence.pooling_of(make_encoder(tmp_path / "encoder")) is None
+    assert sentence_transformers_format.pooling_of(make_encoder(tmp_path / "encoder")) is None
     folder = described(tmp_path / "s", {"pooling_mode": "cls"})
     (folder / "1_Pooling" / "config.json").unlink()
-    assert sentence.pooling_of(folder) == "mean"  # sentence-transformers' default
+    assert sentence_transformers_format.pooling_of(folder) == "mean"  # sentence-transformers' default
     (folder / "modules.json").write_text(json.dumps([{"path": "", "type": "x.SpladePooling"}]))
-    assert sentence.pooling_of(folder) is None
+    assert sentence_transformers_format.pooling_of(folder) is None
 
 
 @pytest.mark.parametrize(
@@ -90,17 +91,17 @@ def test_auto_is_what_the_encoder_was_trained_for(
     if says:
         described(tmp_path, {"pooling_mode": says})
     chosen = config.load("intent", {"task": task, "model.name": str(tmp_path), "model.pooling": wanted})
-    assert model.resolved(chosen, tmp_path).recipe.model.pooling == found
+    assert builder.resolved(chosen, tmp_path).recipe.model.pooling == found
 
 
 def test_the_packaged_encoder_is_one_of_sentences(tmp_path: Path) -> None:
     assert config.load("intent").recipe.model.pooling == "auto"
-    folder = model.resolve("minilm")
-    assert sentence.pooling_of(folder) == "mean"
-    assert model.resolved(config.load("intent"), folder).recipe.model.pooling == "mean"
+    folder = builder.resolve("minilm")
+    assert sentence_transformers_format.pooling_of(folder) == "mean"
+    assert builder.resolved(config.load("intent"), folder).recipe.model.pooling == "mean"
     # A copy of it that an earlier version had from the hub says nothing.
-    assert model.resolved(config.load("intent"), tmp_path).recipe.model.pooling == "mean"
-    assert model.resolved(config.load("entities"), folder).recipe.model.pooling == "own"
+    assert builder.resolved(config.load("intent"), tmp_path).recipe.model.pooling == "mean"
+    assert builder.resolved(config.load("entities"), folder).recipe.model.pooling == "own"
 
 
 def with_dense(folder: Path) -> None:
@@ -125,13 +126,13 @@ def test_what_else_makes_an_encoder_s_vectors_is_refused_until_it_is_left_out(
     more(described(tmp_path, {"pooling_mode": says}))
     names = {"model.name": str(tmp_path)}
     with pytest.raises(ConfigError) as caught:
-        model.resolved(config.load("intent", names), tmp_path)
+        builder.resolved(config.load("intent", names), tmp_path)
     assert [problem.field for problem in caught.value.problems] == ["model.pooling"]
     for pool in ("mean", "own"):
         chosen = config.load("intent", {**names, "model.pooling": pool})
-        assert model.resolved(chosen, tmp_path).recipe.model.pooling == pool
+        assert builder.resolved(chosen, tmp_path).recipe.model.pooling == pool
     # A task without a vector of the text says nothing of how others should make one.
-    tags = model.resolved(config.load("entities", names), tmp_path).recipe
+    tags = builder.resolved(config.load("entities", names), tmp_path).recipe
     assert sentence_pooling(tags, tmp_path) is None
 
 
@@ -186,7 +187,7 @@ def exported(network: Any, encoder: Path, folder: Path, mean: bool) -> Path:
     settings = {"model.pooling": "mean" if mean else "own", "data.max_tokens": 32, "data.window": None}
     write_model(network, encoder, folder, config.load("intent", settings).recipe, Head(LABELS, facts))
     made = artifact.Artifact("x", "classification", LABELS, 32, "torch", facts=facts)
-    artifact.write(folder, made, predict.golden_logits, predict.golden_inputs(TASK, Head(LABELS, facts)))
+    artifact.write(folder, made, predictor.golden_logits, predictor.golden_inputs(TASK, Head(LABELS, facts)))
     return folder
 
 
@@ -194,7 +195,9 @@ def exported(network: Any, encoder: Path, folder: Path, mean: bool) -> Path:
 def pooled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A network of each family that pools by mean, and its artefact."""
     folder = tmp_path_factory.mktemp(request.param)
-    network: Any = model.build(family(request.param, folder / "encoder"), TASK, LABELS, 0, Model(pooling="mean")).eval()
+    network: Any = builder.build(
+        family(request.param, folder / "encoder"), TASK, LABELS, 0, Model(pooling="mean")
+    ).eval()
     return network, exported(network, folder / "encoder", folder / "artifact", mean=True)
 
 
@@ -236,7 +239,7 @@ def test_prompts_and_normalized_vectors_go_on(tmp_path: Path) -> None:
     (encoder / "modules.json").write_text(json.dumps(named))
     said = {"prompts": {"query": "where is "}, "similarity_fn_name": "dot"}
     (encoder / "config_sentence_transformers.json").write_text(json.dumps(said))
-    network: Any = model.build(encoder, TASK, LABELS, 0, Model(pooling="mean")).eval()
+    network: Any = builder.build(encoder, TASK, LABELS, 0, Model(pooling="mean")).eval()
     folder = exported(network, encoder, tmp_path / "artifact", mean=True)
     before, after = (
         sentence_transformers.SentenceTransformer(str(one), device="cpu", local_files_only=True)
@@ -247,7 +250,7 @@ def test_prompts_and_normalized_vectors_go_on(tmp_path: Path) -> None:
         expected, found = (one.encode(list(TEXTS), prompt_name=prompt) for one in (before, after))
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert np.linalg.norm(found, axis=1) == pytest.approx(1.0, abs=1e-5)
-    assert sentence.unsupported(folder) == []
+    assert sentence_transformers_format.unsupported(folder) == []
 
 
 def test_ours_answers_with_it_and_trains_it_further(pooled: tuple[Any, Path], tmp_path: Path) -> None:
@@ -256,31 +259,31 @@ def test_ours_answers_with_it_and_trains_it_further(pooled: tuple[Any, Path], tm
     mask = torch.ones_like(ids)
     with torch.inference_mode():
         expected = network(input_ids=ids, attention_mask=mask).logits[0]
-    np.testing.assert_allclose(predict.Predictor.load(folder).logits([TEXTS[1]])[0], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(predictor.Predictor.load(folder).logits([TEXTS[1]])[0], expected, rtol=1e-5, atol=1e-6)
     # `--model RUN/artifact`: the pooling that it was trained with, and its own head, where the labels are the same.
-    further = model.resolved(config.load("intent", {"model.name": str(folder)}), folder).recipe.model
+    further = builder.resolved(config.load("intent", {"model.name": str(folder)}), folder).recipe.model
     assert further.pooling == "mean"
     for start in (folder, starting.start(folder, Distill(layers=1), tmp_path)):
-        again: Any = model.build(start, TASK, LABELS, 9, Model(pooling="mean"))
+        again: Any = builder.build(start, TASK, LABELS, 9, Model(pooling="mean"))
         heads = {name for name in again.state_dict() if not name.startswith(network.base_model_prefix)}
         assert heads
         assert all(torch.equal(again.state_dict()[name], network.state_dict()[name]) for name in heads)
-    other: Any = model.build(folder, TASK, ("x", "y"), 9, further)
+    other: Any = builder.build(folder, TASK, ("x", "y"), 9, further)
     last = [weight for name, weight in other.named_parameters() if name.endswith("weight")][-1]
     assert last.shape[0] == 2
 
 
 def test_with_its_own_pooling_it_is_a_folder_of_transformers(tmp_path: Path) -> None:
-    network: Any = model.build(make_encoder(tmp_path / "encoder"), TASK, LABELS, 0, Model(pooling="own"))
+    network: Any = builder.build(make_encoder(tmp_path / "encoder"), TASK, LABELS, 0, Model(pooling="own"))
     folder = exported(network, tmp_path / "encoder", tmp_path / "artifact", mean=False)
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(folder).state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in network.state_dict().items())
-    assert model.resolved(config.load("intent", {"model.name": str(folder)}), folder).recipe.model.pooling == "own"
+    assert builder.resolved(config.load("intent", {"model.name": str(folder)}), folder).recipe.model.pooling == "own"
 
 
 def test_a_head_of_another_shape_is_no_artefact_s(tmp_path: Path) -> None:
     """Read for answers, weights that do not fit are an error, never drawn anew."""
-    network: Any = model.build(make_encoder(tmp_path / "encoder"), TASK, LABELS, 0)
+    network: Any = builder.build(make_encoder(tmp_path / "encoder"), TASK, LABELS, 0)
     network.save_pretrained(tmp_path / "a")
     document = json.loads((tmp_path / "a" / "config.json").read_text())
     document["id2label"] = {"0": "x", "1": "y"}

@@ -11,8 +11,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from rtrain.errors import UserError
-from rtrain.network import trimming, vocabulary
+from rtrain.core.errors import UserError
+from rtrain.models import vocab_trimming, vocabulary
 from tests.tiny import make_encoder, make_masked
 from tests.vocabularies import ROWS, STRANGE, trimmed
 
@@ -81,10 +81,10 @@ def test_ids_in_the_settings_are_renumbered(tmp_path: Path) -> None:
     assert [ids[after[name]] for name in ("pad_token_id", "sep_token_id", "eos_token_id")] == [0, 3, last]
     assert (after["bos_token_id"], after["decoder_start_token_id"]) == (None, None)
     assert after["vocab_size"] == len(ids)
-    known = trimming.read(out)
+    known = vocab_trimming.read(out)
     assert known is not None
     assert (known.of, list(known.kept)) == (len(names), ids)
-    assert trimming.read(whole) is None
+    assert vocab_trimming.read(whole) is None
 
 
 def test_weights_in_several_files_are_read_together(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_weights_in_several_files_are_read_together(tmp_path: Path) -> None:
     (parts / "model.safetensors").unlink()
     network.save_pretrained(parts, max_shard_size="20KB")
     assert len(list(parts.glob("model*.safetensors"))) > 1
-    trimming.trim(parts, ids, tmp_path / "other")
+    vocab_trimming.trim(parts, ids, tmp_path / "other")
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "other"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -107,5 +107,5 @@ def test_weights_that_do_not_fit_the_tokenizer_are_refused(tmp_path: Path) -> No
     name = "embeddings.word_embeddings.weight"
     save_file({**weights, name: weights[name][:190].clone()}, whole / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, check=lambda error: error.code == "damaged"):
-        trimming.trim(whole, list(range(200)), tmp_path / "out")
+        vocab_trimming.trim(whole, list(range(200)), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]

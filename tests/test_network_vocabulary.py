@@ -8,8 +8,8 @@ import tokenizers
 from hypothesis import example, given, settings, strategies as st
 from tokenizers import models
 
-from rtrain.errors import UserError
-from rtrain.network import vocabulary
+from rtrain.core.errors import UserError
+from rtrain.models import vocabulary
 from tests.tiny import CORPUS
 from tests.vocabularies import KINDS, ROWS, STRANGE, Cut, cut_of
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rtrain.batch import batches
+from rtrain.core.ragged import batches
 from rtrain.data import order
 from rtrain.data.order import Order, chain, deal, rows_digest
 

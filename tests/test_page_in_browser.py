@@ -18,9 +18,9 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from rtrain.config import Serve
-from rtrain.predict import Predictor
+from rtrain.inference.predictor import Predictor
 from serve.app import build_app
-from serve.models import Models
+from serve.registry import Models
 from tests import browser
 from tests.browser import Page
 from tests.reports import write_predictions

@@ -12,10 +12,11 @@ import pytest
 import torch
 import transformers
 
-from rtrain import artifact, manifest, predict
-from rtrain.artifact import GOLDEN_INPUTS, Artifact
-from rtrain.network import device
-from rtrain.predict import InputError, Predictor
+from rtrain.core import manifest
+from rtrain.inference import artifact, predictor as inference_predictor
+from rtrain.inference.artifact import GOLDEN_INPUTS, Artifact
+from rtrain.inference.predictor import InputError, Predictor
+from rtrain.models import device
 from rtrain.tasks import base
 from tests.refusing import refused
 from tests.serving import HEADS, predictor_of
@@ -70,7 +71,7 @@ def test_an_engine_without_padding_answers_as_one_with(
         unpadded = Predictor(tmp_path, padded.artifact, threads=1, precision=precision)
     unpadded.check_golden()
     assert (padded.is_unpadded, unpadded.is_unpadded) == (False, True)
-    inputs = predict.golden_inputs(padded.task, padded.head)
+    inputs = inference_predictor.golden_inputs(padded.task, padded.head)
     inputs = [*inputs, *inputs[::-1]]  # of several lengths
     for batch_rows in (1, 100):
         for found, expected in zip(unpadded.logits(inputs, batch_rows), padded.logits(inputs), strict=True):
@@ -82,7 +83,7 @@ def test_an_engine_without_padding_answers_as_one_with(
 class Noted:
     """An engine that notes the shapes of its calls."""
 
-    def __init__(self, engine: predict.Engine):
+    def __init__(self, engine: inference_predictor.Engine):
         self.engine, self.shapes = engine, list[tuple[int, int]]()
 
     def logits(self, inputs: Mapping[str, Any]) -> Any:
@@ -94,7 +95,7 @@ class Noted:
 def test_calls_of_padded_shapes_answer_alike(tmp_path: Path, task: str) -> None:
     folder = make_task_artifact(tmp_path / "artifact", task, HEADS[task], seed=1)
     made = artifact.read(folder)
-    engine = predict.Torch(folder, made, 1)
+    engine = inference_predictor.Torch(folder, made, 1)
     exact, noted = Predictor(folder, made, engine=engine), Noted(engine)
     few = Predictor(folder, replace(made, engine="openvino"), engine=noted)  # which plans by shape
     for count in range(1, len(TEXTS) + 1):
@@ -136,7 +137,7 @@ def test_a_model_without_token_types_answers_too(tmp_path: Path) -> None:
     config.num_labels = 3
     transformers.DistilBertForSequenceClassification(config).save_pretrained(folder)
     made = Artifact("d", "classification", ("a", "b", "c"), 64, "torch")
-    artifact.write(folder, made, predict.golden_logits)
+    artifact.write(folder, made, inference_predictor.golden_logits)
     assert Predictor.load(folder, threads=1).logits(["where is my parcel"])[0].shape == (3,)
 
 

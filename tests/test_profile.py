@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from rtrain.cli import app as cli
-from rtrain.doctor.profile import profile, rows
-from rtrain.training.stages import PARTS
+from rtrain.profiling import cases, profile
+from rtrain.trainer.step_timing import PARTS
 from tests import trained
 from tests.profiles import document, row
 
-LENGTH = rows.Length(updates=3, warm_up=1)
+LENGTH = cases.Length(updates=3, warm_up=1)
 
 
 @pytest.mark.ray
@@ -22,7 +22,7 @@ def test_a_recipe_is_profiled_as_it_trains(ray_session: Path) -> None:
     folder, events = ray_session / "profiled" / "out", list[dict[str, Any]]()
     found = profile.run(
         config,
-        rows.rows(config, [], LENGTH),
+        cases.rows(config, [], LENGTH),
         LENGTH,
         folder,
         lambda row, place: contextlib.nullcontext(),

@@ -15,19 +15,18 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rtrain.checkpoints.saver import Saver
+from rtrain.checkpoint.saver import Saver
 from rtrain.config import Train
-from rtrain.data.ingest import plan_update
-from rtrain.doctor.profile import figures
-from rtrain.exchange import replicas
-from rtrain.exchange.replicated import Replicated
-from rtrain.exchange.timeline import Timeline
-from rtrain.exchange.transport import Stock
-from rtrain.strategies import choose
-from rtrain.training import loop, stages, step
-from rtrain.training.evaluate import evaluate
-from rtrain.training.stages import PARTS
-from rtrain.training.watched import Watched
+from rtrain.data.stream import plan_update
+from rtrain.parallel import data_parallel, factory
+from rtrain.parallel.ddp import Replicated
+from rtrain.parallel.timeline import Timeline
+from rtrain.parallel.transport import Stock
+from rtrain.profiling import measurements
+from rtrain.trainer import step, step_timing, trainer
+from rtrain.trainer.evaluate import evaluate
+from rtrain.trainer.profiler import Watched
+from rtrain.trainer.step_timing import PARTS
 from tests import test_training_loop
 from tests.test_training_loop import UPDATES, make_ground, start
 from tests.test_training_step import LOSS, make_network, make_rows, make_still_encoder, pick
@@ -63,39 +62,39 @@ class Ahead:
 
 def delay(stage: str, clock: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time that the stage does its work, its clock goes ahead."""
-    if stage == stages.GET_BATCH:
+    if stage == step_timing.GET_BATCH:
         monkeypatch.setattr(test_training_loop, "plan_update", clock.delayed(plan_update))
-    elif stage == stages.FORWARD:
+    elif stage == step_timing.FORWARD:
         monkeypatch.setattr(step, "forward", clock.delayed(step.forward))
-    elif stage == stages.BACKWARD:
+    elif stage == step_timing.BACKWARD:
         monkeypatch.setattr(torch.Tensor, "backward", clock.delayed(torch.Tensor.backward))
-    elif stage == stages.OPTIMIZER:
+    elif stage == step_timing.OPTIMIZER:
         monkeypatch.setattr(torch.optim.AdamW, "step", clock.delayed(torch.optim.AdamW.step))
-    elif stage == stages.EVALUATE:
-        monkeypatch.setattr(loop, "evaluate", clock.delayed(evaluate))
+    elif stage == step_timing.EVALUATE:
+        monkeypatch.setattr(trainer, "evaluate", clock.delayed(evaluate))
     else:
         monkeypatch.setattr(Saver, "save", clock.delayed(Saver.save))
 
 
-@pytest.mark.parametrize("stage", stages.STAGES)
+@pytest.mark.parametrize("stage", step_timing.STAGES)
 def test_a_delay_in_a_stage_is_that_stages_and_no_others(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     clock, kept = Ahead(), tmp_path / "profile.json"
-    monkeypatch.setattr(replicas, "Timeline", partial(Timeline, clock))
-    monkeypatch.setattr(loop, "Watched", lambda exchange, path: Watched(exchange, kept))
+    monkeypatch.setattr(data_parallel, "Timeline", partial(Timeline, clock))
+    monkeypatch.setattr(trainer, "Watched", lambda exchange, path: Watched(exchange, kept))
     delay(stage, clock, monkeypatch)
     ran = start(ground, tmp_path / "run", save_every=2)
     injected = clock.delays * DELAY
     assert clock.delays >= UPDATES // 2
-    worker = figures.read_worker(kept)
+    worker = measurements.read_worker(kept)
     assert [one.window.number for one in worker.updates] == list(range(UPDATES))
     found = dict.fromkeys(PARTS, 0)
     for update in worker.updates:
-        own = stages.parts(update.window).of
+        own = step_timing.parts(update.window).of
         assert sum(own.values()) == update.window.wall
         found = {name: found[name] + own[name] for name in PARTS}
-    outside = (stage == stages.EVALUATE) * DELAY  # the test rows are scored after the last update
+    outside = (stage == step_timing.EVALUATE) * DELAY  # the test rows are scored after the last update
     expected = {name: injected - outside if name == stage else 0 for name in PARTS}
     assert {name: found[name] / injected for name in PARTS} == pytest.approx(
         {name: value / injected for name, value in expected.items()}, abs=WITHIN
@@ -108,9 +107,9 @@ def test_a_delay_in_a_stage_is_that_stages_and_no_others(
 
 def test_updates_follow_each_other_without_a_gap(ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the updates of a start add up to its time, whatever is done between two steps."""
-    monkeypatch.setattr(loop, "Watched", lambda exchange, path: Watched(exchange, tmp_path / "profile.json"))
+    monkeypatch.setattr(trainer, "Watched", lambda exchange, path: Watched(exchange, tmp_path / "profile.json"))
     start(ground, tmp_path / "run")
-    windows = [one.window for one in figures.read_worker(tmp_path / "profile.json").updates]
+    windows = [one.window for one in measurements.read_worker(tmp_path / "profile.json").updates]
     assert [one.stop for one in windows[:-1]] == [one.start for one in windows[1:]]
     assert all(window.start <= one.start <= one.stop <= window.stop for window in windows for one in window.spans)
 
@@ -162,10 +161,10 @@ def test_a_delay_in_an_exchange_is_the_exchanges(
     exchange.timeline.take()
     begun = clock()
     step.run_update(exchange, optimizer, LOSS, [pick(rows, [0, 1, 2]), pick(rows, [3, 4])], pad_id=0)
-    window = stages.Window(0, begun, clock(), tuple(exchange.timeline.take()))
+    window = step_timing.Window(0, begun, clock(), tuple(exchange.timeline.take()))
     assert clock.delays > 0
     assert {one.kind for one in window.spans} >= {"forward", "backward", "optimizer", "exchange", "sending"}
-    found = {name: value / (clock.delays * DELAY) for name, value in stages.parts(window).of.items()}
+    found = {name: value / (clock.delays * DELAY) for name, value in step_timing.parts(window).of.items()}
     assert found == pytest.approx({name: float(name == "exchange") for name in PARTS}, abs=WITHIN)
 
 
@@ -203,14 +202,14 @@ def test_a_delay_in_what_parts_of_a_model_send_is_the_exchanges(
 ) -> None:
     """It happens inside of forward and backward passes."""
     clock, network = Ahead(), make_network(make_still_encoder(tmp_path))
-    exchange = choose.build(network, Train(workers=2, **train))  # type: ignore[arg-type]
+    exchange = factory.build(network, Train(workers=2, **train))  # type: ignore[arg-type]
     exchange.timeline.now = clock
     inject(clock, monkeypatch)
     optimizer, rows = torch.optim.SGD(network.parameters(), lr=0.0), make_rows(8)
     exchange.timeline.take()
     begun = clock()
     step.run_update(exchange, optimizer, LOSS, [pick(rows, [0, 1, 2]), pick(rows, [3, 4])], pad_id=0)
-    window = stages.Window(0, begun, clock(), tuple(exchange.timeline.take()))
+    window = step_timing.Window(0, begun, clock(), tuple(exchange.timeline.take()))
     assert clock.delays >= least
-    found = {name: value / (clock.delays * DELAY) for name, value in stages.parts(window).of.items()}
+    found = {name: value / (clock.delays * DELAY) for name, value in step_timing.parts(window).of.items()}
     assert found == pytest.approx({name: float(name == "exchange") for name in PARTS}, abs=WITHIN)

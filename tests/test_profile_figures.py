@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rtrain.doctor.profile import figures, page, profile, tables
-from rtrain.errors import UserError
-from rtrain.training.stages import PARTS
+from rtrain.core.errors import UserError
+from rtrain.profiling import measurements, page, profile, tables
+from rtrain.trainer.step_timing import PARTS
 from tests.profiles import LENGTH, document, row, worker
 
 
@@ -40,9 +40,9 @@ def test_a_start_that_was_interrupted_is_no_profile() -> None:
     whole = worker()
     part = replace(whole, updates=whole.updates[3:])
     facts = {key: row()[key] for key in ("name", "settings", "precision", "device", "rows_per_update")}
-    known = figures.Facts(**facts, order_digest="", save_every=1, run_updates=1)
+    known = measurements.Facts(**facts, order_digest="", save_every=1, run_updates=1)
     with pytest.raises(UserError) as error:
-        figures.of_row(known, [part], LENGTH)
+        measurements.of_row(known, [part], LENGTH)
     assert error.value.code == "interrupted"
 
 

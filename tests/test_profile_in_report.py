@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from rtrain import events
+from rtrain.core import events
+from rtrain.core.run_folder import Run
 from rtrain.report import collect, summary
 from rtrain.report.drawing.blocks import Figure, Table
 from rtrain.report.sections import timing
-from rtrain.run import Run
 from tests.reports import STAGES, make_run
 
 

@@ -8,10 +8,10 @@ import pytest
 from rtrain import config
 from rtrain.cli import app as cli
 from rtrain.config import Config
-from rtrain.doctor.profile import profile
-from rtrain.doctor.profile.rows import AS_IT_STANDS, Length, rows
-from rtrain.errors import ConfigError, UserError
-from rtrain.report.live.waited import Waited
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.profiling import profile
+from rtrain.profiling.cases import AS_IT_STANDS, Length, rows
+from rtrain.report.live.phase_timer import Waited
 
 LENGTH = Length(updates=10, warm_up=2)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from rtrain.core.run_folder import Run
 from rtrain.report.live import progress
-from rtrain.report.live.waited import Waited
-from rtrain.run import Run
+from rtrain.report.live.phase_timer import Waited
 from tests.tiny import make_artifact, refused
 
 

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from rtrain import config, events
-from rtrain.checkpoints import checkpoint
+from rtrain import config
+from rtrain.checkpoint import format as checkpoint_format
+from rtrain.core import events
+from rtrain.core.errors import UserError
+from rtrain.core.run_folder import Run
 from rtrain.data.order import Order
-from rtrain.data.stores.store import Store
-from rtrain.errors import UserError
-from rtrain.proof import ledger
-from rtrain.run import Run
-from rtrain.runs import opening
+from rtrain.data.store.store import Store
+from rtrain.runs import run_folders
+from rtrain.verification import ledger
 from tests import test_training_loop
 from tests.test_training_loop import UPDATES, Ran, recipe_of, start
 
@@ -32,7 +33,7 @@ def recorded(ground: Path, run: Path, **settings: Any) -> Path:
 def log(run: Path, ran: Ran, ground: Path) -> None:
     if not Run(run).exists:
         recipe = recipe_of(ground)
-        opening.freeze(Run(run), config.Config(recipe, config.Deploy()))
+        run_folders.freeze(Run(run), config.Config(recipe, config.Deploy()))
         store = Store(next((ground / ".tokens").iterdir()))
         events.append(run, "created", store=str(store.folder), data_digest=store.manifest.digest)
     for kind, fields in ran.recorder.events:
@@ -71,7 +72,7 @@ def test_where_a_run_left_its_order_is_told(ground: Path, tmp_path: Path) -> Non
 
 def test_a_checkpoint_with_another_ledger_is_told(ground: Path, tmp_path: Path) -> None:
     run = recorded(ground, tmp_path / "run")
-    path = checkpoint.path_of(run / "checkpoints", UPDATES) / "state.json"
+    path = checkpoint_format.path_of(run / "checkpoints", UPDATES) / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"ledger": "ab" * 32}))
     report = ledger.check(Run(run))
     assert (report.passed, report.mismatched) == (False, {UPDATES: "checkpoint"})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rtrain.proof.faults import FAULTS
+from rtrain.verification.faults import FAULTS
 from tests import soak
 from tests.root import ROOT
 

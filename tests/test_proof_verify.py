@@ -16,13 +16,13 @@ import torch
 
 from rtrain import config
 from rtrain.config import Config
+from rtrain.core.errors import UserError
 from rtrain.data.order import Order, chain, deal, rows_digest
-from rtrain.data.stores.store import Store
-from rtrain.errors import UserError
-from rtrain.proof import cases, plan, planted, verify
-from rtrain.proof.cases import Measured, Slice
-from rtrain.proof.plan import SINGLE, Case, LeftOut
-from rtrain.training.loop import GENESIS
+from rtrain.data.store.store import Store
+from rtrain.trainer.trainer import GENESIS
+from rtrain.verification import layout_runs, planted_bugs, verify, verify_plan
+from rtrain.verification.layout_runs import Measured, Slice
+from rtrain.verification.verify_plan import SINGLE, Case, LeftOut
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder
 
@@ -79,7 +79,7 @@ def test_every_layout_trains_the_same(report: verify.Report) -> None:
         assert 0 < measured.gradient_ratio <= 1e-8
         assert measured.workers_differ == 0
     assert [(one.workers, one.layout) for one in report.left_out] == [
-        *((4, layout) for layout in plan.GRIDS),
+        *((4, layout) for layout in verify_plan.GRIDS),
         (2, "interleaved"),
     ]
 
@@ -121,7 +121,7 @@ def test_every_planted_bug_is_seen(report: verify.Report) -> None:
         for case, measured in report.cases
         if case.bug and max(measured.weights_ratio, measured.gradient_ratio) > 1e-2
     ]
-    assert seen == BUGS + SHARED_BUGS == list(planted.BUGS)
+    assert seen == BUGS + SHARED_BUGS == list(planted_bugs.BUGS)
     assert report.unseen == []
     assert of(report, "2 x 3, dropped tail row").rows < 53
     assert of(report, "2 x 3, stale embedding row").workers_differ == 1
@@ -141,9 +141,14 @@ def test_the_large_matrix_has_every_layout_by_as_many_workers_as_it_takes(settin
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
     found = json.loads(done.stdout)
     assert (found["problems"], done.returncode) == ([], 0)
-    assert {case["layout"] for case in found["cases"]} == {"", *plan.LAYOUTS, *plan.GRIDS, *plan.CUBES}
+    assert {case["layout"] for case in found["cases"]} == {
+        "",
+        *verify_plan.LAYOUTS,
+        *verify_plan.GRIDS,
+        *verify_plan.CUBES,
+    }
     assert {(one["workers"], one["layout"]) for one in found["left_out"]} == {
-        (3, layout) for layout in plan.LAYOUTS if not layout.startswith("shard")
+        (3, layout) for layout in verify_plan.LAYOUTS if not layout.startswith("shard")
     }
 
 
@@ -164,16 +169,16 @@ def with_train(settings: Config, **train: object) -> Config:
 
 
 def test_four_workers_are_in_the_plan_where_they_have_cores(settings: Config) -> None:
-    few, many = (plan.plan(settings, 10_000, 20.0, cores=cores) for cores in (3, 4))
-    assert [one.layout for one in few.left_out] == list(plan.GRIDS)
+    few, many = (verify_plan.plan(settings, 10_000, 20.0, cores=cores) for cores in (3, 4))
+    assert [one.layout for one in few.left_out] == list(verify_plan.GRIDS)
     assert (few.workers, many.workers, many.left_out) == (2, 4, ())
-    assert {case.layout for case in many.groups[-1]} == {"", *plan.GRIDS}
-    assert [plan.most_workers(settings.recipe.train, False, cores) for cores in (3, 4)] == [2, 4]
+    assert {case.layout for case in many.groups[-1]} == {"", *verify_plan.GRIDS}
+    assert [verify_plan.most_workers(settings.recipe.train, False, cores) for cores in (3, 4)] == [2, 4]
 
 
 def test_a_frozen_embedding_has_no_gradient_to_be_stale(settings: Config) -> None:
     frozen = config.with_overrides(settings, {"model.freeze": "encoder"})
-    todo = plan.plan(frozen, 10_000, 20.0, bugs=True)
+    todo = verify_plan.plan(frozen, 10_000, 20.0, bugs=True)
     assert [case.bug for group in todo.groups for case in group if case.bug] == BUGS[:-1] + SHARED_BUGS
 
 
@@ -181,12 +186,12 @@ def test_a_frozen_embedding_has_no_gradient_to_be_stale(settings: Config) -> Non
 def test_every_replica_of_the_full_plan_is_idle_once_and_makes_another_number_of_passes(
     settings: Config, asked: int, per_update: int, rows: int
 ) -> None:
-    todo = plan.plan(with_train(settings, rows_per_update=asked), 10_000, 20.0, full=True)
+    todo = verify_plan.plan(with_train(settings, rows_per_update=asked), 10_000, 20.0, full=True)
     assert (todo.rows, todo.rows_per_update) == (rows, per_update)
     lengths = np.random.default_rng(0).integers(4, 60, todo.rows).astype(np.int32)
     seen = set[str]()
     for case in (case for group in todo.groups for case in group):
-        train = plan.train_of(settings.recipe.train, case.layout, case.workers)
+        train = verify_plan.train_of(settings.recipe.train, case.layout, case.workers)
         replicas = case.workers // (train.tensor * train.pipeline * train.context)
         if replicas == 1 or replicas > 3:
             continue
@@ -196,7 +201,9 @@ def test_every_replica_of_the_full_plan_is_idle_once_and_makes_another_number_of
             passes = [len(deal(own, replicas, rank, case.micro_batch)) for rank in range(replicas)]
             assert min(passes) < max(passes), case.name
             assert counts is None or min(passes) == counts
-    assert seen == {"", "shard 2", "shard 3", *plan.GRIDS, *plan.CUBES} - {"pipeline, tensor 2"}  # of all workers
+    assert seen == {"", "shard 2", "shard 3", *verify_plan.GRIDS, *verify_plan.CUBES} - {
+        "pipeline, tensor 2"
+    }  # of all workers
 
 
 def test_a_tensor_whose_gradient_is_lost_is_seen(tmp_path: Path) -> None:
@@ -205,7 +212,7 @@ def test_a_tensor_whose_gradient_is_lost_is_seen(tmp_path: Path) -> None:
     network(torch.ones(1, 3)).sum().backward()
     exchange: Any = SimpleNamespace(module=network, whole=lambda own: own)
     case, of = Case(1, 8), cast(Slice, SimpleNamespace(scratch=tmp_path, updates=4))
-    first = cases._Reference(case, of, active=True)
+    first = layout_runs._Reference(case, of, active=True)
     first.gradient(exchange, 1, Measured())
     whole, lost = Measured(), Measured()
     first.is_made_here = False
@@ -216,13 +223,15 @@ def test_a_tensor_whose_gradient_is_lost_is_seen(tmp_path: Path) -> None:
     assert (lost.gradient_ratio, lost.worst_tensor, lost.worst_update) == (math.inf, "bias", 1)
 
 
-def layouts(todo: plan.Plan, group: int = 1) -> list[str]:
+def layouts(todo: verify_plan.Plan, group: int = 1) -> list[str]:
     """Those that are trained from the start, and the bugs."""
     return [case.bug or case.layout for case in todo.groups[group] if not case.resumed and case.precision == "fp64"]
 
 
-def planned(settings: Config, model: Path, **how: bool) -> plan.Plan:
-    return plan.plan(settings, 10_000, 20.0, cores=4, refused=partial(plan.refused, settings.recipe, model), **how)
+def planned(settings: Config, model: Path, **how: bool) -> verify_plan.Plan:
+    return verify_plan.plan(
+        settings, 10_000, 20.0, cores=4, refused=partial(verify_plan.refused, settings.recipe, model), **how
+    )
 
 
 def test_layouts_that_workers_or_the_model_do_not_allow_are_left_out_by_name(settings: Config, tmp_path: Path) -> None:
@@ -255,7 +264,7 @@ def test_how_rows_are_dealt_and_whole_gradients_are_sent_leaves_no_layout_out(se
     own = {"gradient_compression": "bf16", "min_workers": 1, "balance": "auto"}
     sent = with_train(settings, **own)
     assert planned(sent, tiny) == planned(settings, tiny)
-    chosen = [plan.train_of(sent.recipe.train, layout, 2) for layout in ("", "shard 3")]
+    chosen = [verify_plan.train_of(sent.recipe.train, layout, 2) for layout in ("", "shard 3")]
     assert [one.balance for one in chosen] == ["auto", "off"]
     frozen = planned(config.with_overrides(settings, {"model.freeze": "encoder"}), tiny)
     assert {one.layout for one in frozen.left_out} == {
@@ -279,7 +288,7 @@ def test_what_was_left_out_is_told_and_not_passed_over() -> None:
 def test_every_plan_has_ragged_passes_and_a_short_last_update(
     settings: Config, workers: int, mean_tokens: float, rows: int
 ) -> None:
-    todo = plan.plan(with_train(settings, workers=workers, rows_per_update=64), rows, mean_tokens, bugs=True)
+    todo = verify_plan.plan(with_train(settings, workers=workers, rows_per_update=64), rows, mean_tokens, bugs=True)
     each = todo.rows_per_update // todo.workers
     assert each >= 4
     assert any(each % case.micro_batch for case in todo.groups[-1])
@@ -293,10 +302,10 @@ def test_a_slice_in_whose_middle_nothing_can_be_resumed_is_refused_with_the_rows
     settings: Config,
 ) -> None:
     """Four workers have four rows each in an update: 16 rows are one, and no checkpoint lies before its end."""
-    few, enough = (plan.plan(settings, rows, 20.0, cores=4) for rows in (16, 17))
-    [problem] = plan.problems(settings, few)
+    few, enough = (verify_plan.plan(settings, rows, 20.0, cores=4) for rows in (16, 17))
+    [problem] = verify_plan.problems(settings, few)
     assert (problem.field, problem.code) == ("data.path", "too_few_rows")
-    assert plan.problems(settings, enough) == []
+    assert verify_plan.problems(settings, enough) == []
 
 
 def test_a_layout_beyond_fp32_s_noise_is_a_problem() -> None:

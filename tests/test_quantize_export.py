@@ -14,13 +14,14 @@ import pytest
 import torch
 import transformers
 
-from rtrain import artifact, engines, manifest, predict
-from rtrain.compress import export_check, onnx_graph, openvino_graph
-from rtrain.compress.graphs import Sample
-from rtrain.errors import ConfigError, UserError
-from rtrain.gate.graph import of_openvino
-from rtrain.network import int8
-from rtrain.network.int8 import Int8
+from rtrain.compress.exporters import check, onnx, openvino as exporters_openvino
+from rtrain.compress.exporters.base import Sample
+from rtrain.core import engines, manifest
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.evaluation.graph_stats import of_openvino
+from rtrain.inference import artifact, predictor
+from rtrain.models import int8_support
+from rtrain.models.int8_support import Int8
 from tests import quantizing
 from tests.quantizing import Made
 from tests.root import ROOT
@@ -47,8 +48,8 @@ def test_the_float_graph_is_compared_on_every_length(made: Made, static: Quantiz
     checked = static.report["export"]
     lengths = made.store.column("train", "length")
     assert checked["buckets"] == len(np.unique(np.searchsorted([16, 32, 64], lengths))) == 3
-    assert checked["rows"] == 3 * export_check.ROWS
-    assert 0 < checked["largest"] <= export_check.TOLERANCE
+    assert checked["rows"] == 3 * check.ROWS
+    assert 0 < checked["largest"] <= check.TOLERANCE
     assert checked["bucket"] in ("up to 16 tokens", "up to 32 tokens", "up to 64 tokens")
 
 
@@ -64,7 +65,7 @@ def test_the_graph_has_no_positions_that_no_text_reaches(made: Made, static: Qua
 
 def test_rows_of_every_length_hold_the_shortest_and_the_longest_of_each() -> None:
     lengths = np.array([5, 40, 16, 17, 32, 600, 9, 8192, 513], dtype=np.int32)
-    found = {name: lengths[rows].tolist() for name, rows in export_check.of_every_length(lengths, most=2)}
+    found = {name: lengths[rows].tolist() for name, rows in check.of_every_length(lengths, most=2)}
     assert found == {
         "up to 16 tokens": [5, 16],
         "up to 32 tokens": [17, 32],
@@ -74,15 +75,15 @@ def test_rows_of_every_length_hold_the_shortest_and_the_longest_of_each() -> Non
     }
 
 
-def broken_weight(network: Any, sample: Sample) -> openvino_graph.Exported:
+def broken_weight(network: Any, sample: Sample) -> exporters_openvino.Exported:
     """An export in which one number of one weight is another."""
     changed = copy.deepcopy(network)
     with torch.no_grad():
         changed.bert.encoder.layer[1].output.dense.weight[0, 0] += 0.5
-    return openvino_graph.export(changed, sample)
+    return exporters_openvino.export(changed, sample)
 
 
-@pytest.mark.parametrize("module", [openvino_graph, onnx_graph])
+@pytest.mark.parametrize("module", [exporters_openvino, onnx])
 def test_a_model_without_token_types_is_exported_and_answers(module: Any) -> None:
     config = transformers.DistilBertConfig(
         vocab_size=100, max_position_embeddings=64, dim=32, n_layers=1, n_heads=2, hidden_dim=64
@@ -94,13 +95,13 @@ def test_a_model_without_token_types_is_exported_and_answers(module: Any) -> Non
     with torch.inference_mode():
         logits = network(**{name: torch.from_numpy(value) for name, value in asked.items()}).logits.numpy()
     found = graph.answering(1).logits({**asked, "token_type_ids": np.zeros((2, 7), dtype=np.int64)})
-    assert np.abs(found - logits).max() <= export_check.TOLERANCE
+    assert np.abs(found - logits).max() <= check.TOLERANCE
 
 
 class OfOneLength:
     """Forgets what comes after 20 tokens, as a graph does whose trace kept a number of its sample."""
 
-    def __init__(self, engine: predict.Engine):
+    def __init__(self, engine: predictor.Engine):
         self.engine = engine
 
     def logits(self, inputs: Any) -> Any:
@@ -108,7 +109,7 @@ class OfOneLength:
 
 
 def cut_short(network: Any, sample: Sample) -> Any:
-    exported = openvino_graph.export(network, sample)
+    exported = exporters_openvino.export(network, sample)
     whole = exported.answering
     exported.answering = lambda threads: OfOneLength(whole(threads))  # type: ignore
     return exported
@@ -127,10 +128,10 @@ def test_a_graph_that_answers_otherwise_is_refused(
 
 
 def test_weights_alone_are_as_small_and_nothing_is_calibrated(made: Made, static: Quantized, tmp_path: Path) -> None:
-    from rtrain.gate.graph import of_openvino
+    from rtrain.evaluation.graph_stats import of_openvino
 
     report = quantizing.quantize(made, tmp_path / "weights", kind="weights", calibration_rows=8)
-    assert max(one["export"]["largest"] for one in (static.report, report)) <= export_check.TOLERANCE
+    assert max(one["export"]["largest"] for one in (static.report, report)) <= check.TOLERANCE
     whole, weights = (artifact.size_mb(folder, "openvino") for folder in (static.folder, tmp_path / "weights"))
     assert weights <= 1.02 * whole
     operators = of_openvino(tmp_path / "weights" / "model.int8.xml").operators()
@@ -156,9 +157,9 @@ def test_weights_alone_take_no_fall_back() -> None:
 )
 def test_the_processor_says_what_int8_is_computed_by(tmp_path: Path, flags: str, instructions: tuple[str, ...]) -> None:
     (tmp_path / "cpuinfo").write_text(f"model name\t: a processor\nflags\t\t: {flags}\n")
-    found = int8.of_processor(tmp_path / "cpuinfo")
+    found = int8_support.of_processor(tmp_path / "cpuinfo")
     assert (found.instructions, found.known) == (instructions, True)
-    assert not int8.of_processor(tmp_path / "none").known
+    assert not int8_support.of_processor(tmp_path / "none").known
 
 
 @pytest.mark.parametrize(
@@ -174,15 +175,15 @@ def test_the_processor_says_what_int8_is_computed_by(tmp_path: Path, flags: str,
 def test_a_latency_of_other_instructions_does_not_hold_where_there_are_none(
     measured: tuple[str, ...] | None, here: tuple[str, ...], slower: bool
 ) -> None:
-    assert (int8.slower_here(measured, Int8(here)) is not None) == slower
-    assert int8.slower_here(measured, Int8((), known=False)) is None
+    assert (int8_support.slower_here(measured, Int8(here)) is not None) == slower
+    assert int8_support.slower_here(measured, Int8((), known=False)) is None
 
 
 def test_the_log_of_nncf_stays_off_stdout_and_nobody_is_told_of_the_model(made: Made, tmp_path: Path) -> None:
     """stdout belongs to --json, and what is quantized here to its owner. In a process of its own, since NNCF takes hold
     of stdout when it is imported."""
     script = (
-        "from pathlib import Path; from tests import quantizing; from rtrain.data.stores.store import Store\n"
+        "from pathlib import Path; from tests import quantizing; from rtrain.data.store.store import Store\n"
         f"made = quantizing.Made(Path({str(made.folder)!r}), Store(Path({str(made.store.folder)!r})))\n"
         f"quantizing.quantize(made, Path({str(tmp_path / 'int8')!r}), calibration_rows=8)\n"
         "import sys; assert sys.modules['openvino_telemetry'] is None\n"

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import transformers
 
-from rtrain.batch import Floats, Head, Ragged
-from rtrain.compress import fallback, openvino_graph, quantize
+from rtrain.compress import fallback, quantize
+from rtrain.compress.exporters import openvino
 from rtrain.compress.fallback import Apart, Decided
-from rtrain.gate.graph import of_openvino
-from rtrain.score import Answered
+from rtrain.core.ragged import Floats, Head, Ragged
+from rtrain.evaluation.graph_stats import of_openvino
+from rtrain.inference.score import Answered
 from rtrain.tasks import base
 from tests import quantizing
 from tests.outliers import plant
@@ -165,7 +166,7 @@ def test_a_reverted_operation_has_its_float_weights_in_the_file(tmp_path: Path) 
     network = transformers.AutoModelForSequenceClassification.from_pretrained(make_artifact(tmp_path / "float")).eval()
     ids = np.arange(5, 17)[None]
     sample = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
-    graph = openvino_graph.export(network, sample).calibrated([sample])
+    graph = openvino.export(network, sample).calibrated([sample])
     assert {name.rpartition("(")[2] for name in graph.operations} == {
         *("Gather)", "MatMul)", "Add)", "ScaledDotProductAttention)"),
     }

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import artifact, score
-from rtrain.batch import Head
 from rtrain.compress import quantize
-from rtrain.data.stores.store import Store
+from rtrain.core.ragged import Head
+from rtrain.data.store.store import Store
+from rtrain.inference import artifact, score
 from tests.reports import settings_of
 from tests.tiny import make_store, make_task_artifact
 

@@ -10,12 +10,14 @@ import numpy as np
 import onnx
 import pytest
 
-from rtrain import artifact, config
-from rtrain.compress import export_check, quantize
+from rtrain import config
+from rtrain.compress import quantize
+from rtrain.compress.exporters import check
 from rtrain.config import Recipe
-from rtrain.errors import UserError
-from rtrain.gate import inspection
-from rtrain.predict import Predictor
+from rtrain.core.errors import UserError
+from rtrain.evaluation import inspect_artifact
+from rtrain.inference import artifact
+from rtrain.inference.predictor import Predictor
 from tests import quantizing
 from tests.outliers import plant
 from tests.quantizing import Made
@@ -42,7 +44,7 @@ def report(made: Made) -> dict[str, Any]:
 
 def test_the_artefact_is_checked_gated_and_answers_as_its_parent(made: Made, report: dict[str, Any]) -> None:
     folder = made.folder.parent / "artifact-int8"
-    assert 0 < report["export"]["largest"] <= export_check.TOLERANCE
+    assert 0 < report["export"]["largest"] <= check.TOLERANCE
     assert (report["engine"], report["gate"]["version"]) == ("onnxruntime", artifact.read(folder).version)
     assert report["flips_alone_against_batch"] == 0.0
     assert report["largest_logit_difference_alone_against_batch"] <= 0.05
@@ -66,7 +68,7 @@ def test_weights_are_whole_numbers_in_the_file(made: Made, report: dict[str, Any
 
 
 def test_its_bytes_are_told(made: Made, report: dict[str, Any]) -> None:
-    found = inspection.inspect(made.folder.parent / "artifact-int8")
+    found = inspect_artifact.inspect(made.folder.parent / "artifact-int8")
     assert sum(found["bytes"].values()) == sum(found["files"].values())
     assert (found["numbers"], found["operators"]) == (None, None)
 

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import artifact, engines, env
 from rtrain.compress import quantize
-from rtrain.gate import inspection
-from rtrain.inventory import parcel
-from rtrain.network import compiled
-from rtrain.predict import Predictor
+from rtrain.core import engines, env
+from rtrain.evaluation import inspect_artifact
+from rtrain.inference import artifact
+from rtrain.inference.predictor import Predictor
+from rtrain.models import compile_cache
+from rtrain.runs.store import bundle
 from tests import quantizing
 from tests.tiny import CORPUS
 
@@ -49,14 +50,14 @@ def test_it_is_smaller_and_answers_bit_for_bit(both: tuple[Path, Path], monkeypa
 
 
 def test_what_is_in_it_is_said_all_the_same(both: tuple[Path, Path]) -> None:
-    plain, packed = (inspection.inspect(folder) for folder in both)
+    plain, packed = (inspect_artifact.inspect(folder) for folder in both)
     assert plain["parts"] == packed["parts"]
     assert plain["operators"] == packed["operators"]
     assert packed["bytes"]["compression"] < 0
     assert "compression" not in plain["bytes"]
     for found, folder in zip((plain, packed), both, strict=True):
         assert sum(found["bytes"].values()) == sum(path.stat().st_size for path in folder.iterdir())
-    assert "compression" in inspection.text(packed)
+    assert "compression" in inspect_artifact.text(packed)
 
 
 def test_it_is_unpacked_once_for_all_processes(
@@ -71,13 +72,13 @@ def test_it_is_unpacked_once_for_all_processes(
         return
     (kept,) = (tmp_path / "openvino").iterdir()
     assert {path.name for path in kept.iterdir()} >= set(engines.get(made.engine).files)
-    monkeypatch.setattr(compiled, "contents", None)  # nothing is unpacked any more
+    monkeypatch.setattr(compile_cache, "contents", None)  # nothing is unpacked any more
     assert np.array_equal(answers(packed), expected)
 
 
 def test_its_files_are_carried(both: tuple[Path, Path]) -> None:
     made = artifact.read(both[1])
-    assert {path.name for path in engines.get(made.engine).present(both[1])} <= parcel.NAMES
+    assert {path.name for path in engines.get(made.engine).present(both[1])} <= bundle.NAMES
 
 
 def test_the_same_graph_has_the_same_bytes(both: tuple[Path, Path], tmp_path: Path) -> None:

@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import artifact, config
+from rtrain import config
 from rtrain.compress import quantize
 from rtrain.config import Recipe
-from rtrain.errors import ConfigError, UserError
-from rtrain.network import int8
-from rtrain.predict import Predictor
-from rtrain.run import Run
-from rtrain.runs import opening
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.core.run_folder import Run
+from rtrain.inference import artifact
+from rtrain.inference.predictor import Predictor
+from rtrain.models import int8_support
+from rtrain.runs import run_folders
 from tests import quantizing, reports
 from tests.root import ROOT
 from tests.tiny import CORPUS, make_artifact, make_store, make_task_artifact
@@ -69,7 +70,7 @@ def test_a_finished_model_is_not_trimmed_and_one_that_was_trimmed_is_quantized(t
     assert [(one.field, one.code) for one in error.value.problems] == [("compress.vocabulary", "conflicting_settings")]
     assert not run.int8.exists()
     # A student whose teacher was trimmed: nothing of its vocabulary had to go, so that its lineage says nothing.
-    opening.freeze(run, chosen)
+    run_folders.freeze(run, chosen)
     assert quantize.run(chosen.recipe, store.folder, run.folder, run.int8)["artifact"] == str(run.int8)
 
 
@@ -89,13 +90,13 @@ def test_an_int8_artefact_is_asked_without_what_trains(run: Path) -> None:
 def test_a_model_is_exported_in_a_process_that_has_answered(run: Path) -> None:
     """What was left out of OpenVINO to answer sooner is had where it is needed."""
     script = (
-        "from pathlib import Path; from rtrain.predict import Predictor; import transformers, torch\n"
+        "from pathlib import Path; from rtrain.inference.predictor import Predictor; import transformers, torch\n"
         f"Predictor.load(Path({str(run / 'artifact-int8')!r}))\n"
-        "from rtrain.compress import openvino_graph\n"
+        "from rtrain.compress.exporters import openvino\n"
         "import numpy as np\n"
         f"network = transformers.AutoModelForSequenceClassification.from_pretrained({str(run / 'artifact')!r}).eval()\n"
         "sample = {name: np.ones((1, 8), np.int64) for name in ('input_ids', 'attention_mask', 'token_type_ids')}\n"
-        "graph = openvino_graph.export(network, sample)\n"
+        "graph = openvino.export(network, sample)\n"
         "with torch.inference_mode():\n"
         "    logits = network(**{name: torch.from_numpy(value) for name, value in sample.items()}).logits.numpy()\n"
         "print(np.abs(graph.answering(1).logits(sample) - logits).max() < 1e-4)"
@@ -126,7 +127,7 @@ ANSWERS = """
 import json, sys
 from pathlib import Path
 from rtrain import artifact
-from rtrain.predict import Predictor
+from rtrain.inference.predictor import Predictor
 folder = Path(sys.argv[1])
 print(json.dumps([row.tolist() for row in Predictor(folder, artifact.read(folder)).logits(json.loads(sys.argv[2]))]))
 """
@@ -158,8 +159,8 @@ def test_a_processor_that_answers_otherwise_is_named(tmp_path: Path, monkeypatch
     apart = tuple({**row, "logits": [value + 1 for value in row["logits"]]} for row in told.golden)
     predictor = Predictor(made, replace(told, golden=apart))
     for flags, named in ((frozenset({"avx2"}), True), (frozenset({"avx2", "avx_vnni"}), False)):
-        monkeypatch.setattr(int8, "of_processor", lambda flags=flags: int8.of_flags(flags))
+        monkeypatch.setattr(int8_support, "of_processor", lambda flags=flags: int8_support.of_flags(flags))
         with pytest.raises(artifact.ArtifactError) as caught:
             predictor.check_golden()
-        assert (int8.processor() in str(caught.value)) == named
+        assert (int8_support.processor() in str(caught.value)) == named
         assert ("quantize.overflow_fix" in str(caught.value)) == named

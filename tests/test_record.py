@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rtrain.runs.kept import Kept
+from rtrain.runs.worker_pool import Kept
 from tests import record
 
 RECORDED = record.read()

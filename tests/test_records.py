@@ -11,9 +11,9 @@ import pyarrow.parquet
 import pytest
 
 from rtrain.config import Data
-from rtrain.data import records
-from rtrain.data.records import Record
-from rtrain.errors import ConfigError, Problem
+from rtrain.core.errors import ConfigError, Problem
+from rtrain.data import row_reader
+from rtrain.data.row_reader import Record
 from rtrain.tasks import base
 
 ROWS = [("where is my parcel", "parcel"), ("I forgot my password", "login")]
@@ -25,7 +25,7 @@ RECORDS = [
 
 def read(data: Data) -> list[Record]:
     """All rows of all pieces."""
-    return [record for piece in records.inspect(data).pieces for record in records.read(piece, data)]
+    return [record for piece in row_reader.inspect(data).pieces for record in row_reader.read(piece, data)]
 
 
 def read_bytes(path: Path, content: bytes, **settings: Any) -> list[Record]:
@@ -35,7 +35,7 @@ def read_bytes(path: Path, content: bytes, **settings: Any) -> list[Record]:
 
 def problems(data: Data) -> tuple[Problem, ...]:
     with pytest.raises(ConfigError) as caught:
-        records.inspect(data)
+        row_reader.inspect(data)
     return caught.value.problems
 
 
@@ -314,9 +314,9 @@ def test_csv_texts_that_begin_with_a_quoted_word_behind_a_blank_are_kept(tmp_pat
 def test_csv_columns_may_have_another_sign_between_them(tmp_path: Path, sign: str) -> None:
     path = tmp_path / "a.csv"
     path.write_text(f'text{sign}label\n1,5 "and{sign} 2{sign}x\n"a{sign} b"{sign} "y"\n')
-    source = records.inspect(Data(path=str(path)))
+    source = row_reader.inspect(Data(path=str(path)))
     assert source.columns == ("text", "label")
-    rows = [record for record in records.read(source.pieces[0], Data())]
+    rows = [record for record in row_reader.read(source.pieces[0], Data())]
     assert [row.reason is None for row in rows] == [False, True]
     assert rows[1] == Record(3, f"a{sign} b", None, "y", None)
 

@@ -11,10 +11,11 @@ import pytest
 
 from rtrain import config
 from rtrain.config import Data
-from rtrain.data import records, tokens
-from rtrain.data.formats import files
-from rtrain.data.records import Record
-from rtrain.errors import UserError
+from rtrain.core.errors import UserError
+from rtrain.data import row_reader
+from rtrain.data.row_reader import Record
+from rtrain.data.sources import find
+from rtrain.data.store import builder
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
 from tests.test_records import read_bytes
@@ -73,15 +74,15 @@ def test_a_slice_that_is_not_utf8_can_be_shown(tmp_path: Path) -> None:
 def test_a_source_with_too_many_bad_rows_is_refused(bad: int, total: int, refused: bool) -> None:
     examples = [f"rows.csv:{line}: no" for line in range(2, 2 + bad)]
     if not refused:
-        records.refuse_if_too_bad(bad, total, examples, Data())
+        row_reader.refuse_if_too_bad(bad, total, examples, Data())
         return
     with pytest.raises(UserError) as caught:
-        records.refuse_if_too_bad(bad, total, examples, Data())
+        row_reader.refuse_if_too_bad(bad, total, examples, Data())
     assert caught.value.code == "too_many_bad_rows"
     assert str(caught.value).count("rows.csv:") == min(bad, 5)
     if bad < total:  # the share that is told is enough
         told = float(str(caught.value).rpartition("data.max_bad_rows=")[2])
-        records.refuse_if_too_bad(bad, total, examples, Data(max_bad_rows=told))
+        row_reader.refuse_if_too_bad(bad, total, examples, Data(max_bad_rows=told))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_a_value_that_python_has_not_is_a_bad_row(tmp_path: Path) -> None:
     texts = pa.array([b"one", b"caf\xe9", b"three"]).view(pa.string())
     labels = pa.array([0, 10**18, 10**18 + 1]).cast(pa.timestamp("us"))
     path = write_parquet(tmp_path / "a.parquet", text=texts, label=labels)
-    found = list(records.read(files.Piece(str(path), "parquet", "train"), Data()))
+    found = list(row_reader.read(find.Piece(str(path), "parquet", "train"), Data()))
     assert [record.reason is None for record in found] == [True, False, False]
 
 
@@ -131,13 +132,13 @@ def test_a_class_that_has_no_name_is_a_bad_row(tmp_path: Path) -> None:
     table = pa.table({"text": ["x"] * 4, "label": [1, 2, -1, None]}).replace_schema_metadata(metadata)
     with pyarrow.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
         stream.write_table(table)
-    found = list(records.read(files.Piece(str(tmp_path / "a.arrow"), "datasets", "train"), Data()))
+    found = list(row_reader.read(find.Piece(str(tmp_path / "a.arrow"), "datasets", "train"), Data()))
     assert [(record.label, record.reason is None) for record in found] == [("b", True), *[("", False)] * 3]
 
 
 def test_bytes_are_text(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", text=pa.array(["é".encode(), b"\xe9"]), label=pa.array(["a", "b"]))
-    one, other = records.read(files.Piece(str(path), "parquet", "train"), Data())
+    one, other = row_reader.read(find.Piece(str(path), "parquet", "train"), Data())
     assert (one.text, one.reason) == ("é", None)
     assert other.reason
 
@@ -177,9 +178,9 @@ def damaged(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["csv.gz", "parquet"])
 def test_a_file_that_breaks_off_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     path = damaged(tmp_path, kind)
-    [piece] = records.inspect(Data(path=str(path))).pieces
+    [piece] = row_reader.inspect(Data(path=str(path))).pieces
     with pytest.raises(UserError) as caught:
-        list(records.read(piece, Data()))
+        list(row_reader.read(piece, Data()))
     assert caught.value.code == "damaged_file"
     assert path.name in str(caught.value)
 
@@ -190,7 +191,7 @@ def test_a_file_that_breaks_off_in_a_data_task_is_told_without_a_traceback(tmp_p
     recipe = config.load("intent", {"data.path": str(path)}).recipe
     make_tokenizer(tmp_path / "encoder")
     with pytest.raises(UserError) as caught:
-        tokens.ensure(recipe, records.inspect(recipe.data), tmp_path / "encoder", tmp_path)
+        builder.ensure(recipe, row_reader.inspect(recipe.data), tmp_path / "encoder", tmp_path)
     assert caught.value.code == "damaged_file"
     assert "\n" not in str(caught.value)
     assert [entry.name for entry in (tmp_path / ".tokens").iterdir()] == []

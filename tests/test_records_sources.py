@@ -9,10 +9,10 @@ from unittest.mock import ANY
 
 import pytest
 
-from rtrain import hub
 from rtrain.config import Data
-from rtrain.data import records
-from rtrain.data.records import Record
+from rtrain.core import hub
+from rtrain.data import row_reader
+from rtrain.data.row_reader import Record
 from tests.test_records import codes, read
 
 # ------------------------------------------------------------------------------------------------------- several files
@@ -41,7 +41,7 @@ def test_a_folder_is_all_data_files_in_it_by_name(tmp_path: Path) -> None:
 
 def test_a_glob_is_the_files_that_match(tmp_path: Path) -> None:
     folder = write_parts(tmp_path / "parts")
-    source = records.inspect(Data(path=str(folder / "*.csv")))
+    source = row_reader.inspect(Data(path=str(folder / "*.csv")))
     assert [Path(piece.uri).name for piece in source.pieces] == ["b.csv"]
     (folder / "README.md").unlink()
     assert [record.text for record in read(Data(path=str(folder / "*")))] == ["one", "two", "four"]
@@ -90,13 +90,13 @@ def test_folders_without_rows_are_refused(tmp_path: Path) -> None:
 def test_the_test_file_is_a_piece_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("text,label\na,b\n")
     (tmp_path / "test.csv").write_text("text,label\nc,d\n")
-    source = records.inspect(Data(path=str(tmp_path / "train.csv"), test=str(tmp_path / "test.csv")))
+    source = row_reader.inspect(Data(path=str(tmp_path / "train.csv"), test=str(tmp_path / "test.csv")))
     assert [(Path(piece.uri).name, piece.role, piece.format) for piece in source.pieces] == [
         ("train.csv", "train", "csv"),
         ("test.csv", "test", "csv"),
     ]
     assert source.has_test
-    assert not records.inspect(Data(path=str(tmp_path / "train.csv"))).has_test
+    assert not row_reader.inspect(Data(path=str(tmp_path / "train.csv"))).has_test
     assert source.columns == ("text", "label")
 
 
@@ -106,7 +106,7 @@ def test_digest_is_over_roles_formats_and_bytes_not_names(tmp_path: Path) -> Non
         path.write_text("text,label\na,b\n")
     other.write_text("text,label\na,c\n")
     digests = {
-        name: records.inspect(Data(path=str(path), test=None if test is None else str(test))).digest()
+        name: row_reader.inspect(Data(path=str(path), test=None if test is None else str(test))).digest()
         for name, path, test in (
             ("first", first, None),
             ("copy", copy, None),
@@ -150,7 +150,7 @@ def test_a_datasets_folder_without_the_split_is_refused(datasets_folder: Path) -
 
 
 def test_a_datasets_folder_of_splits_is_train_and_test(datasets_folder: Path) -> None:
-    source = records.inspect(Data(path=str(datasets_folder)))
+    source = row_reader.inspect(Data(path=str(datasets_folder)))
     assert [(piece.role, piece.format) for piece in source.pieces] == [("train", "datasets"), ("test", "datasets")]
     assert source.has_test
     assert source.columns == ("text", "label")
@@ -160,7 +160,7 @@ def test_a_datasets_folder_of_splits_is_train_and_test(datasets_folder: Path) ->
 def test_the_test_split_of_a_datasets_folder_may_be_the_test(datasets_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("text,label\na,login\n")
-    source = records.inspect(Data(path=str(path), test=str(datasets_folder)))
+    source = row_reader.inspect(Data(path=str(path), test=str(datasets_folder)))
     assert [(piece.role, piece.format) for piece in source.pieces] == [("train", "csv"), ("test", "datasets")]
 
 

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import reference, score
-from rtrain.batch import OUTSIDE, Head, Ragged
 from rtrain.config.recipe import TASKS
-from rtrain.data.stores.store import Store
-from rtrain.predict import Predictor
-from rtrain.reference import EDGES, Features
-from rtrain.run import Run
+from rtrain.core.ragged import OUTSIDE, Head, Ragged
+from rtrain.core.run_folder import Run
+from rtrain.data.store.store import Store
+from rtrain.inference import drift_baseline, score
+from rtrain.inference.drift_baseline import EDGES, Features
+from rtrain.inference.predictor import Predictor
 from rtrain.tasks import base
 from tests import reports
 
@@ -21,7 +21,7 @@ HEAD = Head(("a", "b"))
 
 
 def histogram(values: np.ndarray[Any, Any], name: str) -> list[int]:
-    found: list[int] = np.bincount(reference.place(values, EDGES[name]), minlength=len(EDGES[name]) + 1).tolist()
+    found: list[int] = np.bincount(drift_baseline.place(values, EDGES[name]), minlength=len(EDGES[name]) + 1).tolist()
     return found
 
 
@@ -31,17 +31,17 @@ def test_requests_give_what_the_validation_rows_gave(task: str, tmp_path: Path) 
     created = run.first("created")
     assert created is not None
     store, predictor = Store(Path(created["store"])), Predictor.load(run.artifact, threads=1)
-    rows, unknown_id = np.arange(store.rows("valid")), reference.unknown_id(predictor.tokenizer)
+    rows, unknown_id = np.arange(store.rows("valid")), drift_baseline.unknown_id(predictor.tokenizer)
     outcomes = score.on_split(predictor, store, "valid", rows).outcomes
-    made = reference.measure(predictor.task, predictor.head, store, outcomes, unknown_id)
+    made = drift_baseline.measure(predictor.task, predictor.head, store, outcomes, unknown_id)
     if predictor.task.packs:
         assert made == {}
         return
-    assert (made["version"], made["rows"]) == (reference.VERSION, len(rows))
+    assert (made["version"], made["rows"]) == (drift_baseline.VERSION, len(rows))
     assert sum(made["tokens"]["counts"]) == len(rows)
     assert ("score" in made, "labels" in made) == (
-        predictor.task.output in reference.SCORED,
-        predictor.task.output in reference.NAMED,
+        predictor.task.output in drift_baseline.SCORED,
+        predictor.task.output in drift_baseline.NAMED,
     )
     asked: list[Any] = []
     for kept in store.texts("valid", rows):
@@ -49,7 +49,7 @@ def test_requests_give_what_the_validation_rows_gave(task: str, tmp_path: Path) 
         text, pair = kept
         asked.append(text if pair is None else dict(zip(predictor.task.fields, (text, pair), strict=True)))
     encoded = predictor.encode(asked)
-    found = reference.of_answers(predictor.task, predictor.head, predictor.outputs(encoded), encoded, unknown_id)
+    found = drift_baseline.of_answers(predictor.task, predictor.head, predictor.outputs(encoded), encoded, unknown_id)
     for name, values in found.numbers().items():
         apart = np.abs(np.array(histogram(values[~np.isnan(values)], name)) - made[name]["counts"]).sum()
         assert apart <= (2 if name == "score" else 0), name  # a score may fall on either side of an edge
@@ -58,29 +58,29 @@ def test_requests_give_what_the_validation_rows_gave(task: str, tmp_path: Path) 
 
 
 def test_unknown_pieces_are_counted_row_by_row() -> None:
-    from rtrain.batch import Encoded, Window
+    from rtrain.core.ragged import Encoded, Window
 
     rows = [[5, 1, 1, 6], [7], [1, 1]]
     encoded = [Encoded(ids, [Window(len(ids), len(ids))], False, []) for ids in rows]
     outputs = [np.array([0.0, 2.0], dtype=np.float32)] * 3
-    found = reference.of_answers(TASK, HEAD, outputs, encoded, 1)
+    found = drift_baseline.of_answers(TASK, HEAD, outputs, encoded, 1)
     assert isinstance(found, Features)
     assert found.unknown is not None
     assert found.unknown.tolist() == [0.5, 0.0, 1.0]
     assert found.tokens.tolist() == [4, 1, 2]
     assert found.labels == [["b"]] * 3
     assert found.score == pytest.approx(np.full(3, 1 / (1 + np.exp(-2))))
-    assert reference.of_answers(TASK, HEAD, outputs, encoded, None).unknown is None
+    assert drift_baseline.of_answers(TASK, HEAD, outputs, encoded, None).unknown is None
 
 
 def test_a_text_that_no_class_is_sure_of_has_a_low_score_where_it_is_refused_too() -> None:
-    from rtrain.batch import Encoded, Window
+    from rtrain.core.ragged import Encoded, Window
 
     sure = [0.35, 0.49, 0.9]
     encoded = [Encoded([5], [Window(1, 1)], False, [])] * 3
     outputs = [np.log([one, *[(1 - one) / 3] * 3]).astype(np.float32) for one in sure]
     head = Head(("a", "b", "c", "d"), {"outside": "other", "threshold": 0.5})
-    found = reference.of_answers(TASK, head, outputs, encoded, None)
+    found = drift_baseline.of_answers(TASK, head, outputs, encoded, None)
     assert found.score == pytest.approx(sure)
     assert found.labels == [["other"], ["other"], ["a"]]
 
@@ -99,7 +99,7 @@ def test_rows_outside_of_all_classes_are_no_reference(tmp_path: Path) -> None:
 
     rows = store.rows("valid")
     outcomes = Ragged.even(np.zeros((rows, len(store.manifest.labels))))
-    made = reference.measure(TASK, store.manifest.head, Outside(store.folder), outcomes, None)
+    made = drift_baseline.measure(TASK, store.manifest.head, Outside(store.folder), outcomes, None)
     assert made["rows"] == sum(made["tokens"]["counts"]) == -(-rows // 2)
 
 
@@ -108,13 +108,13 @@ def test_an_answer_is_abstained_from_where_few_right_ones_would_be_lost() -> Non
     sure = np.concatenate([np.linspace(0.505, 1.0, 100), np.full(50, 0.51)])
     outcomes = Ragged.even(np.log(np.stack([sure, 1 - sure + 1e-12], axis=1)))
     targets = Ragged.even(np.array([0] * 100 + [1] * 50))
-    found = reference.abstain_below(TASK, HEAD, outcomes, targets)
+    found = drift_baseline.abstain_below(TASK, HEAD, outcomes, targets)
     assert found == {"abstain": pytest.approx(0.525, abs=0.006)}
-    assert (sure[:100] >= found["abstain"]).mean() >= reference.KEPT_ANSWERS
+    assert (sure[:100] >= found["abstain"]).mean() >= drift_baseline.KEPT_ANSWERS
     chosen = Head(("a", "b"), {"outside": "other", "threshold": 0.6})
-    assert reference.abstain_below(TASK, chosen, outcomes, targets) == {}
-    assert reference.abstain_below(base.get("multi_label"), HEAD, outcomes, targets) == {}
-    assert reference.abstain_below(TASK, HEAD, outcomes, Ragged.even(np.full(150, -1))) == {}
+    assert drift_baseline.abstain_below(TASK, chosen, outcomes, targets) == {}
+    assert drift_baseline.abstain_below(base.get("multi_label"), HEAD, outcomes, targets) == {}
+    assert drift_baseline.abstain_below(TASK, HEAD, outcomes, Ragged.even(np.full(150, -1))) == {}
 
 
 def test_a_model_that_is_sure_of_every_row_abstains_from_few() -> None:
@@ -122,14 +122,14 @@ def test_a_model_that_is_sure_of_every_row_abstains_from_few() -> None:
     outcomes, targets = Ragged.even(np.stack([logits, np.zeros(1000)], axis=1)), Ragged.even(np.zeros(1000))
     score = TASK.describe(outcomes, targets, HEAD).score
     assert score.min() > 0.9999
-    found = reference.abstain_below(TASK, HEAD, outcomes, targets)[reference.ABSTAIN]
-    assert (score >= found).mean() >= reference.KEPT_ANSWERS
+    found = drift_baseline.abstain_below(TASK, HEAD, outcomes, targets)[drift_baseline.ABSTAIN]
+    assert (score >= found).mean() >= drift_baseline.KEPT_ANSWERS
 
 
 def test_the_unknown_piece_is_found_by_its_usual_names() -> None:
     import tokenizers
     from tokenizers.models import BPE, Unigram, WordPiece
 
-    assert reference.unknown_id(tokenizers.Tokenizer(WordPiece({"a": 0, "[?]": 1}, unk_token="[?]"))) == 1
-    assert reference.unknown_id(tokenizers.Tokenizer(Unigram([("a", -1.0), ("<unk>", 0.0)], 1, False))) == 1
-    assert reference.unknown_id(tokenizers.Tokenizer(BPE({"a": 0}, []))) is None
+    assert drift_baseline.unknown_id(tokenizers.Tokenizer(WordPiece({"a": 0, "[?]": 1}, unk_token="[?]"))) == 1
+    assert drift_baseline.unknown_id(tokenizers.Tokenizer(Unigram([("a", -1.0), ("<unk>", 0.0)], 1, False))) == 1
+    assert drift_baseline.unknown_id(tokenizers.Tokenizer(BPE({"a": 0}, []))) is None

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from rtrain.cluster.rehearsal import faults as sabotage, plan as plans
-from rtrain.cluster.rehearsal.certificate import Certificate
-from rtrain.cluster.rehearsal.faults import Fault, due, follow
-from rtrain.cluster.rehearsal.machines.book import Machine
-from rtrain.cluster.rehearsal.measured import Resized, Rows, Weights, most_at_a_time, nodes_of
-from rtrain.cluster.rehearsal.ports import Listener
+from rtrain.rehearsal import faults as sabotage, plan as plans
+from rtrain.rehearsal.certificate import Certificate
+from rtrain.rehearsal.faults import Fault, due, follow
+from rtrain.rehearsal.machines.machine_registry import Machine
+from rtrain.rehearsal.measurements import Resized, Rows, Weights, most_at_a_time, nodes_of
+from rtrain.rehearsal.ports import Listener
 from tests.root import ROOT
 
 PLAN = plans.of((ROOT / "cluster.yaml").read_text(encoding="utf-8"))

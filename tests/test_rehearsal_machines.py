@@ -15,11 +15,11 @@ import psutil
 import pytest
 from ray.autoscaler.node_launch_exception import NodeLaunchException
 
-from rtrain.cluster.rehearsal import plan as plans, ports
-from rtrain.cluster.rehearsal.machines import machine, provider, up
-from rtrain.cluster.rehearsal.machines.book import Book, Machine
-from rtrain.cluster.rehearsal.machines.cloud import Cloud, Start
-from rtrain.cluster.rehearsal.ports import Listener
+from rtrain.rehearsal import plan as plans, ports
+from rtrain.rehearsal.machines import local_cluster, machine, provider
+from rtrain.rehearsal.machines.cloud import Cloud, Start
+from rtrain.rehearsal.machines.machine_registry import Book, Machine
+from rtrain.rehearsal.ports import Listener
 from tests.root import ROOT
 
 WITHIN_S = 20.0
@@ -201,9 +201,11 @@ def test_open_sockets_are_found_by_machine() -> None:
 
 def test_shared_memory_is_left_behind_where_nobody_has_mapped_it() -> None:
     with (
-        tempfile.NamedTemporaryFile(dir=up.SHARED_MEMORY) as held,
-        tempfile.NamedTemporaryFile(dir=up.SHARED_MEMORY) as left,
+        tempfile.NamedTemporaryFile(dir=local_cluster.SHARED_MEMORY) as held,
+        tempfile.NamedTemporaryFile(dir=local_cluster.SHARED_MEMORY) as left,
     ):
         held.truncate(10)
         with mmap.mmap(held.fileno(), 10):
-            assert up.unmapped({Path(held.name).name, Path(left.name).name, "gone"}) == [Path(left.name).name]
+            assert local_cluster.unmapped({Path(held.name).name, Path(left.name).name, "gone"}) == [
+                Path(left.name).name
+            ]

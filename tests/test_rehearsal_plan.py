@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from rtrain import env
-from rtrain.cluster import supply
-from rtrain.cluster.rehearsal import plan as plans, rehearse
-from rtrain.cluster.rehearsal.machines import nodes as starts, provider
-from rtrain.cluster.rehearsal.machines.book import Machine
-from rtrain.errors import ConfigError
+from rtrain.cluster import capacity
+from rtrain.core import env
+from rtrain.core.errors import ConfigError
+from rtrain.rehearsal import plan as plans, rehearse
+from rtrain.rehearsal.machines import provider, ray_nodes as starts
+from rtrain.rehearsal.machines.machine_registry import Machine
 from tests.root import ROOT
 
 TEXT = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
@@ -27,7 +27,7 @@ def test_the_file_s_types_limits_prices_and_options_are_taken() -> None:
     assert (worker.is_spot, worker.instance, worker.dollars) == (True, "c7i.2xlarge", 0.357)
     assert (PLAN.most, PLAN.idle_s, PLAN.rehearsed_idle_s, PLAN.watcher) == (4, 300.0, plans.IDLE_S, "aws")
     assert PLAN.head_options == ("--dashboard-host=127.0.0.1",)
-    assert PLAN.hook == "rtrain.cluster.session.on_node_start"
+    assert PLAN.hook == "rtrain.cluster.connection.on_node_start"
 
 
 def test_the_autoscaler_gets_the_same_cluster_of_another_cloud() -> None:
@@ -36,7 +36,7 @@ def test_the_autoscaler_gets_the_same_cluster_of_another_cloud() -> None:
     made = PLAN.autoscaler_file("/tmp/book")
     prepared = prepare_config(json.loads(json.dumps(made)))
     validate_config(prepared)
-    heads, kinds, limit = supply.startable(made)
+    heads, kinds, limit = capacity.startable(made)
     assert ([host.has for host in heads], limit) == ([{"CPU": 0.0}], 4)
     assert [(host.has, most) for host, most in kinds.values()] == [({"CPU": 8.0}, 4)]
     assert made["provider"]["module"] == f"{provider.__name__}.{provider.Rehearsed.__name__}"
@@ -107,7 +107,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("workers", "data", "needed"), [(6, 2, 1), (7, 2, 2), (30, 2, 4), (31, 2, None)])
 def test_the_nodes_that_a_run_needs_are_counted_by_what_they_hold(workers: int, data: int, needed: int | None) -> None:
-    assert PLAN.needed(workers, supply.Needs("cpu", data)) == needed
+    assert PLAN.needed(workers, capacity.Needs("cpu", data)) == needed
 
 
 def mixed(**types: dict[str, float]) -> plans.Plan:
@@ -125,23 +125,23 @@ def mixed(**types: dict[str, float]) -> plans.Plan:
 )
 def test_nodes_of_several_types_are_needed_together(workers: int, data: int, device: str, needed: int | None) -> None:
     both = mixed(gpu={"GPU": 1.0}, cpu={"CPU": 8.0})
-    assert both.needed(workers, supply.Needs(device, data)) == needed
+    assert both.needed(workers, capacity.Needs(device, data)) == needed
 
 
 def test_large_nodes_are_taken_before_small_ones_and_only_those_with_the_labels() -> None:
     sizes = mixed(small={"CPU": 2.0}, large={"CPU": 8.0})
-    assert [sizes.needed(workers, supply.Needs("cpu", 0)) for workers in (8, 9, 24, 28, 29)] == [1, 2, 3, 5, None]
+    assert [sizes.needed(workers, capacity.Needs("cpu", 0)) for workers in (8, 9, 24, 28, 29)] == [1, 2, 3, 5, None]
     labelled = replace(sizes, kinds=(replace(sizes.kinds[0], labels={"for": "training"}), sizes.kinds[1]))
-    assert labelled.needed(4, supply.Needs("cpu", 0, {"for": "training"})) == 2
-    assert labelled.needed(7, supply.Needs("cpu", 0, {"for": "training"})) is None
+    assert labelled.needed(4, capacity.Needs("cpu", 0, {"for": "training"})) == 2
+    assert labelled.needed(7, capacity.Needs("cpu", 0, {"for": "training"})) is None
 
 
 def test_data_tasks_run_on_nodes_without_the_workers_labels_and_workers_share_gpus() -> None:
     types = mixed(gpu={"GPU": 1.0}, cpu={"CPU": 8.0})
     labelled = replace(types, kinds=(replace(types.kinds[0], labels={"for": "training"}), types.kinds[1]))
-    assert labelled.needed(3, supply.Needs("gpu", 9, {"for": "training"})) == 5
-    assert labelled.needed(3, supply.Needs("gpu", 9, {"for": "training"}, share=0.5)) == 4
-    assert labelled.needed(3, supply.Needs("gpu", 1, {"for": "training"}, {"for": "training"})) is None
+    assert labelled.needed(3, capacity.Needs("gpu", 9, {"for": "training"})) == 5
+    assert labelled.needed(3, capacity.Needs("gpu", 9, {"for": "training"}, share=0.5)) == 4
+    assert labelled.needed(3, capacity.Needs("gpu", 1, {"for": "training"}, {"for": "training"})) is None
 
 
 def test_resources_that_are_no_whole_numbers_are_refused_as_ray_s_launcher_does() -> None:
@@ -162,7 +162,7 @@ def test_a_machine_starts_ray_as_the_file_does_on_ports_that_are_free(tmp_path: 
     first, spot = worker.commands
     assert {"--address=10.0.0.1:6379", *starts.FREE_PORTS} <= set(first)
     assert "--head" not in first
-    assert {"rtrain.cluster.spot", "aws", "--metadata=http://127.0.0.1:1/worker-1"} <= set(spot)
+    assert {"rtrain.cluster.spot_watcher", "aws", "--metadata=http://127.0.0.1:1/worker-1"} <= set(spot)
     assert worker.environ["RAY_CLOUD_INSTANCE_ID"] == "worker-1"
     assert json.loads(worker.environ["RAY_OVERRIDE_RESOURCES"]) == {"CPU": 3.0}
     assert json.loads(worker.environ["RAY_OVERRIDE_LABELS"]) == labels

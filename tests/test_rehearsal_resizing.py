@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import transformers
 
-from rtrain.cluster import supply
-from rtrain.cluster.rehearsal import plan as plans, rehearse, resizing
-from rtrain.cluster.rehearsal.faults import Fault
-from rtrain.errors import ConfigError
+from rtrain.cluster import capacity
+from rtrain.core.errors import ConfigError
+from rtrain.rehearsal import plan as plans, rehearse, resize
+from rtrain.rehearsal.faults import Fault
 from tests.root import ROOT
 from tests.tiny import make_encoder
 
@@ -20,13 +20,13 @@ PLAN = plans.of(TEXT)
 
 @pytest.mark.parametrize(("workers", "nodes"), [(2, 2), (3, 2), (4, 3), (8, 5)])
 def test_the_cluster_is_as_small_as_the_run_and_a_run_without_a_node_is_smaller(workers: int, nodes: int) -> None:
-    tight = PLAN.tight(workers, resizing.DATA_CPUS)
+    tight = PLAN.tight(workers, resize.DATA_CPUS)
     assert tight is not None
     assert (tight.most, tight.kinds[0].most, tight.kinds[0].resources) == (nodes, nodes, {"CPU": 2.0})
-    assert tight.needed(workers, supply.Needs("cpu", resizing.DATA_CPUS)) == nodes
+    assert tight.needed(workers, capacity.Needs("cpu", resize.DATA_CPUS)) == nodes
     fewer = replace(tight, kinds=(replace(tight.kinds[0], most=nodes - 1),), most=nodes - 1)
-    assert fewer.needed(1, supply.Needs("cpu", resizing.DATA_CPUS)) is not None
-    assert fewer.needed(workers, supply.Needs("cpu", resizing.DATA_CPUS)) is None
+    assert fewer.needed(1, capacity.Needs("cpu", resize.DATA_CPUS)) is not None
+    assert fewer.needed(workers, capacity.Needs("cpu", resize.DATA_CPUS)) is None
 
 
 def test_what_cannot_shrink_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_what_cannot_shrink_is_refused_before_anything_starts(tmp_path: Path) ->
     words = ["train", "intent", "--data", str(tmp_path / "rows.csv")]
     assert rehearse.check([*words, "--workers", "2"], TEXT, ("resize",))
     assert rehearse.check(words, TEXT, ("resize",))  # two by default
-    unwatched = "\n".join(line for line in TEXT.splitlines() if "rtrain.cluster.spot" not in line)
+    unwatched = "\n".join(line for line in TEXT.splitlines() if "rtrain.cluster.spot_watcher" not in line)
     for given, text, also, code in (
         ([*words, "--set", "train.workers=1"], TEXT, "resize", "too_few_workers"),
         (words, TEXT, "grow", "unknown_name"),
@@ -47,7 +47,7 @@ def test_what_cannot_shrink_is_refused_before_anything_starts(tmp_path: Path) ->
 
 def test_a_model_without_dropout_has_the_same_weights(tmp_path: Path) -> None:
     source = make_encoder(tmp_path / "encoder")
-    made = resizing.without_dropout(source, tmp_path / "out" / "model")
+    made = resize.without_dropout(source, tmp_path / "out" / "model")
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, made))
     changed = {name for name, value in before.items() if after[name] != value}
     assert changed == {"hidden_dropout_prob", "attention_probs_dropout_prob"}
@@ -60,6 +60,6 @@ def test_a_model_without_dropout_has_the_same_weights(tmp_path: Path) -> None:
 def test_a_run_has_grown_once_it_has_trained_on_with_all_its_workers() -> None:
     log = [{"kind": "progress", "time": float(n), "update": n} for n in range(10)]
     notice = Fault("notice", "worker-1", "worker", 2.0)
-    assert not resizing.has_trained_on(notice, log, 3)
+    assert not resize.has_trained_on(notice, log, 3)
     notice.whole = 5.0
-    assert [resizing.has_trained_on(notice, log[:end], 3) for end in (8, 9)] == [False, True]
+    assert [resize.has_trained_on(notice, log[:end], 3) for end in (8, 9)] == [False, True]

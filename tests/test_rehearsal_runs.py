@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rtrain.checkpoints import checkpoint
-from rtrain.cluster.rehearsal import following, measured
-from rtrain.cluster.rehearsal.measured import Weights
-from rtrain.errors import UserError
-from rtrain.run import Run
+from rtrain.checkpoint import format as checkpoint_format
+from rtrain.core.errors import UserError
+from rtrain.core.run_folder import Run
+from rtrain.rehearsal import job_follower, measurements
+from rtrain.rehearsal.measurements import Weights
 
 
 def test_a_head_that_is_late_is_asked_again_and_one_that_is_gone_is_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(following, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(job_follower, "LOOK_EVERY_S", 0.0)
     answers: list[Any] = [UserError("late"), UserError("late"), {"job": SimpleNamespace(status="RUNNING")}]
 
     def all_jobs() -> dict[str, Any]:
@@ -31,10 +31,10 @@ def test_a_head_that_is_late_is_asked_again_and_one_that_is_gone_is_not(
 
     made: Any = SimpleNamespace(jobs=SimpleNamespace(all=all_jobs), head="head-1", book=SimpleNamespace())
     made.metrics_port, made.book.up = 1, lambda: {"head-1": None}
-    follower = following.Follower(made, tmp_path, lambda text: None)
+    follower = job_follower.Follower(made, tmp_path, lambda text: None)
     assert follower.status("job") == "RUNNING"
     answers.append({"another": SimpleNamespace(status="RUNNING")})
-    with pytest.raises(following.Broken) as lost:
+    with pytest.raises(job_follower.Broken) as lost:
         follower.status("job")
     assert lost.value.code == "head_restarted"
     made.book.up = dict
@@ -68,11 +68,11 @@ class Cluster:
 def test_a_job_is_followed_to_its_end_or_until_its_log_is_enough(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(following, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(job_follower, "LOOK_EVERY_S", 0.0)
 
-    def follower(cluster: Any) -> following.Follower:
+    def follower(cluster: Any) -> job_follower.Follower:
         cluster.run.folder.mkdir()
-        return following.Follower(cluster, tmp_path, lambda text: None)
+        return job_follower.Follower(cluster, tmp_path, lambda text: None)
 
     ended: Any = Cluster(Run(tmp_path / "ended"), "SUCCEEDED")
     follower(ended).training("job", ended.run, "ended")
@@ -81,7 +81,7 @@ def test_a_job_is_followed_to_its_end_or_until_its_log_is_enough(
     follower(enough).training("job", enough.run, "enough", until=lambda log: len(log) >= 3)
     assert enough.stopped
     failed: Any = Cluster(Run(tmp_path / "failed"), "FAILED")
-    with pytest.raises(following.Broken) as broken:
+    with pytest.raises(job_follower.Broken) as broken:
         follower(failed).training("job", failed.run, "failed")
     assert broken.value.code == "run_failed"
 
@@ -89,7 +89,7 @@ def test_a_job_is_followed_to_its_end_or_until_its_log_is_enough(
 def test_the_last_weights_of_two_runs_are_compared(tmp_path: Path) -> None:
     def run(name: str, off: float, updates: tuple[int, ...] = (3,)) -> Run:
         for update in updates:
-            folder = checkpoint.path_of(Run(tmp_path / name).checkpoints, update)
+            folder = checkpoint_format.path_of(Run(tmp_path / name).checkpoints, update)
             folder.mkdir(parents=True)
             tensors = {"a": np.full((3, 4), 2.0 + off, np.float32), "b": np.ones(2, np.float32)}
             save_file(tensors, folder / "model.safetensors")
@@ -97,8 +97,8 @@ def test_the_last_weights_of_two_runs_are_compared(tmp_path: Path) -> None:
         return Run(tmp_path / name)
 
     control = run("control", 0.0, (2, 3))
-    assert measured.compare_weights(control, run("same", 0.0), True) == Weights(True, 0.0, True)
-    other = measured.compare_weights(control, run("other", 0.5), False)
+    assert measurements.compare_weights(control, run("same", 0.0), True) == Weights(True, 0.0, True)
+    other = measurements.compare_weights(control, run("other", 0.5), False)
     assert (other.identical, other.same_workers) == (False, False)
     assert other.difference == pytest.approx((12 * 0.25 / (12 * 4 + 2)) ** 0.5)
 
@@ -106,16 +106,16 @@ def test_the_last_weights_of_two_runs_are_compared(tmp_path: Path) -> None:
 def test_weights_are_compared_by_how_far_they_have_moved(tmp_path: Path) -> None:
     def run(name: str, **by_update: tuple[str, float]) -> Run:
         for update, (ledger, value) in by_update.items():
-            folder = checkpoint.path_of(Run(tmp_path / name).checkpoints, int(update[1:]))
+            folder = checkpoint_format.path_of(Run(tmp_path / name).checkpoints, int(update[1:]))
             folder.mkdir(parents=True)
             save_file({"a": np.full(4, value)}, folder / "model.safetensors")
-            state = checkpoint.State(update=3, ledger=ledger, best_update=None, best_score=None, run="r")
+            state = checkpoint_format.State(update=3, ledger=ledger, best_update=None, best_score=None, run="r")
             (folder / "state.json").write_text(json.dumps({"schema_version": 1, **asdict(state)}))
             (folder / "MANIFEST.json").write_text("{}")
         return Run(tmp_path / name)
 
     steady = run("steady", u3=("aa", 1.0), u6=("bb", 3.0))
-    same, off = measured.compare_at(run("resized", u4=("cc", 0.0), u6=("bb", 3.0 + 2e-10)), steady, 6)
+    same, off = measurements.compare_at(run("resized", u4=("cc", 0.0), u6=("bb", 3.0 + 2e-10)), steady, 6)
     assert same
     assert off == pytest.approx(1e-10, rel=1e-5)
-    assert measured.compare_at(run("other", u6=("cc", 3.0)), steady, 6) == (False, 0.0)
+    assert measurements.compare_at(run("other", u6=("cc", 3.0)), steady, 6) == (False, 0.0)

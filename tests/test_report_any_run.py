@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from rtrain import events
-from rtrain.errors import UserError
+from rtrain.core import events
+from rtrain.core.errors import UserError
+from rtrain.core.run_folder import Run
 from rtrain.report import html
-from rtrain.run import Run
-from rtrain.runs import driver
+from rtrain.runs import controller
 from tests.reports import Page, answers_of, make_answered, make_run, page_of, write_predictions, write_scores
 
 LABELS = ("login", "parcel", "refund")
@@ -82,7 +82,7 @@ def test_a_page_that_does_not_fit_on_the_disk_is_said_and_leaves_nothing(
 def test_a_report_that_fails_is_said_and_does_not_fail_the_run(tmp_path: Path) -> None:
     run, said = make_run(tmp_path), list[str]()
     Run(run).predictions("test").write_bytes(b"no parquet")
-    driver.report(Run(run), lambda event: said.append(event["text"]))
+    controller.report(Run(run), lambda event: said.append(event["text"]))
     (kept,) = run.glob("report-*.txt")
     assert "Traceback" in kept.read_text()
     assert said[-1].startswith(f"no report.html: {run}/predictions-test.parquet cannot be read")

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import yaml
 
-from rtrain.cluster import prices
-from rtrain.cluster.instances import BY_NAME
-from rtrain.doctor.forecast import layouts, plan
+from rtrain.cluster import pricing
+from rtrain.cluster.instance_types import BY_NAME
+from rtrain.planning import placement, plan
 from rtrain.report import cost
 from rtrain.report.summary import commands
-from rtrain.runs import machines
+from rtrain.runs import node_info
 from tests.root import ROOT
 
 HOUR = 3600.0
@@ -41,7 +41,7 @@ def told(
 
 
 def filed(**dollars: float) -> tuple[float, str, dict[str, Any]]:
-    return 0.0, cost.PRICES, {"prices": {name: asdict(prices.of(price)) for name, price in dollars.items()}}
+    return 0.0, cost.PRICES, {"prices": {name: asdict(pricing.of(price)) for name, price in dollars.items()}}
 
 
 def test_a_command_is_paid_for_from_its_first_line_to_its_last() -> None:
@@ -112,8 +112,8 @@ def test_a_file_may_price_machines_that_no_list_has() -> None:
 def test_a_run_costs_what_its_plan_says(own: dict[str, float]) -> None:
     """Two spot nodes and the head of the cluster's file, for two hours without an interruption."""
     document = yaml.safe_load((ROOT / "cluster.yaml").read_text())
-    table = {name: replace(price, interruptions=0.0) for name, price in prices.table(None, {"prices": own}).items()}
-    planned = plan.money(layouts.of_document(document), {"worker": 2}, table, 2.0, 0.0)
+    table = {name: replace(price, interruptions=0.0) for name, price in pricing.table(None, {"prices": own}).items()}
+    planned = plan.money(placement.of_document(document), {"worker": 2}, table, 2.0, 0.0)
     workers = [machine("c7i.2xlarge", spot=True), machine("c7i.2xlarge", spot=True)]
     begun = [(0, "tokenised", {}), *([filed(**own)] if own else [])]
     events = log(*begun, told(0, *workers, head={"host": "head", "instance": "m7i.large"}), trained(2.0))
@@ -168,7 +168,7 @@ def test_machines_are_told_once_with_all_of_their_workers() -> None:
         {"host": host, "cores": 8, "gpus": gpus, "gpu": None, "instance": None}
         for host, gpus in (("a", 1), ("a", 1), ("b", 0))
     ]
-    found = machines.merged(workers)
+    found = node_info.merged(workers)
     assert [(one["host"], one["workers"], one["gpus"], one["cores"]) for one in found] == [
         ("a", 2, 2, 8),
         ("b", 1, 0, 8),
@@ -176,9 +176,9 @@ def test_machines_are_told_once_with_all_of_their_workers() -> None:
 
 
 def test_the_type_of_a_machine_is_read_where_its_firmware_tells_it(tmp_path: Path) -> None:
-    assert machines.instance(tmp_path) is None
+    assert node_info.instance(tmp_path) is None
     (tmp_path / "product_name").write_text("m7i.large\n")
     (tmp_path / "sys_vendor").write_text("Amazon EC2\n")
-    assert machines.instance(tmp_path) == "m7i.large"
+    assert node_info.instance(tmp_path) == "m7i.large"
     (tmp_path / "sys_vendor").write_text("A maker of laptops\n")
-    assert machines.instance(tmp_path) is None
+    assert node_info.instance(tmp_path) is None

@@ -9,15 +9,15 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from rtrain.data.stores.store import Store
+from rtrain.core.run_folder import Run
+from rtrain.data.store.store import Store
 from rtrain.metrics.scores import read as read_scores
 from rtrain.report import collect, html
 from rtrain.report.drawing.blocks import Figure, Section, Table
-from rtrain.report.kinds import entities
+from rtrain.report.outputs import entities
 from rtrain.report.sections import answers, curves, data, outcome, slices
 from rtrain.report.summary import summarise
-from rtrain.run import Run
-from rtrain.runs import running_text
+from rtrain.runs import untokenized_text
 from rtrain.tasks import base
 from tests.reports import Page, make_answered
 from tests.test_report_page import table
@@ -140,7 +140,7 @@ def test_a_run_tells_what_its_answers_to_running_text_are_worth(tmp_path: Path) 
     folder = Run(make_answered(tmp_path, "token_tags"))
     assert folder.store is not None
     store = Store(folder.store)
-    running_text.measure(folder, base.get("token_tags"), store)
+    untokenized_text.measure(folder, base.get("token_tags"), store)
     document = read_scores(folder.scores("test"))
     assert document is not None
     # These words are parted by blanks alone, so that the text is cut into the same ones again.

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rtrain import config
-from rtrain.data.stores.store import Store
+from rtrain.data.store.store import Store
 from rtrain.report import label_counts
-from rtrain.report.live import said
+from rtrain.report.live import event_messages
 from rtrain.tasks import base
 from tests.conftest import write_rows
 from tests.test_runs_tasks import settings
@@ -84,7 +84,7 @@ def test_other_kinds_are_counted_as_a_plain_loop_counts_them(task: str, tmp_path
         assert answered
     else:
         assert found == []
-    assert all("\n" not in said.labels(event) for event in found)
+    assert all("\n" not in event_messages.labels(event) for event in found)
 
 
 def entities_by_hand(store: Store) -> tuple[dict[str, int], int]:

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rtrain import events
-from rtrain.batch import Ragged
-from rtrain.data.stores.store import open_store
+from rtrain.core import events
+from rtrain.core.ragged import Ragged
+from rtrain.core.run_folder import Run
+from rtrain.data.store.store import open_store
 from rtrain.metrics import per_class
-from rtrain.report import baseline, collect
+from rtrain.report import baselines, collect
 from rtrain.report.drawing.blocks import Note, Steps, Table
-from rtrain.report.live import said
+from rtrain.report.live import event_messages
 from rtrain.report.sections import next_steps, outcome
-from rtrain.run import Run
 from rtrain.runs import predictions
 from rtrain.tasks import base
 from tests.reports import answers_of, begin, make_run, page_of, settings_of, write_predictions, write_scores
@@ -28,8 +28,8 @@ LABELS = ("login", "parcel", "refund")
 def with_baselines(run: Path, rows: dict[str, int], **scores: float) -> None:
     """As `baseline.ensure` leaves them, with the same score on both splits, of so many `rows` each."""
     each = [{"name": name, "scores": {"valid": value, "test": value}} for name, value in scores.items()]
-    document = {"schema_version": baseline.SCHEMA_VERSION, "headline": "accuracy", "trained_on": 100, "rows": rows}
-    (run / baseline.NAME).write_text(json.dumps({**document, "baselines": each}))
+    document = {"schema_version": baselines.SCHEMA_VERSION, "headline": "accuracy", "trained_on": 100, "rows": rows}
+    (run / baselines.NAME).write_text(json.dumps({**document, "baselines": each}))
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_one_answer_to_almost_all_rows_is_told(task: str, tmp_path: Path) -> Non
         assert ("collapsed" in document) is is_told
     for one in document["collapsed"]:
         assert (one["rows"], one["of"], one["given"]) == (one["of"], rows, one["others"])
-        assert "WARNING" in str(said.of({"kind": "collapsed", "split": "test", **one}))
+        assert "WARNING" in str(event_messages.of({"kind": "collapsed", "split": "test", **one}))
     found = outcome.section(replace(collect.read(folder), scores=document))
     assert any(isinstance(block, Note) and "hardly tells rows apart" in block.text for block in found.blocks)
 

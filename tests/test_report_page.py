@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from rtrain import config, events
+from rtrain import config
+from rtrain.core import events
+from rtrain.core.run_folder import Run
 from rtrain.report import collect, html, summary
 from rtrain.report.drawing.blocks import Figure, Note, Section, Table
 from rtrain.report.sections import answers, curves, data, outcome, settings, slices, timing
-from rtrain.run import Run
 from tests.conftest import labelled_rows
 from tests.reports import answers_of, make_run, page_of, write_predictions
 

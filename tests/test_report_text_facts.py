@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from rtrain.report import text_facts
-from rtrain.report.live import said
+from rtrain.report import text_stats
+from rtrain.report.live import event_messages
 from tests.conftest import labelled_rows
 from tests.test_tokens import recipe_of
 from tests.tiny import make_encoder, make_store
@@ -25,10 +25,10 @@ def write(path: Path, rows: list[tuple[str, str]]) -> Path:
 def test_rows_with_one_text_and_two_labels_are_counted(tmp_path: Path, encoder: Path) -> None:
     rows = labelled_rows(90)
     path = write(tmp_path / "rows.csv", rows)
-    assert text_facts.find_conflicts(make_store(recipe_of(path), encoder, tmp_path), "classes") is None
+    assert text_stats.find_conflicts(make_store(recipe_of(path), encoder, tmp_path), "classes") is None
     again = [(f"{text.upper()} !", "login" if label != "login" else "parcel") for text, label in rows]
     store = make_store(recipe_of(write(tmp_path / "twice.csv", [*rows, *rows, *again])), encoder, tmp_path)
-    found = text_facts.find_conflicts(store, "classes")
+    found = text_stats.find_conflicts(store, "classes")
     assert found is not None
     trained_on = {key: set[float]() for key in store.keys("train").tolist()}
     for key, values in zip(store.keys("train").tolist(), store.targets("train"), strict=True):
@@ -36,7 +36,7 @@ def test_rows_with_one_text_and_two_labels_are_counted(tmp_path: Path, encoder: 
     conflicting = [key for key, labels in trained_on.items() if len(labels) > 1]
     assert (found["texts"], len(conflicting)) == (len(conflicting), found["texts"])
     assert found["rows"] == sum(store.keys("train").tolist().count(key) for key in conflicting)
-    assert "twice.csv:" in (said.of({"kind": "conflicts", **found}) or "")
+    assert "twice.csv:" in (event_messages.of({"kind": "conflicts", **found}) or "")
 
 
 def test_cut_rows_unknown_tokens_and_words_in_pieces_are_shares(tmp_path: Path, encoder: Path) -> None:
@@ -48,14 +48,14 @@ def test_cut_rows_unknown_tokens_and_words_in_pieces_are_shares(tmp_path: Path, 
         for number, (text, (_, label)) in enumerate(zip(texts, labelled_rows(90), strict=True))
     ]
     plain = make_store(recipe_of(write(tmp_path / "a.csv", rows)), encoder, tmp_path)
-    found = text_facts.describe_texts(plain, tokenizer)
+    found = text_stats.describe_texts(plain, tokenizer)
     assert found == {"rows": 90, "cut": 0, "unknown": 0.0, "pieces": 0.0}
-    assert said.of({"kind": "texts", **found, "limit": "data.max_tokens=64"}) is None
+    assert event_messages.of({"kind": "texts", **found, "limit": "data.max_tokens=64"}) is None
     strange = [(f"zurueckgeschickt abgeschickt {text} \U0001f600", label) for text, label in rows]
     long = [(f"{text} " * 30, label) for text, label in strange[:20]]
     store = make_store(recipe_of(write(tmp_path / "b.csv", strange[20:] + long)), encoder, tmp_path)
-    found = text_facts.describe_texts(store, tokenizer)
+    found = text_stats.describe_texts(store, tokenizer)
     assert (found["rows"], found["cut"], found["pieces"]) == (90, store.manifest.truncated, 1.0)
     assert found["cut"] >= 20
     assert 0 < found["unknown"] < 0.5
-    assert (said.of({"kind": "texts", **found, "limit": "data.max_tokens=64"}) or "").count(";") == 2
+    assert (event_messages.of({"kind": "texts", **found, "limit": "data.max_tokens=64"}) or "").count(";") == 2

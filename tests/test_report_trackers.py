@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from rtrain import config, events
+from rtrain import config
 from rtrain.config import Config
-from rtrain.errors import ConfigError, UserError, hide
+from rtrain.core import events
+from rtrain.core.errors import ConfigError, UserError, hide
+from rtrain.core.run_folder import Run
 from rtrain.report.live import trackers
-from rtrain.run import Run
-from rtrain.runs import opening as runs, preparing
+from rtrain.runs import prepare, run_folders as runs
 from tests.conftest import labelled_rows
 from tests.reports import make_run, settings, train
 
@@ -97,7 +98,7 @@ def test_mlflow_is_told_settings_and_every_update_once(run: Path) -> None:
     check(store.curves(found))
     assert (found.info.run_name, found.info.status) == ("mine", "FINISHED")
     assert found.data.params["optim.lr"] == "0.0003"
-    assert found.data.tags["rtrain.run"] == str(run)
+    assert found.data.tags["rtrain.core.run_folder"] == str(run)
 
 
 def interrupt(chosen: Config, run: Path) -> None:
@@ -268,7 +269,7 @@ def test_a_library_that_is_missing_is_named_with_its_command_before_anything_sta
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in hidden else found(name, *rest))
     chosen = settings(tmp_path, labelled_rows(40), **{"report.trackers": ["mlflow", "tensorboard"]})
     with pytest.raises(ConfigError) as raised:
-        preparing.check(chosen)
+        prepare.check(chosen)
     found_problems = [(one.field, one.value, one.code) for one in raised.value.problems]
     assert found_problems == [("report.trackers", name, "not_installed") for name in ("mlflow", "tensorboard")]
 

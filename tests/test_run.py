@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rtrain import events
-from rtrain.run import Run, artifact_of, chosen
+from rtrain.core import events
+from rtrain.core.run_folder import Run, artifact_of, chosen
 from tests import stock
 from tests.refusing import refused
 

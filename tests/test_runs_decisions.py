@@ -5,20 +5,20 @@ from typing import Any
 
 import pytest
 
-from rtrain.exchange import noise
-from rtrain.exchange.alive import Watch
-from rtrain.run import Run
-from rtrain.runs import decisions, driver, preparing
+from rtrain.core.run_folder import Run
+from rtrain.parallel import gradient_noise
+from rtrain.parallel.watchdog import Watch
+from rtrain.runs import controller, decisions, prepare
 from tests import trained
 
 
 @pytest.mark.parametrize(
     ("decided", "tells", "expected"),
     [
-        (None, True, (noise.EVERY, False)),
+        (None, True, (gradient_noise.EVERY, False)),
         (None, False, (0, False)),
-        (noise.PILOT, True, (noise.PILOT, True)),
-        (noise.PILOT, False, (0, False)),
+        (gradient_noise.PILOT, True, (gradient_noise.PILOT, True)),
+        (gradient_noise.PILOT, False, (0, False)),
     ],
 )
 def test_noise_is_measured_where_it_was_asked_for_and_the_layout_tells_it(
@@ -64,10 +64,10 @@ def test_a_run_whose_rows_are_dealt_by_speed_is_resumed_bit_for_bit(ray_session:
     config = trained.settings(folder, **{"train.workers": 2, "train.balance": "auto"})
     for name, ends in (("whole", [None]), ("stopped", [5, None]), ("measured", [2])):
         for number, until in enumerate(ends):
-            prepared = preparing.prepare(config, folder / name, reuse="resume" if number else "refuse")
+            prepared = prepare.prepare(config, folder / name, reuse="resume" if number else "refuse")
             if name != "measured":
                 prepared.run.decide("speeds of 2", [1.0, 0.25])
-            driver.fit(prepared, until=until, on_event=told.append)
+            controller.fit(prepared, until=until, on_event=told.append)
     assert weights(folder / "whole") == weights(folder / "stopped")
     digests = {event["order_digest"] for event in told if event["kind"] == "trained" and event["finished"]}
     assert len(digests) == 1

@@ -9,18 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import artifact, config, events, manifest
-from rtrain.checkpoints import checkpoint
-from rtrain.data import ingest
+from rtrain import config
+from rtrain.checkpoint import format as checkpoint_format
+from rtrain.core import events, manifest
+from rtrain.core.errors import TryAgain, UserError
+from rtrain.core.run_folder import Run
+from rtrain.data import stream
 from rtrain.data.order import Order
-from rtrain.data.stores import store as token_store
-from rtrain.errors import TryAgain, UserError
-from rtrain.predict import Predictor
-from rtrain.proof import ledger
-from rtrain.run import Run
-from rtrain.runs import driver, group, preparing
-from rtrain.runs.kept import Kept
+from rtrain.data.store import store as token_store
+from rtrain.inference import artifact
+from rtrain.inference.predictor import Predictor
+from rtrain.runs import controller, prepare, worker_group
 from rtrain.runs.worker import Start
+from rtrain.runs.worker_pool import Kept
+from rtrain.verification import ledger
 from tests.conftest import labelled_rows
 from tests.test_runs_notice import within
 from tests.trained import EPOCHS, TEST_ROWS, Trained, settings
@@ -55,11 +57,13 @@ def test_encoder_learned_the_words(trained: Trained) -> None:
 
 
 def test_run_folder_holds_best_and_last_checkpoint_and_no_draft(trained: Trained) -> None:
-    kept = checkpoint.updates(trained.run / "checkpoints")
+    kept = checkpoint_format.updates(trained.run / "checkpoints")
     saved = [event["update"] for event in events.read(trained.run) if event["kind"] == "evaluated"]
     newest = sorted(set(saved))[-trained.config.recipe.train.keep :]
     assert set(kept) == {trained.summary["best_update"], *newest}
-    assert all(manifest.damage(checkpoint.path_of(trained.run / "checkpoints", update)) is None for update in kept)
+    assert all(
+        manifest.damage(checkpoint_format.path_of(trained.run / "checkpoints", update)) is None for update in kept
+    )
     drafts = [path.name for path in trained.run.iterdir() if path.name.startswith(".")]
     assert drafts == []
 
@@ -83,8 +87,8 @@ def test_artefact_tells_its_lineage(trained: Trained) -> None:
 
 def test_finished_run_is_left_as_it_is(trained: Trained) -> None:
     before = (trained.run / "events.jsonl").read_bytes()
-    prepared = preparing.prepare(settings(trained.run.parent), trained.run, "resume")
-    summary = driver.fit(prepared)
+    prepared = prepare.prepare(settings(trained.run.parent), trained.run, "resume")
+    summary = controller.fit(prepared)
     assert summary["updates"] == trained.summary["updates"]
     assert kinds(events.read(trained.run))[len(before.splitlines()) :] == ["tokens_reused", "labels", "texts"]
 
@@ -97,7 +101,7 @@ class EndsEarly:
         self._workers, self._at = workers, iter([at])
         self.taken, self.left = workers.taken, workers.left
 
-    def train(self, start: Start, layout: group.Layout) -> None:
+    def train(self, start: Start, layout: worker_group.Layout) -> None:
         self._workers.train(replace(start, until=next(self._at, start.until)), layout)
 
     def lost(self, run: Run) -> None:
@@ -110,15 +114,15 @@ def test_a_run_whose_folder_is_lost_resumes_from_its_storage_and_ends_bit_for_bi
     folder = trained.run.parent
     mounted = folder / "mounted"
     stored = settings(folder, **{"cluster.storage": mounted.as_uri()})
-    half = preparing.prepare(stored, folder / "halves")
+    half = prepare.prepare(stored, folder / "halves")
     stop = trained.summary["updates"] // 2 + 1
-    paused = driver.fit(half, until=stop, workers=kept_workers)
+    paused = controller.fit(half, until=stop, workers=kept_workers)
     assert (paused["status"], paused["updates"]) == ("paused", stop)
     assert not (folder / "halves" / "artifact").exists()
     mounted.rename(folder / "away")
     mounted.touch()  # whatever is asked of a storage below it fails
-    cut_off = preparing.prepare(config.load("intent"), folder / "halves", "resume")
-    further = driver.fit(cut_off, until=stop + 1, workers=kept_workers)
+    cut_off = prepare.prepare(config.load("intent"), folder / "halves", "resume")
+    further = controller.fit(cut_off, until=stop + 1, workers=kept_workers)
     assert (further["status"], further["updates"]) == ("paused", stop + 1)
     told = [event for event in events.read(folder / "halves") if event["kind"] in ("unreachable", "uncopied")]
     assert (told[0]["kind"], told[0]["update"], told[-1]["kind"]) == ("unreachable", stop, "uncopied")
@@ -126,22 +130,22 @@ def test_a_run_whose_folder_is_lost_resumes_from_its_storage_and_ends_bit_for_bi
     (folder / "away").rename(mounted)
     shutil.rmtree(folder / "halves")
     with pytest.raises(UserError, check=lambda error: error.code == "already_exists"):
-        preparing.prepare(stored, folder / "halves")
+        prepare.prepare(stored, folder / "halves")
 
     def away_again(event: dict[str, Any]) -> None:
         if event["kind"] == "started" and mounted.is_dir():
             mounted.rename(folder / "away")
             mounted.touch()
 
-    last_part = preparing.prepare(stored, folder / "halves", "resume")
+    last_part = prepare.prepare(stored, folder / "halves", "resume")
     with pytest.raises(TryAgain, check=lambda error: error.code == "unreachable"):
-        driver.fit(last_part, workers=EndsEarly(kept_workers, stop + 2), on_event=away_again)
+        controller.fit(last_part, workers=EndsEarly(kept_workers, stop + 2), on_event=away_again)
     kept_workers.end()
     mounted.unlink()
     (folder / "away").rename(mounted)
     held, here = (sorted(path.name for path in (at / "halves" / "checkpoints").iterdir()) for at in (mounted, folder))
     assert here[-1] not in held
-    resumed = driver.fit(preparing.prepare(stored, folder / "halves", "resume"))
+    resumed = controller.fit(prepare.prepare(stored, folder / "halves", "resume"))
     assert (resumed["status"], resumed["restarts"]) == ("finished", 2)
     yielded = [(event["update"], event["reason"]) for event in Run(folder / "halves").events("yielded")]
     assert yielded == [(stop + 2, "a notice of an earlier start")]
@@ -149,7 +153,7 @@ def test_a_run_whose_folder_is_lost_resumes_from_its_storage_and_ends_bit_for_bi
     assert resumed["order_digest"] == trained.summary["order_digest"]
     last = trained.summary["updates"]
     one, other = (
-        (checkpoint.path_of(run / "checkpoints", last) / "model.safetensors").read_bytes()
+        (checkpoint_format.path_of(run / "checkpoints", last) / "model.safetensors").read_bytes()
         for run in (trained.run, folder / "halves")
     )
     assert one == other
@@ -159,10 +163,12 @@ def test_a_run_whose_folder_is_lost_resumes_from_its_storage_and_ends_bit_for_bi
         *("predictions-test.parquet", "predictions-valid.parquet"),
     }
     assert manifest.damage(copy / "artifact") is None
-    assert checkpoint.updates(copy / "checkpoints") == checkpoint.updates(folder / "halves" / "checkpoints")
+    assert checkpoint_format.updates(copy / "checkpoints") == checkpoint_format.updates(
+        folder / "halves" / "checkpoints"
+    )
     assert "finished" in kinds(events.read(copy))
     shutil.rmtree(folder / "halves")  # a finished run comes back with its artefact, and its copy stays whole
-    assert driver.fit(preparing.prepare(stored, folder / "halves", "resume"))["status"] == "finished"
+    assert controller.fit(prepare.prepare(stored, folder / "halves", "resume"))["status"] == "finished"
     for run in (folder / "halves", mounted / "halves"):
         assert artifact.read(run / "artifact").labels == ("login", "parcel", "refund")
         assert (run / "predictions-valid.parquet").is_file()
@@ -177,8 +183,8 @@ def test_a_resized_run_trains_on_the_same_rows_and_its_ledger_shows_it(trained: 
     assert middle % (last // EPOCHS)
     for workers, stop in ((2, middle), (1, None)):
         resized = settings(folder, **{"train.workers": workers, "train.micro_batch": 5})
-        found = driver.fit(
-            preparing.prepare(resized, folder / "resized", "resume" if stop is None else "refuse"), until=stop
+        found = controller.fit(
+            prepare.prepare(resized, folder / "resized", "resume" if stop is None else "refuse"), until=stop
         )
         assert found["updates"] == (stop or last)
     log = events.read(folder / "resized")
@@ -208,9 +214,9 @@ def test_no_worker_or_placement_group_is_left(trained: Trained) -> None:
 def test_an_error_of_a_start_ends_the_run_after_its_budget_with_its_traceback_in_a_file(trained: Trained) -> None:
     """A budget of more is more of the same starts."""
     folder = trained.run.parent
-    prepared = preparing.prepare(settings(folder, **{"cluster.max_crashes": 0}), folder / "broken")
+    prepared = prepare.prepare(settings(folder, **{"cluster.max_crashes": 0}), folder / "broken")
     with pytest.raises(UserError, check=lambda error: error.code == "training_failed") as caught:
-        driver.fit(replace(prepared, model=folder / "nowhere"))
+        controller.fit(replace(prepared, model=folder / "nowhere"))
     path = Path(str(caught.value).rsplit(" ", 1)[-1])
     assert path.parent == prepared.run.folder
     assert "Traceback" in path.read_text()
@@ -219,7 +225,7 @@ def test_an_error_of_a_start_ends_the_run_after_its_budget_with_its_traceback_in
     assert not prepared.run.artifact.exists()
 
 
-class Unreachable(group.Fresh):
+class Unreachable(worker_group.Fresh):
     """Workers of a Ray that does not answer the driver."""
 
     def taken(self, run: Run) -> None:
@@ -229,14 +235,16 @@ class Unreachable(group.Fresh):
 
 
 def test_an_error_of_ray_in_the_driver_is_an_event_that_ends_the_run(trained: Trained) -> None:
-    prepared = preparing.prepare(settings(trained.run.parent), trained.run.parent / "unreachable")
+    prepared = prepare.prepare(settings(trained.run.parent), trained.run.parent / "unreachable")
     with pytest.raises(UserError, check=lambda error: error.code == "training_failed"):
-        driver.fit(prepared, workers=Unreachable())
+        controller.fit(prepared, workers=Unreachable())
     assert [event["kind"] for event in prepared.run.events("started", "failed")] == ["failed"]
     assert json.loads(prepared.run.summary.read_text())["status"] == "failed"
-    assert driver.fit(preparing.prepare(prepared.config, prepared.run.folder, "resume"), until=1)["status"] == "paused"
+    assert (
+        controller.fit(prepare.prepare(prepared.config, prepared.run.folder, "resume"), until=1)["status"] == "paused"
+    )
 
 
 def test_what_warms_a_worker_up_is_a_real_data_task(ray_session: Path) -> None:
     """In a worker what fails in it is left to the stream, so that nobody would see it."""
-    assert ingest.one_task() == [{"id": 0}]
+    assert stream.one_task() == [{"id": 0}]

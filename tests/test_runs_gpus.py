@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from rtrain import config, env
-from rtrain.cluster import supply
-from rtrain.cluster.supply import Needs
-from rtrain.errors import ConfigError
-from rtrain.run import Run
-from rtrain.runs import preparing
+from rtrain import config
+from rtrain.cluster import capacity
+from rtrain.cluster.capacity import Needs
+from rtrain.core import env
+from rtrain.core.errors import ConfigError
+from rtrain.core.run_folder import Run
+from rtrain.runs import prepare
 from tests.conftest import STARTUP
 from tests.root import ROOT
 
-NOTHING = supply.startable({})
+NOTHING = capacity.startable({})
 
 
 @pytest.mark.parametrize(
@@ -53,10 +54,10 @@ ray.shutdown()
 def test_a_run_that_began_on_a_gpu_goes_on_by_none_elsewhere(tmp_path: Path, ray_session: Path) -> None:
     """What it began on is a decision, which is made once; what to write is in the error."""
     chosen, run = config.load("intent", {"train.workers": 2}), Run(tmp_path)
-    assert preparing.device_of(chosen, run).device == "cpu"  # this cluster's
-    run.decide(preparing.DEVICE, "gpu")
+    assert prepare.device_of(chosen, run).device == "cpu"  # this cluster's
+    run.decide(prepare.DEVICE, "gpu")
     with pytest.raises(ConfigError, check=lambda error: [one.code for one in error.problems] == ["too_few_gpus"]):
-        preparing.device_of(chosen, run)
+        prepare.device_of(chosen, run)
 
 
 @pytest.mark.ray

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from rtrain.checkpoints import checkpoint
-from rtrain.cluster import supply
-from rtrain.errors import TryAgain
+from rtrain.checkpoint import format as checkpoint_format
+from rtrain.cluster import capacity
+from rtrain.core.errors import TryAgain
+from rtrain.core.run_folder import Run
 from rtrain.report import summary
-from rtrain.run import Run
-from rtrain.runs import driver, notice, placement, preparing
+from rtrain.runs import controller, prepare, resource_leases, stop_request
 from tests.trained import Trained, settings
 
 
@@ -38,15 +38,15 @@ def test_a_look_that_fails_is_said_once_and_the_next_ones_see_a_preemption(
         looks[0] += 1
         raise OSError("the folder is not there for a moment")
 
-    monkeypatch.setattr(notice, "LOOK_EVERY_S", 0.005)
-    monkeypatch.setattr(placement, "workers_by_node", workers_by_node)
-    waiting = notice.Waiting(Run(tmp_path), supply.Needs(), list)
-    with notice.Watch(Run(tmp_path), 2, lambda nodes: 2, said.append, waiting):
+    monkeypatch.setattr(stop_request, "LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(resource_leases, "workers_by_node", workers_by_node)
+    waiting = stop_request.Waiting(Run(tmp_path), capacity.Needs(), list)
+    with stop_request.Watch(Run(tmp_path), 2, lambda nodes: 2, said.append, waiting):
         within(lambda: looks[0] > 5)
-        monkeypatch.setattr(placement, "workers_by_node", lambda run: Counter({"a node": 2}))
-        monkeypatch.setattr(supply, "leaving", lambda: {"a node"})
-        within(lambda: notice.given(Run(tmp_path)))
-    assert notice.take(Run(tmp_path)) == "preemption"
+        monkeypatch.setattr(resource_leases, "workers_by_node", lambda run: Counter({"a node": 2}))
+        monkeypatch.setattr(capacity, "leaving", lambda: {"a node"})
+        within(lambda: stop_request.given(Run(tmp_path)))
+    assert stop_request.take(Run(tmp_path)) == "preemption"
     [event] = said
     assert event["kind"] == "stage"
 
@@ -57,7 +57,7 @@ def test_a_look_that_fails_is_said_once_and_the_next_ones_see_a_preemption(
 SIGNALLED = """
 import os, signal, sys, time
 from pathlib import Path
-from rtrain.run import Run
+from rtrain.core.run_folder import Run
 from rtrain.runs import notice
 
 run, before = Run(Path(sys.argv[1])), signal.getsignal(signal.SIGUSR1)
@@ -83,8 +83,8 @@ def test_a_trial_that_waits_for_nodes_waits_no_more_where_its_search_is_asked_to
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It hears no signal itself; without nodes it would wait for ever."""
-    monkeypatch.setattr(notice, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(supply, "free", lambda own, needs: [])
+    monkeypatch.setattr(stop_request, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(capacity, "free", lambda own, needs: [])
     run, looks = Run(tmp_path), list[int]()
     waiting: Any = SimpleNamespace(needs=None, look=lambda *given: None)
     asking: Any = list
@@ -92,10 +92,10 @@ def test_a_trial_that_waits_for_nodes_waits_no_more_where_its_search_is_asked_to
     def none(hosts: object) -> int:
         looks.append(0)
         if len(looks) == 3:
-            notice.give(run, notice.ASKED)
+            stop_request.give(run, stop_request.ASKED)
         return 0
 
-    assert driver.count_workers(run, none, waiting, asking, notice.Asked()) == 0
+    assert controller.count_workers(run, none, waiting, asking, stop_request.Asked()) == 0
     assert len(looks) == 3
 
 
@@ -105,29 +105,29 @@ def test_a_run_that_was_asked_to_end_goes_on_and_ends_with_the_same_weights(
     trained: Trained, ray_session: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The signal's handler is called: the signal itself has a test of its own, in a process of its own."""
-    prepared = preparing.prepare(settings(ray_session / "asked"), ray_session / "asked" / "run")
-    entered: list[notice.Asked] = []
-    enter = notice.Asked.__enter__
+    prepared = prepare.prepare(settings(ray_session / "asked"), ray_session / "asked" / "run")
+    entered: list[stop_request.Asked] = []
+    enter = stop_request.Asked.__enter__
 
-    def remembered(asked: notice.Asked) -> notice.Asked:
+    def remembered(asked: stop_request.Asked) -> stop_request.Asked:
         entered.append(asked)
         return enter(asked)
 
-    monkeypatch.setattr(notice.Asked, "__enter__", remembered)
+    monkeypatch.setattr(stop_request.Asked, "__enter__", remembered)
 
     def on_event(event: dict[str, Any]) -> None:
         if event["kind"] == "progress" and event["update"] == 5:
             entered[-1]._hear(signal.SIGUSR1, None)
 
     with pytest.raises(TryAgain, check=lambda error: error.code == "asked_to_end"):
-        driver.fit(prepared, on_event=on_event)
-    reached = max(checkpoint.updates(prepared.run.checkpoints))
+        controller.fit(prepared, on_event=on_event)
+    reached = max(checkpoint_format.updates(prepared.run.checkpoints))
     assert 5 <= reached < prepared.updates
     assert summary.status(prepared.run.events()) == "interrupted"
     assert prepared.run.events("yielded") == []
-    assert not notice.given(prepared.run)
-    again = preparing.prepare(prepared.config, prepared.run.folder, "resume")
-    found = driver.fit(again)
+    assert not stop_request.given(prepared.run)
+    again = prepare.prepare(prepared.config, prepared.run.folder, "resume")
+    found = controller.fit(again)
     assert (found["status"], found["updates"]) == ("finished", prepared.updates)
     assert [event["update"] for event in prepared.run.events("started")] == [0, reached]
     names = "model.safetensors"

@@ -10,9 +10,9 @@ import yaml
 from rtrain import config
 from rtrain.config import Config
 from rtrain.config.data import OneOf
-from rtrain.errors import ConfigError, UserError
-from rtrain.run import Run
-from rtrain.runs import opening, preparing
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.core.run_folder import Run
+from rtrain.runs import prepare, run_folders
 
 
 def made(**overrides: Any) -> Config:
@@ -25,8 +25,8 @@ DECIDED = {"model__pooling": "mean"}
 @pytest.fixture
 def used(tmp_path: Path) -> Path:
     """A folder with a run of the recipe as it stands: 2 workers, 64 rows an update, its pooling decided."""
-    folder, opened = opening.choose(tmp_path / "run", made(**DECIDED), "refuse")
-    opening.freeze(Run(folder), opened)
+    folder, opened = run_folders.choose(tmp_path / "run", made(**DECIDED), "refuse")
+    run_folders.freeze(Run(folder), opened)
     return folder
 
 
@@ -39,12 +39,12 @@ def test_what_a_run_names_is_found_from_every_folder(monkeypatch: pytest.MonkeyP
     for name in ("t5", "small"):
         (tmp_path / name).mkdir()
     models = {"augment__paraphrase": "./t5", "distill__student": "small"}
-    found = opening.absolute(made(cluster__storage="backup", **models), tmp_path / "run")
+    found = run_folders.absolute(made(cluster__storage="backup", **models), tmp_path / "run")
     assert found.deploy.cluster.storage == str(tmp_path / "backup")
     assert found.recipe.augment.paraphrase == str(tmp_path / "t5")
     assert found.recipe.distill.student == str(tmp_path / "small")
     elsewhere = {"cluster__storage": "s3://bucket/runs", "distill__student": "prajjwal1/bert-tiny"}
-    kept = opening.absolute(made(**elsewhere), tmp_path / "run")
+    kept = run_folders.absolute(made(**elsewhere), tmp_path / "run")
     assert (kept.deploy.cluster.storage, kept.recipe.distill.student) == tuple(elsewhere.values())
 
 
@@ -52,23 +52,23 @@ def test_what_a_run_names_is_found_from_every_folder(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("reuse", ["refuse", "new"])
-def test_a_free_name_is_taken(tmp_path: Path, reuse: opening.Reuse) -> None:
-    folder, opened = opening.choose(tmp_path / "deep" / "run", made(), reuse)
+def test_a_free_name_is_taken(tmp_path: Path, reuse: run_folders.Reuse) -> None:
+    folder, opened = run_folders.choose(tmp_path / "deep" / "run", made(), reuse)
     assert (folder, opened) == (tmp_path / "deep" / "run", made())
     assert list(tmp_path.iterdir()) == []  # nothing is written before all is checked
-    opening.freeze(Run(folder), opened)
+    run_folders.freeze(Run(folder), opened)
     assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "decisions.json"]
 
 
 def test_a_used_name_is_refused_with_both_ways_out(used: Path) -> None:
     with pytest.raises(UserError, check=lambda error: error.code == "already_exists"):
-        opening.choose(used, made(), "refuse")
+        run_folders.choose(used, made(), "refuse")
 
 
 def test_new_takes_the_next_free_number(used: Path) -> None:
-    second, opened = opening.choose(used, made(optim__lr=1e-5), "new")
-    opening.freeze(Run(second), opened)
-    third, _ = opening.choose(used, made(), "new")
+    second, opened = run_folders.choose(used, made(optim__lr=1e-5), "new")
+    run_folders.freeze(Run(second), opened)
+    third, _ = run_folders.choose(used, made(), "new")
     assert [second.name, third.name] == ["run-2", "run-3"]
     assert opened == made(optim__lr=1e-5)
 
@@ -79,14 +79,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_what_is_refused_leaves_the_run_that_is_trained_as_it_was(used: Path) -> None:
     before = contents(used)
-    with opening.hold(Run(used)):
+    with run_folders.hold(Run(used)):
         with pytest.raises(UserError, check=lambda error: error.code == "in_use"):
-            preparing.prepare(made(train__keep=7, **DECIDED), used, "resume")
-        reuses: tuple[opening.Reuse, ...] = ("resume", "refuse")
+            prepare.prepare(made(train__keep=7, **DECIDED), used, "resume")
+        reuses: tuple[run_folders.Reuse, ...] = ("resume", "refuse")
         for reuse in reuses:
             with (
                 pytest.raises(UserError, check=lambda error: error.code == "in_use"),
-                opening.claimed(Run(used), reuse),
+                run_folders.claimed(Run(used), reuse),
             ):
                 pass
     assert contents(used) == before
@@ -94,37 +94,40 @@ def test_what_is_refused_leaves_the_run_that_is_trained_as_it_was(used: Path) ->
 
 def test_a_name_that_another_command_took_meanwhile_is_refused_or_numbered_on(tmp_path: Path) -> None:
     rates = (1e-4, 9e-4, 5e-4)
-    chosen = [opening.choose(tmp_path / "run", made(optim__lr=rate), "new") for rate in rates]
+    chosen = [run_folders.choose(tmp_path / "run", made(optim__lr=rate), "new") for rate in rates]
     assert [folder.name for folder, _ in chosen] == ["run"] * 3
-    with opening.claimed(Run(chosen[0][0]), "new") as first:  # it is not written yet
-        opening.freeze(first, chosen[0][1])
-        with opening.claimed(Run(chosen[1][0]), "new") as second:
-            opening.freeze(second, chosen[1][1])
-    with opening.claimed(Run(chosen[2][0]), "new") as third:
-        opening.freeze(third, chosen[2][1])
-    with pytest.raises(UserError, check=lambda error: error.code == "already_exists"), opening.claimed(first, "refuse"):
+    with run_folders.claimed(Run(chosen[0][0]), "new") as first:  # it is not written yet
+        run_folders.freeze(first, chosen[0][1])
+        with run_folders.claimed(Run(chosen[1][0]), "new") as second:
+            run_folders.freeze(second, chosen[1][1])
+    with run_folders.claimed(Run(chosen[2][0]), "new") as third:
+        run_folders.freeze(third, chosen[2][1])
+    with (
+        pytest.raises(UserError, check=lambda error: error.code == "already_exists"),
+        run_folders.claimed(first, "refuse"),
+    ):
         pass
     assert [run.name for run in (first, second, third)] == ["run", "run-2", "run-3"]
-    assert tuple(opening.stored(run.folder).recipe.optim.lr for run in (first, second, third)) == rates
+    assert tuple(run_folders.stored(run.folder).recipe.optim.lr for run in (first, second, third)) == rates
 
 
 def test_a_name_that_a_killed_command_has_claimed_is_free(tmp_path: Path) -> None:
-    with opening.claimed(Run(tmp_path / "run"), "refuse") as run:
+    with run_folders.claimed(Run(tmp_path / "run"), "refuse") as run:
         run.config.with_name(f".{run.config.name}.0123abcd").touch()
-    assert opening.choose(tmp_path / "run", made(), "refuse")[0] == tmp_path / "run"
+    assert run_folders.choose(tmp_path / "run", made(), "refuse")[0] == tmp_path / "run"
 
 
 def test_a_folder_with_something_else_in_it_is_never_used(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
-    reuses: tuple[opening.Reuse, ...] = ("refuse", "resume", "new")
+    reuses: tuple[run_folders.Reuse, ...] = ("refuse", "resume", "new")
     for reuse in reuses:
         with pytest.raises(UserError, check=lambda error: error.code == "not_empty"):
-            opening.choose(tmp_path, made(), reuse)
+            run_folders.choose(tmp_path, made(), reuse)
 
 
 def test_nothing_to_resume_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, check=lambda error: error.code == "not_a_run"):
-        opening.choose(tmp_path / "none", made(), "resume")
+        run_folders.choose(tmp_path / "none", made(), "resume")
     assert not (tmp_path / "none").exists()
 
 
@@ -136,8 +139,8 @@ def test_nothing_to_resume_is_an_error(tmp_path: Path) -> None:
 def test_what_is_left_open_is_as_the_run_has_it(tmp_path: Path, pooling: str, precision: str) -> None:
     """A run of when a recipe named another default goes on as it is, by the recipe's name."""
     had = made(model__pooling=pooling, train__precision=precision)
-    opening.freeze(Run(tmp_path / "run"), had)
-    _, opened = opening.choose(tmp_path / "run", made(model__pooling="auto", train__precision="auto"), "resume")
+    run_folders.freeze(Run(tmp_path / "run"), had)
+    _, opened = run_folders.choose(tmp_path / "run", made(model__pooling="auto", train__precision="auto"), "resume")
     assert (opened.recipe.model.pooling, opened.recipe.train.precision) == (pooling, precision)
     assert opened.recipe.identity() == had.recipe.identity()
 
@@ -146,7 +149,7 @@ def test_what_is_left_open_is_as_the_run_has_it(tmp_path: Path, pooling: str, pr
 def test_workers_and_micro_batch_may_change_and_the_rows_of_an_update_stay(used: Path, workers: int) -> None:
     """The recipe as it stands, with other workers, would have other rows: the run's were resolved once."""
     changed = made(train__workers=workers, train__micro_batch=5, train__log_every=3, train__keep=5)
-    _, opened = opening.choose(used, changed, "resume")
+    _, opened = run_folders.choose(used, changed, "resume")
     train = opened.recipe.train
     assert (train.workers, train.micro_batch, train.log_every, train.keep) == (workers, 5, 3, 5)
     assert (train.rows_per_update, train.aggregation_frequency) == (64, None)
@@ -158,14 +161,14 @@ def test_what_nobody_names_stays_the_run_s_own(tmp_path: Path) -> None:
     asked = {"data.path": "s3://bucket/rows.csv", "optim.lr": 1e-5, "train.workers": 8, "train.keep": 5}
     asked |= {"train.log_every": 50, "train.evaluate_every": 7, "cluster.storage": "s3://bucket/runs"}
     asked |= {"model.pooling": "mean"}
-    frozen = opening.freeze(Run(tmp_path / "run"), config.load("intent", asked))
-    _, opened = opening.choose(tmp_path / "run", made(train__keep=3), "resume")
+    frozen = run_folders.freeze(Run(tmp_path / "run"), config.load("intent", asked))
+    _, opened = run_folders.choose(tmp_path / "run", made(train__keep=3), "resume")
     assert opened == config.with_overrides(frozen, {"train.keep": 3})
 
 
 def test_another_recipe_is_refused(used: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        opening.choose(used, config.load("essay"), "resume")
+        run_folders.choose(used, config.load("essay"), "resume")
     assert [problem.field for problem in caught.value.problems] == ["name", "task"]
 
 
@@ -203,7 +206,7 @@ def others(name: str, value: Any) -> Iterator[Any]:
     field = (model.model_fields[section].annotation if section else model).model_fields[leaf]
     named = [one for part in field.metadata if isinstance(part, OneOf) for one in part.names()]
     options = [
-        one for one in [*literals(field.annotation), *named] if not (name in opening.LEFT_OPEN and one == "auto")
+        one for one in [*literals(field.annotation), *named] if not (name in run_folders.LEFT_OPEN and one == "auto")
     ]
     yield from (option for option in options if option != value)
     yield from ([option] for option in options if [option] != value)
@@ -218,7 +221,7 @@ def others(name: str, value: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("name", sorted(set(config.dotted_names())))
 def test_every_setting_is_taken_by_a_resume_or_refused_by_name(tmp_path: Path, name: str) -> None:
     """Refused are just those that change what the run is known by; nothing that was asked for is dropped."""
-    old = opening.freeze(Run(tmp_path / "run"), made(train__rows_per_update=64, **DECIDED))
+    old = run_folders.freeze(Run(tmp_path / "run"), made(train__rows_per_update=64, **DECIDED))
     for value in others(name, config.flat(old)[name]):
         asked = {name: value, **BESIDE.get(name, {})}
         try:
@@ -231,10 +234,10 @@ def test_every_setting_is_taken_by_a_resume_or_refused_by_name(tmp_path: Path, n
         raise AssertionError(f"{name} has no other value")
     assert config.flat(changed)[name] != config.flat(old)[name]
     if changed.recipe.identity() == old.recipe.identity() and name != "name":
-        assert opening.choose(tmp_path / "run", new, "resume")[1] == changed
+        assert run_folders.choose(tmp_path / "run", new, "resume")[1] == changed
         return
     with pytest.raises(ConfigError) as caught:
-        opening.choose(tmp_path / "run", new, "resume")
+        run_folders.choose(tmp_path / "run", new, "resume")
     resolved = "train.rows_per_update" if name == "train.aggregation_frequency" else name
     assert resolved in [problem.field for problem in caught.value.problems]
 
@@ -257,7 +260,7 @@ def test_what_would_change_the_weights_is_refused_by_name(
     used: Path, overrides: dict[str, Any], field: str, before: object, after: object
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        opening.choose(used, made(**overrides), "resume")
+        run_folders.choose(used, made(**overrides), "resume")
     [problem] = caught.value.problems
     assert (problem.field, problem.value) == (field, after)
     assert problem.code == "changed_setting"
@@ -280,10 +283,10 @@ def test_a_resume_with_an_edited_configuration_is_refused_by_name(
     edit(used, name, value)
     again = config.load(str(used / "config.yaml")) if by_file else made(**DECIDED)
     with pytest.raises(ConfigError) as caught:
-        opening.choose(used, again, "resume")
+        run_folders.choose(used, again, "resume")
     assert [(problem.field, problem.value) for problem in caught.value.problems] == [(name, value)]
     edit(used, name, config.flat(made(**DECIDED))[name])
-    opening.choose(used, made(**DECIDED), "resume")
+    run_folders.choose(used, made(**DECIDED), "resume")
 
 
 @pytest.mark.parametrize(
@@ -291,7 +294,7 @@ def test_a_resume_with_an_edited_configuration_is_refused_by_name(
 )
 def test_an_edited_setting_that_changes_no_weight_is_taken(used: Path, name: str, value: object) -> None:
     edit(used, name, value)
-    assert config.flat(opening.choose(used, made(), "resume")[1])[name] == value
+    assert config.flat(run_folders.choose(used, made(), "resume")[1])[name] == value
 
 
 # --------------------------------------------------------------------------------------------------------------- freeze
@@ -304,13 +307,13 @@ def test_the_frozen_configuration_is_complete_and_replayable(tmp_path: Path, mon
     wanted = made(
         data__path="rows.csv", data__test="parts/*.csv", model__name="weights", train__aggregation_frequency=3
     )
-    frozen = opening.freeze(Run(tmp_path), wanted)
+    frozen = run_folders.freeze(Run(tmp_path), wanted)
     assert config.load(str(tmp_path / "config.yaml")) == frozen
     recipe = frozen.recipe
     assert (recipe.train.rows_per_update, recipe.train.aggregation_frequency) == (2 * 8 * 3, None)
     assert (recipe.data.path, recipe.data.test) == (str(tmp_path / "rows.csv"), str(tmp_path / "parts" / "*.csv"))
     assert recipe.model.name == str(tmp_path / "weights")
-    again = opening.freeze(Run(tmp_path), frozen)
+    again = run_folders.freeze(Run(tmp_path), frozen)
     assert again == frozen
 
 
@@ -321,14 +324,14 @@ def test_a_worker_s_hour_is_priced_by_the_file_where_no_setting_says_it(
     file = tmp_path / "prices.yaml"
     file.write_text("worker: {on_demand: 0.04}\nx9.large: {on_demand: 2}\n")
     asked = {"cluster.prices": "prices.yaml", "tune.money": 5}
-    found = opening.absolute(config.load("intent", asked)).deploy
+    found = run_folders.absolute(config.load("intent", asked)).deploy
     assert (found.cluster.prices, found.tune.price) == (str(file), 0.04)
-    own = opening.absolute(config.load("intent", {**asked, "tune.price": 0.1})).deploy
+    own = run_folders.absolute(config.load("intent", {**asked, "tune.price": 0.1})).deploy
     assert own.tune.price == 0.1
     file.write_text("x9.large: {on_demand: 2}\n")
     with pytest.raises(ConfigError, check=lambda error: [one.code for one in error.problems] == ["no_price"]):
-        opening.absolute(config.load("intent", asked))
-    assert opening.absolute(config.load("intent", {"cluster.prices": "prices.yaml"})).deploy.tune.price is None
+        run_folders.absolute(config.load("intent", asked))
+    assert run_folders.absolute(config.load("intent", {"cluster.prices": "prices.yaml"})).deploy.tune.price is None
     file.unlink()
     with pytest.raises(ConfigError):
-        opening.absolute(config.load("intent", asked))
+        run_folders.absolute(config.load("intent", asked))

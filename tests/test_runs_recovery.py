@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 
-from rtrain import config, events
-from rtrain.checkpoints import checkpoint
-from rtrain.cluster import supply
+from rtrain import config
+from rtrain.checkpoint import format as checkpoint_format
+from rtrain.cluster import capacity
 from rtrain.config import Config
-from rtrain.errors import TryAgain, UserError
-from rtrain.exchange import ranks
-from rtrain.manifest import Unreadable
-from rtrain.proof import drill
-from rtrain.proof.faults import FAULTS
-from rtrain.run import Run
-from rtrain.runs import driver, failures, opening
+from rtrain.core import events
+from rtrain.core.errors import TryAgain, UserError
+from rtrain.core.manifest import Unreadable
+from rtrain.core.run_folder import Run
+from rtrain.parallel import collectives
+from rtrain.runs import controller, failures, run_folders
 from rtrain.runs.recovery import (
     Growth,
     Recovery,
@@ -30,6 +29,8 @@ from rtrain.runs.recovery import (
     tokens_per_pass,
     workers_for,
 )
+from rtrain.verification import drill
+from rtrain.verification.faults import FAULTS
 from tests import test_training_loop
 from tests.conftest import labelled_rows, write_rows
 from tests.test_training_loop import Ran, start, weights_digest
@@ -65,9 +66,9 @@ def test_a_worker_s_own_error_ends_a_run_at_its_second_time(tmp_path: Path, erro
     failure.worker_failures = {0: error}  # type: ignore[attr-defined]
     recovery = Recovery(max_crashes=3)
     for _ in range(starts - 1):
-        driver.recover(Run(tmp_path), failure, recovery)
+        controller.recover(Run(tmp_path), failure, recovery)
     with pytest.raises(UserError):
-        driver.recover(Run(tmp_path), failure, recovery)
+        controller.recover(Run(tmp_path), failure, recovery)
     assert [event["kind"] for event in events.read(tmp_path)] == [*["crashed"] * (starts - 1), "failed"]
 
 
@@ -89,7 +90,7 @@ def test_what_may_come_of_a_lost_node_is_told_from_what_a_worker_says(tmp_path: 
 
     for error, maybe in (
         (ActorDiedError(), True),
-        (ranks.Elsewhere("another worker failed"), True),
+        (collectives.Elsewhere("another worker failed"), True),
         (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:4242"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ):
@@ -104,23 +105,23 @@ def test_the_loss_of_a_node_is_told_as_such(
 ) -> None:
     waited = []
 
-    def lost(nodes: Collection[str], patience_s: float) -> dict[str, supply.Host]:
+    def lost(nodes: Collection[str], patience_s: float) -> dict[str, capacity.Host]:
         waited.append((set(nodes), patience_s))
-        return {"5a" * 28: supply.Host({}, labels)}
+        return {"5a" * 28: capacity.Host({}, labels)}
 
-    monkeypatch.setattr(supply, "lost", lost)
+    monkeypatch.setattr(capacity, "lost", lost)
     failure = RuntimeError("training failed")
-    failure.worker_failures = {0: ranks.Elsewhere("another worker failed")}  # type: ignore[attr-defined]
+    failure.worker_failures = {0: collectives.Elsewhere("another worker failed")}  # type: ignore[attr-defined]
     recovery = Recovery(max_crashes=1)
-    driver.recover(Run(tmp_path), failure, recovery, {"5a" * 28, "6b" * 28})
-    assert waited == [({"5a" * 28, "6b" * 28}, driver.LOST_S)]
+    controller.recover(Run(tmp_path), failure, recovery, {"5a" * 28, "6b" * 28})
+    assert waited == [({"5a" * 28, "6b" * 28}, controller.LOST_S)]
     [event] = events.read(tmp_path)
     assert event["cause"] == "lost"
     named = f"{'' if spends else 'spot '}node 5a5a5a5a gone without notice; another worker failed"
     assert event["error"] == named
     assert recovery.crashes == spends
     failure.worker_failures = {0: OSError("no space left")}  # type: ignore[attr-defined]
-    driver.recover(Run(tmp_path), failure, Recovery(max_crashes=1), {"5a" * 28})
+    controller.recover(Run(tmp_path), failure, Recovery(max_crashes=1), {"5a" * 28})
     assert waited[-1][1] == 0  # a worker that says what it failed of: nobody waits for a node to show as gone
 
 
@@ -143,12 +144,12 @@ def test_a_start_that_ran_out_of_memory_is_followed_by_one_with_smaller_passes(
     cause = MemoryError() if error == "MemoryError" else RuntimeError(error)  # Python's own says nothing more
     failure.worker_failures = {0: cause}  # type: ignore[attr-defined]
     failure.args = (f"a worker failed: {error}",)
-    driver.recover(Run(tmp_path), failure, Recovery(max_crashes=1))
+    controller.recover(Run(tmp_path), failure, Recovery(max_crashes=1))
     [crashed] = events.read(tmp_path)
     assert (crashed["cause"], crashed["error"]) == ("memory" if found else "crash", error)
     assert halvings(events.read(tmp_path)) == found
     with pytest.raises(UserError, check=lambda error: error.code == ("out_of_memory" if found else "training_failed")):
-        driver.recover(Run(tmp_path), failure, Recovery(max_crashes=0))
+        controller.recover(Run(tmp_path), failure, Recovery(max_crashes=0))
 
 
 RAY_2_60 = (
@@ -170,20 +171,20 @@ def test_who_used_a_node_s_memory_is_told(tmp_path: Path) -> None:
     assert memory_told(["MemoryError"]) is None
     failure = RuntimeError("training failed")
     failure.worker_failures = {0: RuntimeError(RAY_2_60)}  # type: ignore[attr-defined]
-    driver.recover(Run(tmp_path), failure, Recovery(max_crashes=1))
+    controller.recover(Run(tmp_path), failure, Recovery(max_crashes=1))
     [crashed] = events.read(tmp_path)
     assert (crashed["cause"], crashed["error"]) == ("memory", told)
     with pytest.raises(UserError, check=lambda error: error.code == "out_of_memory"):
-        driver.recover(Run(tmp_path), failure, Recovery(max_crashes=0))
+        controller.recover(Run(tmp_path), failure, Recovery(max_crashes=0))
 
 
 def test_a_file_that_cannot_be_read_now_is_tried_again_and_then_left_to_another_start(tmp_path: Path) -> None:
     failure = RuntimeError("training failed")
-    failure.worker_failures = {0: Unreadable("state.json cannot be read"), 1: ranks.Elsewhere("")}  # type: ignore[attr-defined]
-    driver.recover(Run(tmp_path), failure, Recovery(max_crashes=1))
+    failure.worker_failures = {0: Unreadable("state.json cannot be read"), 1: collectives.Elsewhere("")}  # type: ignore[attr-defined]
+    controller.recover(Run(tmp_path), failure, Recovery(max_crashes=1))
     assert [event["cause"] for event in events.read(tmp_path)] == ["crash"]
     with pytest.raises(TryAgain, check=lambda error: isinstance(error, Unreadable)):
-        driver.recover(Run(tmp_path), failure, Recovery(max_crashes=0))
+        controller.recover(Run(tmp_path), failure, Recovery(max_crashes=0))
     assert [event["kind"] for event in events.read(tmp_path)] == ["crashed"]  # whoever asks again goes on
 
 
@@ -230,7 +231,7 @@ def test_on_notice_a_start_ends_with_a_checkpoint_and_the_next_goes_on(
     noticed = start(ground, tmp_path, log_every=1)
     assert noticed.outcome is not None
     assert (noticed.outcome.finished, noticed.recorder.of("trained")[0]["updates"]) == (False, 2)
-    assert checkpoint.updates(tmp_path / "checkpoints") == [2]
+    assert checkpoint_format.updates(tmp_path / "checkpoints") == [2]
     monkeypatch.undo()
     resumed = start(ground, tmp_path, log_every=1)
     assert resumed.recorder.of("started")[0]["update"] == 2
@@ -242,8 +243,8 @@ def test_on_notice_a_start_ends_with_a_checkpoint_and_the_next_goes_on(
 
 def test_a_run_is_one_process_s_at_a_time(tmp_path: Path) -> None:
     script = (
-        "import sys, pathlib; from rtrain.run import Run; from rtrain.runs import opening\n"
-        "with opening.hold(Run(pathlib.Path(sys.argv[1]))): print('held', flush=True); sys.stdin.read()"
+        "import sys, pathlib; from rtrain.core.run_folder import Run; from rtrain.runs import run_folders\n"
+        "with run_folders.hold(Run(pathlib.Path(sys.argv[1]))): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -251,12 +252,12 @@ def test_a_run_is_one_process_s_at_a_time(tmp_path: Path) -> None:
         assert other.stdout.readline() == "held\n"
         with (
             pytest.raises(UserError, check=lambda error: error.code == "in_use" and str(other.pid) in str(error)),
-            opening.hold(Run(tmp_path)),
+            run_folders.hold(Run(tmp_path)),
         ):
             pass
         other.kill()  # its lock goes with it
         other.wait()
-        with opening.hold(Run(tmp_path)):
+        with run_folders.hold(Run(tmp_path)):
             pass
 
 

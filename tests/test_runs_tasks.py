@@ -10,17 +10,19 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from rtrain import artifact, config, events
-from rtrain.checkpoints import checkpoint
+from rtrain import config
+from rtrain.checkpoint import format as checkpoint_format
 from rtrain.compress import distill, quantize
 from rtrain.config import Config
-from rtrain.data.stores.store import Store
-from rtrain.network import pooling, sentence
-from rtrain.predict import Predictor
+from rtrain.core import events
+from rtrain.core.run_folder import Run
+from rtrain.data.store.store import Store
+from rtrain.inference import artifact
+from rtrain.inference.predictor import Predictor
+from rtrain.models import pooling, sentence_transformers_format
 from rtrain.report import summary
-from rtrain.run import Run
-from rtrain.runs import driver, preparing
-from rtrain.runs.kept import Kept
+from rtrain.runs import controller, prepare
+from rtrain.runs.worker_pool import Kept
 from rtrain.tasks import base
 from tests import test_tasks_extractive_summary, test_tasks_several_labels, test_tasks_span_qa, test_tasks_token_tags
 from tests.conftest import labelled_rows
@@ -101,8 +103,8 @@ def trained(task: str, folder: Path, workers: Kept) -> tuple[Config, Path, Store
     """Train on two workers, and look at what the run keeps of its rows."""
     folder.mkdir()
     chosen, run = settings(task, folder), folder / "run"
-    prepared = preparing.prepare(chosen, run)
-    found = driver.fit(prepared, workers=workers)
+    prepared = prepare.prepare(chosen, run)
+    found = controller.fit(prepared, workers=workers)
     assert found["status"] == "finished"
     store = prepared.store
     assert found["metrics"]["test"]["rows"] == store.rows("test")
@@ -138,12 +140,12 @@ def test_a_run_on_all_rows_keeps_its_last_weights_and_its_pooling(ray_session: P
     folder.mkdir()
     overrides = {"task": "classification", "data.label": "kind", "data.valid_share": 0}
     chosen = config.with_overrides(settings("regression", folder), overrides)
-    sentence.write(folder / "encoder", "mean", 32, 128)
+    sentence_transformers_format.write(folder / "encoder", "mean", 32, 128)
     run = folder / "run"
-    prepared = preparing.prepare(chosen, run)
+    prepared = prepare.prepare(chosen, run)
     assert chosen.recipe.model.pooling == "auto"
     assert config.load(str(run / "config.yaml")).recipe.model.pooling == "mean"
-    found = driver.fit(prepared, workers=kept_workers)
+    found = controller.fit(prepared, workers=kept_workers)
     assert (found["status"], prepared.store.rows("valid")) == ("finished", 0)
     assert {event["split"] for event in events.read(run) if event["kind"] == "evaluated"} == {"test"}
     assert found["best_update"] == found["updates"]
@@ -152,16 +154,16 @@ def test_a_run_on_all_rows_keeps_its_last_weights_and_its_pooling(ray_session: P
     assert "test" in (run / "report.html").read_text()
 
     kept = load_file(run / "artifact" / "model.safetensors")
-    last = load_file(checkpoint.path_of(run / "checkpoints", found["updates"]) / "model.safetensors")
+    last = load_file(checkpoint_format.path_of(run / "checkpoints", found["updates"]) / "model.safetensors")
     assert kept.keys() == last.keys()
     assert kept["classifier.weight"].shape == (*pooling.GUARD, *last["classifier.weight"].shape)
     assert all(torch.equal(kept[name].reshape(last[name].shape), last[name]) for name in kept)
-    assert sentence.pooling_of(run / "artifact") == "mean"
+    assert sentence_transformers_format.pooling_of(run / "artifact") == "mean"
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         transformers.AutoModelForSequenceClassification.from_pretrained(run / "artifact")
     # Resumed by a recipe that leaves the pooling open, though its encoder says otherwise by now.
     (folder / "encoder" / "1_Pooling" / "config.json").write_text('{"pooling_mode": "cls"}')
-    again = preparing.prepare(chosen, run, "resume")
+    again = prepare.prepare(chosen, run, "resume")
     assert again.config.recipe.model.pooling == "mean"
 
     student, report = distill.run(chosen, run, folder / "student", workers=kept_workers)

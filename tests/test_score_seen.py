@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rtrain import artifact, config, manifest
-from rtrain.data.stores.store import Store
-from rtrain.gate import gate
-from rtrain.run import Run
+from rtrain import config
+from rtrain.core import manifest
+from rtrain.core.run_folder import Run
+from rtrain.data.store.store import Store
+from rtrain.evaluation import gate
+from rtrain.inference import artifact
 from tests.conftest import write_rows
 from tests.test_cli import Cli, run
 from tests.test_gate_rows import owned

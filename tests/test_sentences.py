@@ -2,7 +2,7 @@
 
 import pytest
 
-from rtrain.words import sentence_spans
+from rtrain.core.text_segmentation import sentence_spans
 
 
 @pytest.mark.parametrize(

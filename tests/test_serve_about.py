@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from rtrain.config import Serve
-from rtrain.predict import Predictor
-from rtrain.reference import ABSTAIN
-from rtrain.run import Run
-from serve.about import describe
+from rtrain.core.run_folder import Run
+from rtrain.inference.drift_baseline import ABSTAIN
+from rtrain.inference.predictor import Predictor
 from serve.app import build_app
-from serve.door import keys
+from serve.auth import api_keys
+from serve.model_info import describe
 from tests import serving
 from tests.reports import write_predictions
 from tests.serving import HEADS, LABELS, call, predictor_of
@@ -137,7 +137,7 @@ def test_examples_are_short_validation_texts_of_several_answers(
 def test_who_has_no_key_reads_no_text_of_a_validation_row(tmp_path: Path) -> None:
     kept = make_kept(tmp_path / "run")
     path = tmp_path / "keys.json"
-    key = keys.add(path, "shop")
+    key = api_keys.add(path, "shop")
     for host in ("127.0.0.1", "0.0.0.0"):
         settings = Serve(host=host, keys=str(path))
         refused = call(build_app(kept, settings), "GET", "/info")

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from rtrain import artifact
 from rtrain.config import Serve
-from rtrain.errors import ConfigError
-from rtrain.predict import Predictor
-from serve import alone
-from serve.about import describe
-from serve.front.address import listening
+from rtrain.core.errors import ConfigError
+from rtrain.inference import artifact
+from rtrain.inference.predictor import Predictor
+from serve import standalone
+from serve.ingress.address import listening
+from serve.model_info import describe
 from tests.certificates import make_certificate
 from tests.refusals import refused_with
 from tests.reports import write_predictions
@@ -139,7 +139,7 @@ def test_it_answers_as_predict_does_and_ends_when_it_is_told(int8: Path, number:
 )
 def test_what_one_process_cannot_do_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as refused:
-        alone.check(Serve(**settings))
+        standalone.check(Serve(**settings))
     found = [(one.field, one.code) for one in refused.value.problems]
     assert found == [(f"serve.{name}", "conflicting_settings") for name in settings]
 
@@ -149,13 +149,13 @@ def test_a_port_of_grpc_s_in_use_is_refused(int8: Path) -> None:
     with listening("127.0.0.1", 0) as other:
         port = other.getsockname()[1]
         with refused_with("port_in_use"):
-            alone.run({"tiny": int8}, Serve(port=0, grpc_port=port), lambda address: None)
+            standalone.run({"tiny": int8}, Serve(port=0, grpc_port=port), lambda address: None)
 
 
 def test_an_endpoint_whose_second_server_does_not_start_does_not_start(
     int8: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """uvicorn goes on without the application's own start, where it is not told that there has to be one."""
-    monkeypatch.setattr(alone, "refuse_grpc_port", lambda host, port: None)  # it was taken a moment later
+    monkeypatch.setattr(standalone, "refuse_grpc_port", lambda host, port: None)  # it was taken a moment later
     with listening("127.0.0.1", 0) as other, refused_with("port_in_use"):
-        alone.run({"tiny": int8}, Serve(port=0, grpc_port=other.getsockname()[1]), lambda address: None)
+        standalone.run({"tiny": int8}, Serve(port=0, grpc_port=other.getsockname()[1]), lambda address: None)

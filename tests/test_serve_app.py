@@ -11,13 +11,14 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from rtrain import artifact, manifest
-from rtrain.artifact import ArtifactError
 from rtrain.config import Serve
-from rtrain.predict import Predictor
+from rtrain.core import manifest
+from rtrain.inference import artifact
+from rtrain.inference.artifact import ArtifactError
+from rtrain.inference.predictor import Predictor
 from serve.app import build_app
+from serve.auth import api_keys
 from serve.batching.scheduler import bucket
-from serve.door import keys
 from tests import serving
 from tests.serving import HEADS, INFER, LABELS, TEXT, Gate, call, client, predict, predictor_of, scores, tensor
 from tests.tiny import CORPUS, make_artifact, make_task_artifact
@@ -220,7 +221,7 @@ def test_a_model_that_was_trained_on_pairs_names_both_tensors(tmp_path: Path) ->
 
 def test_who_has_no_key_learns_no_model_s_name(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    key = keys.add(path, "shop")
+    key = api_keys.add(path, "shop")
     app = build_app(predictor_of(tmp_path / "model", "classification"), Serve(keys=str(path)))
     named = {"authorization": f"Bearer {key}"}
     for place, asks in (("/", False), ("/v2", True), ("/v2/health/live", False), ("/info", True)):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from rtrain.batch import Encoded, Outputs
 from rtrain.config import Serve
-from rtrain.predict import Predictor
+from rtrain.core.ragged import Encoded, Outputs
+from rtrain.inference.predictor import Predictor
 from serve.app import build_app
 from tests import serving
 from tests.serving import TEXT, call, client, predict, refusal, scores
@@ -47,9 +47,9 @@ def test_an_unexpected_error_is_logged_and_answered_without_internals(
     assert "secret" not in response.text
     assert response.headers["x-model-name"] == "tiny"
     assert response.headers["x-content-type-options"] == "nosniff"
-    assert [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "serve.envelope"] == [
-        (logging.ERROR, "unexpected error in POST '/predict' (request mine)")
-    ]
+    assert [
+        (record.levelno, record.getMessage()) for record in caplog.records if record.name == "serve.request_context"
+    ] == [(logging.ERROR, "unexpected error in POST '/predict' (request mine)")]
     assert "/secret/path" in caplog.text
 
 

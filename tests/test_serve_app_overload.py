@@ -3,7 +3,7 @@
 import asyncio
 
 from rtrain.config import Serve
-from rtrain.predict import Predictor
+from rtrain.inference.predictor import Predictor
 from serve.app import build_app
 from tests import serving
 from tests.serving import INFER, TEXT, Gate, client, refusal, tensor

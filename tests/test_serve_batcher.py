@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rtrain.batch import Encoded, Floats, Window
+from rtrain.core.ragged import Encoded, Floats, Window
 from serve.batching.batcher import Batcher, EngineError, Expired
 from serve.batching.scheduler import Limits
 

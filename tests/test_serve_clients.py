@@ -20,10 +20,10 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from rtrain.config import Serve
-from rtrain.predict import Predictor
-from serve import protocol
-from serve.alone import application
-from serve.front.address import free_address
+from rtrain.inference.predictor import Predictor
+from serve.ingress.address import free_address
+from serve.schemas import open_inference
+from serve.standalone import application
 from tests.serving import HEADS, listening
 from tests.tiny import CORPUS, make_artifact, make_task_artifact
 
@@ -274,7 +274,9 @@ def test_a_reply_over_grpc_tells_the_versions_of_the_model_s_parts(
     addresses: dict[str, str], predictors: dict[str, Predictor]
 ) -> None:
     predictor = predictors["classification"]
-    question = service_pb2.ModelInferRequest(model_name="tiny", raw_input_contents=[protocol.packed([TEXT.encode()])])
+    question = service_pb2.ModelInferRequest(
+        model_name="tiny", raw_input_contents=[open_inference.packed([TEXT.encode()])]
+    )
     question.inputs.add(name="text", datatype="BYTES", shape=[1])
     with grpc.insecure_channel(addresses["classification grpc"]) as channel:
         _, call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer.with_call(question, timeout=20)

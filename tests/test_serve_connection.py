@@ -9,8 +9,8 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from serve.front import connection
-from serve.front.address import free_address, listening
+from serve.ingress import http_protocol
+from serve.ingress.address import free_address, listening
 
 
 class Transport(asyncio.Transport):
@@ -58,10 +58,12 @@ def asked(*requests: bytes) -> Transport:
     """The connection, once these bytes have come over it and were answered."""
 
     async def main() -> Transport:
-        config = uvicorn.Config(application, http=connection.Protocol, ws="none", lifespan="off", log_level="critical")
+        config = uvicorn.Config(
+            application, http=http_protocol.Protocol, ws="none", lifespan="off", log_level="critical"
+        )
         config.load()
         transport = Transport()
-        protocol = connection.Protocol(config=config, server_state=ServerState(), app_state={})
+        protocol = http_protocol.Protocol(config=config, server_state=ServerState(), app_state={})
         protocol.connection_made(transport)
         for request in requests:
             protocol.data_received(request)
@@ -162,15 +164,15 @@ def test_what_is_written_to_a_connection_leaves_at_once(host: str) -> None:
 @pytest.mark.parametrize("line", [b"a" * 65536, b"name: value\r\n" * 5000])
 def test_a_head_without_an_end_is_cut_off(line: bytes) -> None:
     """In one header, whose pieces the parser would join anew with each, and in many."""
-    whole = connection.MOST_HEAD // len(line)
+    whole = http_protocol.MOST_HEAD // len(line)
     found = asked(b"GET / HTTP/1.1\r\nhost: h\r\nx: ", *[line] * (whole + 1))
-    assert found.written == [connection.TOO_LARGE]
+    assert found.written == [http_protocol.TOO_LARGE]
     assert found.closed
     assert not asked(b"GET / HTTP/1.1\r\nhost: h\r\nx: ", *[line] * (whole - 1)).written
 
 
 def test_a_long_body_and_many_requests_are_no_head() -> None:
-    body = b"x" * (2 * connection.MOST_HEAD)
+    body = b"x" * (2 * http_protocol.MOST_HEAD)
     pieces = [body[place : place + 65536] for place in range(0, len(body), 65536)]
     found = asked(request("POST", body)[: -len(body)], *pieces, *[request("POST", b"bye")] * 3)
     assert [text.rpartition(b"\r\n")[2] for text in found.written] == [body, b"bye", b"bye", b"bye"]

@@ -4,7 +4,7 @@ import pytest
 from fastapi import FastAPI
 
 from rtrain.config import Serve
-from rtrain.predict import Predictor
+from rtrain.inference.predictor import Predictor
 from serve.app import build_app
 from tests import serving
 from tests.contract import EXCHANGES, SETTINGS, Exchange, check

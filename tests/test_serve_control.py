@@ -14,8 +14,8 @@ import pytest
 
 from rtrain.cli import app as cli
 from rtrain.config import Serve
-from rtrain.errors import UserError
-from serve.change import control, judge
+from rtrain.core.errors import UserError
+from serve.rollout import admin_socket, canary
 from tests.refusals import refused_with
 
 
@@ -35,20 +35,20 @@ def answer(question: dict[str, Any]) -> str:
 
 
 def test_a_question_is_answered_and_an_error_is_handed_on(folder: str) -> None:
-    with control.listening(8000, answer, folder):
-        socket = control.path(8000, folder)
+    with admin_socket.listening(8000, answer, folder):
+        socket = admin_socket.path(8000, folder)
         assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
-        assert control.ask(8000, {"update": "good"}, folder) == "did {'update': 'good'}"
+        assert admin_socket.ask(8000, {"update": "good"}, folder) == "did {'update': 'good'}"
         with refused_with("damaged"):
-            control.ask(8000, {"update": "bad"}, folder)
+            admin_socket.ask(8000, {"update": "bad"}, folder)
         with refused_with("failed"):
-            control.ask(8000, {"update": "worse"}, folder)
-        assert control.ask(8000, {}, folder) == "did {}"
+            admin_socket.ask(8000, {"update": "worse"}, folder)
+        assert admin_socket.ask(8000, {}, folder) == "did {}"
         with refused_with("not_running"):
-            control.ask(8001, {}, folder)
+            admin_socket.ask(8001, {}, folder)
     assert not socket.exists()
     with refused_with("not_running"):
-        control.ask(8000, {}, folder)
+        admin_socket.ask(8000, {}, folder)
 
 
 def test_nobody_waits_behind_a_change_or_one_who_asks_nothing(folder: str) -> None:
@@ -60,36 +60,40 @@ def test_nobody_waits_behind_a_change_or_one_who_asks_nothing(folder: str) -> No
             over.wait(20)
         return str(question)
 
-    with control.listening(8000, slow, folder), socket.socket(socket.AF_UNIX) as idle, ThreadPoolExecutor() as pool:
-        idle.connect(str(control.path(8000, folder)))
-        changed = pool.submit(control.ask, 8000, {"update": "b"}, folder)
+    with (
+        admin_socket.listening(8000, slow, folder),
+        socket.socket(socket.AF_UNIX) as idle,
+        ThreadPoolExecutor() as pool,
+    ):
+        idle.connect(str(admin_socket.path(8000, folder)))
+        changed = pool.submit(admin_socket.ask, 8000, {"update": "b"}, folder)
         assert asked.wait(20)
-        assert control.ask(8000, {"status": True}, folder) == "{'status': True}"
+        assert admin_socket.ask(8000, {"status": True}, folder) == "{'status': True}"
         assert not changed.done()
         over.set()
         assert changed.result() == "{'update': 'b'}"
 
 
 def test_one_port_is_one_endpoint_s_whatever_its_address(folder: str) -> None:
-    with control.listening(8000, lambda question: "the first one", folder):
+    with admin_socket.listening(8000, lambda question: "the first one", folder):
         with (
             refused_with("port_in_use"),
-            control.listening(8000, answer, folder),
+            admin_socket.listening(8000, answer, folder),
         ):
             pass
-        assert control.ask(8000, {}, folder) == "the first one"
+        assert admin_socket.ask(8000, {}, folder) == "the first one"
 
 
 def test_a_socket_that_was_left_behind_is_replaced(folder: str) -> None:
-    control.path(8000, folder).write_text("")
-    with control.listening(8000, answer, folder):
-        assert control.ask(8000, {}, folder) == "did {}"
+    admin_socket.path(8000, folder).write_text("")
+    with admin_socket.listening(8000, answer, folder):
+        assert admin_socket.ask(8000, {}, folder) == "did {}"
 
 
 def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with refused_with("not_private"):
-        control.path(8000, str(tmp_path))
+        admin_socket.path(8000, str(tmp_path))
 
 
 def test_the_command_asks_for_a_trial_by_its_share_of_the_texts(
@@ -97,10 +101,10 @@ def test_the_command_asks_for_a_trial_by_its_share_of_the_texts(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with control.listening(port, json.dumps):
+    with admin_socket.listening(port, json.dumps):
         for given in (["--shadow", "0.25"], ["--set", "serve.shadow=0.5"], []):
             cli.main(["serve", str(tmp_path), "--update", "--port", str(port), *given])
     asked = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    aim = judge.Aim.of(Serve())
+    aim = canary.Aim.of(Serve())
     wanted = [[*aim._replace(share=0.25)], [*aim._replace(share=0.5)], None]
     assert asked == [{"update": str(tmp_path), "model": None, "trial": trial} for trial in wanted]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rtrain.batch import Head
 from rtrain.config import Serve
-from rtrain.predict import Predictor
+from rtrain.core.ragged import Head
+from rtrain.inference.predictor import Predictor
 from serve.app import build_app
-from serve.front import haproxy
+from serve.ingress import haproxy
 from tests.serving import TEXT, call
 from tests.tiny import make_task_artifact
 

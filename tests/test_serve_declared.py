@@ -10,12 +10,12 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-import rtrain.artifact
-from rtrain import engines
+import rtrain.inference.artifact
 from rtrain.config import Serve
-from serve import declared, named, service
-from serve.change import nodes
-from serve.door import keys
+from rtrain.core import engines
+from serve import kuberay_app, model_specs, ray_config
+from serve.auth import api_keys
+from serve.rollout import placement
 from tests.certificates import make_certificate
 from tests.refusals import refused_with
 from tests.root import ROOT
@@ -31,7 +31,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ray_s_schema_takes_it_and_only_what_differs_is_written(artifact: Path) -> None:
-    plain = declared.document({"tiny": artifact}, Serve())
+    plain = ray_config.document({"tiny": artifact}, Serve())
     assert plain["applications"][0]["args"] == {"models": {"tiny": str(artifact)}}
     settings = Serve(
         port=9001,
@@ -44,21 +44,21 @@ def test_ray_s_schema_takes_it_and_only_what_differs_is_written(artifact: Path) 
         tls_key="/k.pem",
     )
     folders = {"tiny": artifact, "other": artifact}
-    text = declared.text(folders, settings)
+    text = ray_config.text(folders, settings)
     named = {name: str(folder) for name, folder in folders.items()}
     found = ServeDeploySchema.model_validate(yaml.safe_load(text))
     assert found.http_options.port == 9001
     assert (found.http_options.ssl_certfile, found.http_options.ssl_keyfile) == ("/c.pem", "/k.pem")
     [application] = found.applications
-    assert application.name == declared.APPLICATION
+    assert application.name == ray_config.APPLICATION
     tls = {"tls_cert": "/c.pem", "tls_key": "/k.pem"}
     assert application.args == {"models": named, **tls, "threads": 3, "deadline_s": 5.0, "ungated": True}
     [deployment] = application.deployments
     assert deployment.user_config == {"models": named}
     assert deployment.ray_actor_options.num_cpus == 6
-    assert deployment.ray_actor_options.runtime_env == {"env_vars": declared.RAY_SERVE}
+    assert deployment.ray_actor_options.runtime_env == {"env_vars": ray_config.RAY_SERVE}
     exported = [line.split()[2] for line in text.splitlines() if line.startswith("#   export ")]
-    assert dict(line.split("=") for line in exported) == declared.RAY_SERVE
+    assert dict(line.split("=") for line in exported) == ray_config.RAY_SERVE
     scaled = deployment.autoscaling_config
     assert isinstance(scaled, dict)
     assert (scaled["min_replicas"], scaled["max_replicas"]) == (2, 4)
@@ -67,43 +67,43 @@ def test_ray_s_schema_takes_it_and_only_what_differs_is_written(artifact: Path) 
 def test_what_a_replica_itself_opens_to_whom_is_as_it_was_asked_for(artifact: Path, tmp_path: Path) -> None:
     """gRPC listens at the address, with the certificate, and /docs is for loopback alone."""
     path = tmp_path / "keys.json"
-    keys.add(path, "shop")
+    api_keys.add(path, "shop")
     certificate, key = make_certificate(tmp_path)
     settings = Serve(host="0.0.0.0", keys=str(path), tls_cert=certificate, tls_key=key, grpc_port=9000)
-    args = declared.document({"tiny": artifact}, settings)["applications"][0]["args"]
-    given: Any = service.application(args)._bound_deployment.init_args
+    args = ray_config.document({"tiny": artifact}, settings)["applications"][0]["args"]
+    given: Any = kuberay_app.application(args)._bound_deployment.init_args
     assert given[0] == settings
 
 
 def test_idle_connections_are_ray_s_to_close(artifact: Path) -> None:
-    found = ServeDeploySchema.model_validate(declared.document({"tiny": artifact}, Serve(keep_alive_s=620)))
+    found = ServeDeploySchema.model_validate(ray_config.document({"tiny": artifact}, Serve(keep_alive_s=620)))
     assert found.http_options.keep_alive_timeout_s == 620
 
 
 def test_the_file_says_that_nobody_is_asked_for_a_key_where_that_is_wanted(artifact: Path) -> None:
     settings = Serve(host="0.0.0.0", insecure=True, allowed_hosts=("models.example",))
-    args = declared.document({"tiny": artifact}, settings)["applications"][0]["args"]
-    given: Any = service.application(args)._bound_deployment.init_args
+    args = ray_config.document({"tiny": artifact}, settings)["applications"][0]["args"]
+    given: Any = kuberay_app.application(args)._bound_deployment.init_args
     assert given[0] == settings
 
 
 def test_a_replica_has_gpus_where_its_engine_knows_them(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Serve(gpus=0.5, ungated=True)
-    [application] = ServeDeploySchema.model_validate(declared.document({"tiny": artifact}, settings)).applications
+    [application] = ServeDeploySchema.model_validate(ray_config.document({"tiny": artifact}, settings)).applications
     assert application.args["gpus"] == 0.5
     assert application.deployments[0].ray_actor_options.num_gpus == 0.5
-    assert "num_gpus" not in declared.actor_options(Serve(), 1)
-    named.admit({"tiny": artifact}, settings)
+    assert "num_gpus" not in ray_config.actor_options(Serve(), 1)
+    model_specs.admit({"tiny": artifact}, settings)
     of_cpus = engines.ENGINES[engines.FLOAT]._replace(on_gpu=False)
     monkeypatch.setattr(engines, "ENGINES", {engines.FLOAT: of_cpus})
     with refused_with("conflicting_settings"):
-        named.admit({"tiny": artifact}, settings)
+        model_specs.admit({"tiny": artifact}, settings)
 
 
 def test_gpus_that_no_node_has_are_refused() -> None:
-    assert nodes.without_gpus(Serve(gpus=0.5), [{"CPU": 8.0}, {"GPU": 1.0}]) is None
-    assert nodes.without_gpus(Serve(), []) is None
-    problem = nodes.without_gpus(Serve(gpus=2), [{"GPU": 1.0}])
+    assert placement.without_gpus(Serve(gpus=0.5), [{"CPU": 8.0}, {"GPU": 1.0}]) is None
+    assert placement.without_gpus(Serve(), []) is None
+    problem = placement.without_gpus(Serve(gpus=2), [{"GPU": 1.0}])
     assert problem is not None
     assert (problem.field, problem.code) == ("serve.gpus", "too_few_gpus")
 
@@ -111,7 +111,7 @@ def test_gpus_that_no_node_has_are_refused() -> None:
 def test_the_command_prints_it_without_starting_anything(artifact: Path, run: Cli) -> None:
     code, out, _ = run("serve", str(artifact), "--print-config", "--set", "serve.replicas=2")
     assert code == 0
-    assert yaml.safe_load(out) == declared.document({"tiny": artifact}, Serve(replicas=2))
+    assert yaml.safe_load(out) == ray_config.document({"tiny": artifact}, Serve(replicas=2))
 
 
 START = """
@@ -122,10 +122,10 @@ from rtrain import env
 env.prepare()
 import ray, ray.serve
 from ray.serve.schema import ServeDeploySchema
-import rtrain.artifact
+import rtrain.inference.artifact
 from rtrain.config import Serve
 from serve import declared
-from serve.front.address import free_address
+from serve.ingress.address import free_address
 port = free_address("127.0.0.1", 0).port
 def start(document):
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
@@ -188,5 +188,5 @@ def told(script: str, *arguments: object) -> list[object]:
 def test_what_it_declares_is_served_and_another_model_takes_its_place_in_the_same_processes(tmp_path: Path) -> None:
     """One that the gate has refused does not."""
     folders = [make_artifact(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
-    old, new = (rtrain.artifact.read(folder).version for folder in folders)
+    old, new = (rtrain.inference.artifact.read(folder).version for folder in folders)
     assert told(ANOTHER, *folders, refused(make_artifact(tmp_path / "2", seed=2))) == [old, True, new, True]

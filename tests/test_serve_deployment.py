@@ -19,19 +19,19 @@ import ray
 import ray.serve
 from huggingface_hub import constants
 
-import rtrain.artifact
-import rtrain.predict
-from rtrain import manifest
-from rtrain.artifact import ArtifactError
-from rtrain.compress.graphs import unreported
+import rtrain.inference.artifact
+import rtrain.inference.predictor
+from rtrain.compress.exporters.base import unreported
 from rtrain.config import Serve
-from rtrain.errors import ConfigError, UserError
-from rtrain.predict import Predictor
-from serve.change import nodes
-from serve.change.nodes import reserved
+from rtrain.core import manifest
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.inference.artifact import ArtifactError
+from rtrain.inference.predictor import Predictor
 from serve.deployment import Endpoint, start
-from serve.front import ingress
-from serve.front.address import Address, free_address
+from serve.ingress import ingress_choice
+from serve.ingress.address import Address, free_address
+from serve.rollout import placement
+from serve.rollout.placement import reserved
 from tests import contract
 from tests.root import ROOT
 from tests.test_serve_clients import triton_asks_over_grpc, triton_asks_over_http
@@ -59,13 +59,13 @@ def _converted(seed: int) -> Path:
 
     folder = Path(mkdtemp(prefix="rtrain-converted-"))
     atexit.register(shutil.rmtree, folder)
-    made = rtrain.artifact.read(make_artifact(folder, LABELS, seed))
+    made = rtrain.inference.artifact.read(make_artifact(folder, LABELS, seed))
     model = transformers.BertForSequenceClassification.from_pretrained(folder).eval()
     names = ("input_ids", "attention_mask", "token_type_ids")
     example = {name: torch.ones(2, 8, dtype=torch.int64) for name in names}
     graph = convert_model(model, example_input=example)
     openvino.save_model(graph, folder / "model.int8.xml", compress_to_fp16=False)
-    rtrain.artifact.write(folder, replace(made, engine="openvino"), rtrain.predict.golden_logits)
+    rtrain.inference.artifact.write(folder, replace(made, engine="openvino"), rtrain.inference.predictor.golden_logits)
     return folder
 
 
@@ -73,8 +73,8 @@ def _converted(seed: int) -> Path:
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a reference, so that its drift is watched."""
     folder = openvino_artifact(tmp_path_factory.mktemp("artifact"))
-    made = replace(rtrain.artifact.read(folder), reference=reference_of(Predictor.load(folder, threads=1)))
-    rtrain.artifact.write(folder, made, rtrain.predict.golden_logits)
+    made = replace(rtrain.inference.artifact.read(folder), reference=reference_of(Predictor.load(folder, threads=1)))
+    rtrain.inference.artifact.write(folder, made, rtrain.inference.predictor.golden_logits)
     return folder
 
 
@@ -162,8 +162,8 @@ def test_refusals_leave_nothing_behind(artifact: Path, tmp_path: Path, monkeypat
             assert refused.value.code == "port_in_use"
     with pytest.raises(ArtifactError):
         start(tmp_path, Serve(ungated=True, port=0), name="given")
-    monkeypatch.setattr(ingress, "TEMPORARY", str(tmp_path))
-    monkeypatch.setattr(nodes, "reserved", lambda *_: 1 / 0)
+    monkeypatch.setattr(ingress_choice, "TEMPORARY", str(tmp_path))
+    monkeypatch.setattr(placement, "reserved", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         start(artifact, Serve(ungated=True, port=0, ingress="haproxy"))
     assert list(tmp_path.glob("rtrain-*")) == []

@@ -13,15 +13,15 @@ import uvloop
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rtrain.batch import Encoded
 from rtrain.config import Serve
-from rtrain.predict import Predictor
+from rtrain.core.ragged import Encoded
+from rtrain.inference.predictor import Predictor
 from rtrain.ray_internals import ReplicaServer
 from rtrain.tasks.base import Input
 from serve.app import build_app
-from serve.door import guard
-from serve.front import direct
-from serve.front.address import free_address
+from serve.auth import middleware
+from serve.ingress import direct
+from serve.ingress.address import free_address
 from tests import serving as model
 
 predictor = model.predictor  # fixture
@@ -36,8 +36,8 @@ class Application:
         self.open, self.begun, self.cancelled = asyncio.Event(), asyncio.Semaphore(0), 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (refused := scope["state"].get(guard.REFUSED)) is not None:
-            await guard.answer(refused, scope["path"])(scope, receive, send)
+        if (refused := scope["state"].get(middleware.REFUSED)) is not None:
+            await middleware.answer(refused, scope["path"])(scope, receive, send)
             return
         body = (await receive())["body"]
         self.begun.release()

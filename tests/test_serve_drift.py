@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rtrain import reference
-from rtrain.reference import EDGES, Features
-from serve.watching.drift import MIN_ROWS, WINDOW, Drift, stability_index
+from rtrain.inference import drift_baseline
+from rtrain.inference.drift_baseline import EDGES, Features
+from serve.observability.drift import MIN_ROWS, WINDOW, Drift, stability_index
 
 
 class Kind(NamedTuple):
@@ -47,10 +47,10 @@ def join(first: Features, second: Features, choose: npt.NDArray[np.bool_]) -> Fe
 
 
 def document(found: Features) -> dict[str, Any]:
-    """As `rtrain.reference.measure` makes it."""
+    """As `rtrain.inference.drift_baseline.measure` makes it."""
     made: dict[str, Any] = {"rows": len(found.tokens), "labels": {"a": len(found.tokens)}}
     for name, values in found.numbers().items():
-        counts = np.bincount(reference.place(values, EDGES[name]), minlength=len(EDGES[name]) + 1)
+        counts = np.bincount(drift_baseline.place(values, EDGES[name]), minlength=len(EDGES[name]) + 1)
         made[name] = {"edges": list(EDGES[name]), "counts": counts.tolist()}
     return made
 

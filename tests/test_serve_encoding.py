@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rtrain.batch import Encoded
-from rtrain.predict import InputError, Predictor
+from rtrain.core.ragged import Encoded
+from rtrain.inference.predictor import InputError, Predictor
 from rtrain.tasks.base import Input
 from serve.batching.batcher import Expired
 from serve.batching.encoding import Encoder

@@ -11,10 +11,10 @@ import pytest
 from fastapi import FastAPI
 
 from rtrain.config import Serve
-from rtrain.predict import Predictor
+from rtrain.inference.predictor import Predictor
 from serve.app import build_app
-from serve.door import keys
-from serve.front import haproxy
+from serve.auth import api_keys
+from serve.ingress import haproxy
 from tests import serving
 from tests.serving import INFER, TEXT, Gate, call, client, tensor
 
@@ -79,7 +79,7 @@ def test_the_log_has_a_line_for_each_request_and_never_a_text(predictor: Predict
 
 def test_the_log_names_the_key_of_a_request(predictor: Predictor, tmp_path: Path) -> None:
     path = tmp_path / "access.log"
-    headers = {"authorization": f"Bearer {keys.add(tmp_path / 'keys.json', 'shop')}"}
+    headers = {"authorization": f"Bearer {api_keys.add(tmp_path / 'keys.json', 'shop')}"}
     app = logged(predictor, path, keys=str(tmp_path / "keys.json"))
     call(app, "POST", "/predict", json={"inputs": TEXT}, headers=headers)
     assert [line["client"] for line in lines(path)] == ["shop"]

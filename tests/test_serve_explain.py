@@ -11,8 +11,8 @@ import pytest
 from fastapi import FastAPI
 
 from rtrain.config import Serve
-from rtrain.explain.explainer import Explainer, Explanation
-from rtrain.predict import Predictor
+from rtrain.inference.explain.explainer import Explainer, Explanation
+from rtrain.inference.predictor import Predictor
 from rtrain.tasks.base import Input
 from serve import explanations
 from serve.app import build_app

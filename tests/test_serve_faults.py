@@ -18,11 +18,11 @@ import pytest
 import ray
 import ray.serve
 
-from rtrain.cluster import session
+from rtrain.cluster import connection as cluster_connection
 from rtrain.config import Serve
-from serve import declared, deployment
+from serve import deployment, ray_config
 from serve.deployment import start
-from serve.front.address import Address
+from serve.ingress.address import Address
 from tests.test_serve_deployment import openvino_artifact, processes
 from tests.test_serve_haproxy import wait_until
 from tests.test_serve_rollout import CLIENTS, Seen, answering, load, replicas
@@ -46,7 +46,9 @@ def wait_for(count: int) -> float:
     """Seconds until so many replicas are up."""
 
     def up() -> bool:
-        states = ray.serve.status().applications[declared.APPLICATION].deployments[deployment.DEPLOYMENT].replica_states
+        states = (
+            ray.serve.status().applications[ray_config.APPLICATION].deployments[deployment.DEPLOYMENT].replica_states
+        )
         running = sum(number for state, number in states.items() if str(state).endswith("RUNNING"))
         return running == count == len(replicas())
 
@@ -201,7 +203,7 @@ def test_an_endpoint_whose_cluster_store_dies_answers_on_and_ends_with_nothing_l
             time.sleep(2)
             [store] = [one for one in started if one.name().startswith("gcs_server")]
             store.kill()
-            time.sleep(told_after_s or session.KEPT_S - 5)
+            time.sleep(told_after_s or cluster_connection.KEPT_S - 5)
         assert process.poll() is None
         if told_after_s:
             process.send_signal(signal.SIGTERM)

@@ -14,10 +14,10 @@ import tritonclient.grpc
 from tritonclient.grpc import service_pb2 as messages, service_pb2_grpc as interface
 
 from rtrain.config import Serve
-from rtrain.predict import Predictor
-from serve.answering import Service
-from serve.door import guard, keys
+from rtrain.inference.predictor import Predictor
+from serve.auth import api_keys, middleware
 from serve.grpc import ROUTE, serving
+from serve.model import Service
 from tests import serving as shared
 from tests.certificates import make_certificate
 from tests.serving import TEXT, Gate
@@ -35,7 +35,7 @@ def question(*texts: str) -> Any:
 async def asking(service: Service) -> AsyncIterator[Any]:
     """A client of the service, both in this loop."""
     async with (
-        serving(service, service.settings, 0, guard.door(service.settings)) as port,
+        serving(service, service.settings, 0, middleware.door(service.settings)) as port,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
         yield interface.GRPCInferenceServiceStub(channel)
@@ -162,7 +162,7 @@ def test_what_was_accepted_is_answered_before_the_end(predictor: Predictor, gate
     service = Service(predictor, Serve())
 
     async def main() -> None:
-        async with serving(service, service.settings, 0, guard.door(service.settings)) as port:
+        async with serving(service, service.settings, 0, middleware.door(service.settings)) as port:
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
             accepted = asyncio.ensure_future(interface.GRPCInferenceServiceStub(channel).ModelInfer(question(TEXT)))
             await gate.entered()
@@ -176,8 +176,8 @@ def test_what_was_accepted_is_answered_before_the_end(predictor: Predictor, gate
 
 def test_grpc_asks_for_the_keys_that_http_asks_for(predictor: Predictor, tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    plain = keys.add(path, "shop", rate="3/hour")
-    metrics = keys.add(path, "watch", ("metrics",))
+    plain = api_keys.add(path, "shop", rate="3/hour")
+    metrics = api_keys.add(path, "watch", ("metrics",))
 
     async def main() -> None:
         async with asking(Service(predictor, Serve(keys=str(path)))) as stub:
@@ -218,14 +218,14 @@ def test_calls_without_a_key_end_before_their_message_and_leave_room_for_others(
     predictor: Predictor, tmp_path: Path
 ) -> None:
     path = tmp_path / "keys.json"
-    right = ("authorization", f"Bearer {keys.add(path, 'shop')}")
+    right = ("authorization", f"Bearer {api_keys.add(path, 'shop')}")
     settings = Serve(keys=str(path), max_queue_rows=1, max_batch_rows=1)  # three calls at a time
 
     service = Service(predictor, settings)
 
     async def main() -> None:
         async with (
-            serving(service, settings, 0, guard.door(settings)) as port,
+            serving(service, settings, 0, middleware.door(settings)) as port,
             grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
         ):
             for route in (ROUTE, ROUTE.replace("ModelInfer", "ModelStreamInfer"), "/no/Such"):
@@ -296,7 +296,7 @@ def test_questions_and_whoever_is_refused_are_counted_and_logged_as_over_http(
     predictor: Predictor, tmp_path: Path
 ) -> None:
     path, log = tmp_path / "keys.json", tmp_path / "asked.log"
-    key = (("authorization", f"Bearer {keys.add(path, 'shop')}"),)
+    key = (("authorization", f"Bearer {api_keys.add(path, 'shop')}"),)
     service = Service(predictor, Serve(keys=str(path), access_log=str(log)))
 
     async def main() -> None:
@@ -356,7 +356,7 @@ def test_with_a_certificate_it_encrypts_and_answers_nobody_who_does_not(predicto
     """By clients that others wrote: gRPC's own, and Triton's."""
     certificate, key = make_certificate(tmp_path)
     path = tmp_path / "keys.json"
-    plain = keys.add(path, "shop")
+    plain = api_keys.add(path, "shop")
     settings = Serve(keys=str(path), tls_cert=certificate, tls_key=key)
     metadata = (("authorization", f"Bearer {plain}"),)
     trusted = grpc.ssl_channel_credentials(Path(certificate).read_bytes())
@@ -374,7 +374,7 @@ def test_with_a_certificate_it_encrypts_and_answers_nobody_who_does_not(predicto
             return str(found.as_numpy("label")[0], "utf-8")
 
     async def main() -> None:
-        async with serving(service, settings, 0, guard.door(settings)) as port:
+        async with serving(service, settings, 0, middleware.door(settings)) as port:
             address = f"127.0.0.1:{port}"
             async with grpc.aio.secure_channel(address, trusted) as channel:
                 stub = interface.GRPCInferenceServiceStub(channel)

@@ -14,11 +14,11 @@ from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from rtrain.config import Serve
-from rtrain.predict import Predictor
+from rtrain.inference.predictor import Predictor
 from serve.app import build_app
-from serve.door import guard, keys
-from serve.door.guard import Guard
-from serve.schema import RequestError
+from serve.auth import api_keys, middleware
+from serve.auth.middleware import Guard
+from serve.schemas.predict import RequestError
 from tests import serving
 from tests.serving import TEXT, call, refusal
 
@@ -163,7 +163,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_only_a_known_key_is_answered_and_only_within_its_scopes(predictor: Predictor, path: Path) -> None:
-    shop, watch = keys.add(path, "shop"), keys.add(path, "watch", ("metrics",))
+    shop, watch = api_keys.add(path, "shop"), api_keys.add(path, "watch", ("metrics",))
     locked = build_app(predictor, Serve(keys=str(path)))
     routes = ("/predict", "/metrics", "/v2", "/v2/models/tiny", "/openapi.json", "/docs", "/nowhere", "/")
     got = {
@@ -191,7 +191,7 @@ def test_only_a_known_key_is_answered_and_only_within_its_scopes(predictor: Pred
 
 
 def test_the_openapi_document_says_that_a_key_is_asked_for(predictor: Predictor, path: Path, app: FastAPI) -> None:
-    headers = {"authorization": f"Bearer {keys.add(path, 'shop')}"}
+    headers = {"authorization": f"Bearer {api_keys.add(path, 'shop')}"}
     document = call(build_app(predictor, Serve(keys=str(path))), "GET", "/openapi.json", headers=headers).json()
     assert document["security"] == [{"key": []}]
     assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
@@ -200,7 +200,7 @@ def test_the_openapi_document_says_that_a_key_is_asked_for(predictor: Predictor,
 
 
 def test_a_key_past_its_rate_is_answered_429_with_retry_after(predictor: Predictor, path: Path) -> None:
-    headers = {"authorization": f"Bearer {keys.add(path, 'shop', rate='2/hour')}"}
+    headers = {"authorization": f"Bearer {api_keys.add(path, 'shop', rate='2/hour')}"}
     locked = build_app(predictor, Serve(keys=str(path)))
     answers = [call(locked, "GET", "/openapi.json", headers=headers) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200, 200, 429]
@@ -210,7 +210,7 @@ def test_a_key_past_its_rate_is_answered_429_with_retry_after(predictor: Predict
 
 
 def test_a_body_without_an_end_is_not_read_of_whoever_is_not_let_in(predictor: Predictor, path: Path) -> None:
-    keys.add(path, "shop")
+    api_keys.add(path, "shop")
     locked = build_app(predictor, Serve(keys=str(path)))
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -221,7 +221,7 @@ def test_a_body_without_an_end_is_not_read_of_whoever_is_not_let_in(predictor: P
 
 
 def test_a_websocket_is_closed_whatever_its_key(path: Path) -> None:
-    plain, sent = keys.add(path, "shop"), list[Message]()
+    plain, sent = api_keys.add(path, "shop"), list[Message]()
 
     async def send(message: Message) -> None:
         sent.append(message)
@@ -230,13 +230,13 @@ def test_a_websocket_is_closed_whatever_its_key(path: Path) -> None:
         raise AssertionError
 
     scope = {**head(headers=[(b"authorization", f"Bearer {plain}".encode())]), "type": "websocket"}
-    asyncio.run(Guard(never, Serve(), guard.door(Serve(keys=str(path))))(scope, never, send))
+    asyncio.run(Guard(never, Serve(), middleware.door(Serve(keys=str(path))))(scope, never, send))
     assert [message["type"] for message in sent] == ["websocket.close"]
 
 
 def test_the_address_that_it_is_mounted_at_opens_nothing(path: Path) -> None:
-    keys.add(path, "shop")
-    door = guard.door(Serve(keys=str(path)))
+    api_keys.add(path, "shop")
+    door = middleware.door(Serve(keys=str(path)))
     found = []
     for root, asked in (
         ("/a", "/a/v2/health/live"),
@@ -269,7 +269,7 @@ def test_neither_texts_nor_keys_are_logged(
 ) -> None:
     """Whatever becomes of the request; the root logger takes everything that anybody says."""
     caplog.set_level(logging.DEBUG)
-    plain, text = keys.add(path, "shop", rate="40/hour"), "canary"
+    plain, text = api_keys.add(path, "shop", rate="40/hour"), "canary"
     locked = build_app(predictor, Serve(keys=str(path)))
     right, wrong = {"authorization": f"Bearer {plain}"}, {"authorization": f"Bearer {plain[:-4]}AAAA"}
     statuses = set()
@@ -294,7 +294,7 @@ def test_in_overload_a_client_is_told_the_model_only_where_no_key_is_asked_for(
     predictor: Predictor, tmp_path: Path, asks: bool
 ) -> None:
     path = tmp_path / "keys.json"
-    keys.add(path, "shop")
+    api_keys.add(path, "shop")
     app = build_app(predictor, Serve(keys=str(path) if asks else None))
     sent = list[Message]()
 
@@ -304,6 +304,6 @@ def test_in_overload_a_client_is_told_the_model_only_where_no_key_is_asked_for(
     async def send(message: Message) -> None:
         sent.append(message)
 
-    asyncio.run(app(head(state={guard.REFUSED: RequestError(503, "busy")}), receive, send))
+    asyncio.run(app(head(state={middleware.REFUSED: RequestError(503, "busy")}), receive, send))
     names = [name for name, _ in sent[0]["headers"] if name.startswith(b"x-model")]
     assert (sent[0]["status"], names == []) == (503, asks)

@@ -26,15 +26,15 @@ from ray.serve._private import haproxy as theirs
 from ray.serve.config import HTTPOptions
 
 from rtrain.config import Serve
-from serve.front import haproxy, ingress, supervisor
-from serve.front.address import free_address
-from serve.front.certificate import CertificateFiles
-from serve.front.haproxy import Front, UnknownFile, rewrite
+from serve.ingress import haproxy, ingress_choice, supervisor
+from serve.ingress.address import free_address
+from serve.ingress.haproxy import Front, UnknownFile, rewrite
+from serve.ingress.tls import CertificateFiles
 from tests.certificates import make_certificate
 
 FRONT = Front("127.0.0.1", 5, 10, "/pages", 64)
 SOCKET = Path("/own.sock")
-FOUND = ingress.Found(Path("/nowhere"), 2, 1024)
+FOUND = ingress_choice.Found(Path("/nowhere"), 2, 1024)
 
 
 def ray_file(folder: Path, port: int, servers: list[int], fallback: int = 0, taken: int = 350) -> str:
@@ -48,7 +48,7 @@ def ray_api(folder: Path, port: int, servers: list[int], fallback: int = 0, take
     """What writes that file, and starts HAProxy with it."""
     given = {
         name.removeprefix("RAY_SERVE_HAPROXY_").lower(): value
-        for name, value in ingress.environment(FOUND._replace(folder=folder), Serve(), taken).items()
+        for name, value in ingress_choice.environment(FOUND._replace(folder=folder), Serve(), taken).items()
     }
     names = ("retry_on", "health_check_inter", "socket_path", "server_state_base", "server_state_file")
     numbers = (
@@ -143,7 +143,7 @@ def test_an_unknown_file_is_told_on_stderr_and_nothing_starts(tmp_path: Path) ->
 def test_connections_follow_what_the_replicas_take_as_far_as_files_allow(
     requests: int, files: int, taken: int, said: bool
 ) -> None:
-    found, line = ingress.connections(requests, files)
+    found, line = ingress_choice.connections(requests, files)
     assert (found, bool(line)) == (taken, said)
 
 
@@ -197,7 +197,7 @@ class Stalled(Replica):
 
     def do_GET(self) -> None:
         if self.busy.is_set():
-            time.sleep(ingress.CHECK_S + 0.5)
+            time.sleep(ingress_choice.CHECK_S + 0.5)
             self.close_connection = True  # HAProxy may have gone
         with contextlib.suppress(ConnectionError):
             self.answer(b"success")
@@ -219,11 +219,11 @@ def proxy(
 ) -> Iterator[tuple[int, Path, subprocess.Popen[bytes]]]:
     """Port, folder and process of HAProxy as Ray starts it, with one second for a header; `files`: how many it may
     open, where that is not what this process may."""
-    found = ingress.find("127.0.0.1", 2, most, *pair)
-    assert isinstance(found, ingress.Found), found
+    found = ingress_choice.find("127.0.0.1", 2, most, *pair)
+    assert isinstance(found, ingress_choice.Found), found
     folder = found.folder
     executable = folder / "haproxy"
-    executable.write_text(executable.read_text().replace(f" {ingress.HEADER_S} 2 {folder}", f" 1 2 {folder}"))
+    executable.write_text(executable.read_text().replace(f" {ingress_choice.HEADER_S} 2 {folder}", f" 1 2 {folder}"))
     port = free_address("127.0.0.1", 0).port
     ray_file(folder, port, servers, taken=taken)
     limit = ["prlimit", f"--nofile={files}"] if files else []
@@ -232,8 +232,8 @@ def proxy(
             wait_until(lambda: listens(port))
             yield port, folder, process
         finally:
-            ingress.drain(folder, 0.0)
-            ingress.remove(folder)
+            ingress_choice.drain(folder, 0.0)
+            ingress_choice.remove(folder)
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> bool:
@@ -360,7 +360,7 @@ def test_nothing_is_open_but_the_endpoint_and_a_socket_of_the_owner_s() -> None:
 @pytest.mark.parametrize("files", [500, 1024, 20_000])
 def test_it_starts_with_the_connections_that_files_allow(files: int) -> None:
     files = min(files, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    taken, _ = ingress.connections(8 * 1088, files)
+    taken, _ = ingress_choice.connections(8 * 1088, files)
     with serving(Replica) as server, proxy([server], taken=taken, files=files) as (port, folder, _):
         assert ask(port) == (200, str(server))
         assert wait_until((folder / "admin.sock").exists)
@@ -413,7 +413,7 @@ def test_a_replica_without_time_for_questions_is_passed_by_where_there_is_anothe
         assert wait_until(lambda: {ask(both) for _ in range(4)} == {(200, str(slow)), (200, str(good))})
         Stalled.busy.set()
         assert wait_until(lambda: {ask(both) for _ in range(4)} == {(200, str(good))}, 30.0)
-        assert not wait_until(lambda: ask(lone) != (200, str(slow)), 2.0 * ingress.CHECK_S)
+        assert not wait_until(lambda: ask(lone) != (200, str(slow)), 2.0 * ingress_choice.CHECK_S)
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -508,7 +508,7 @@ def test_what_was_accepted_is_answered_at_the_end() -> None:
         client = threading.Thread(target=lambda: answers.append(ask(port, 0.5)))
         client.start()
         time.sleep(0.2)
-        ingress.drain(folder, 5.0)
+        ingress_choice.drain(folder, 5.0)
         assert process.wait(timeout=5) == 0
         assert not listens(port)
         client.join()

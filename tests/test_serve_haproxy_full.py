@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 
-from serve.front import haproxy
+from serve.ingress import haproxy
 from tests.test_serve_haproxy import Replica, ask, proxy, serving, wait_until
 
 

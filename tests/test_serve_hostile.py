@@ -12,12 +12,12 @@ import pytest
 from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 
-from rtrain.batch import Head
 from rtrain.config import Serve
-from rtrain.predict import Predictor
+from rtrain.core.ragged import Head
+from rtrain.inference.predictor import Predictor
 from serve.app import build_app
-from serve.door import keys
-from serve.front import haproxy
+from serve.auth import api_keys
+from serve.ingress import haproxy
 from tests import hostile, serving
 from tests.hostile import Case
 from tests.serving import TEXT, predict
@@ -74,7 +74,7 @@ def opened(predictor: Predictor, runner: asyncio.Runner) -> Asker:
 @pytest.fixture
 def locked(predictor: Predictor, runner: asyncio.Runner, tmp_path: Path) -> Asker:
     """Each case brings a right key."""
-    key = keys.add(tmp_path / "keys.json", "shop")
+    key = api_keys.add(tmp_path / "keys.json", "shop")
     return Asker(build_app(predictor, Serve(keys=str(tmp_path / "keys.json"))), runner, key)
 
 

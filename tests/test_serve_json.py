@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from serve.base import labels_to_json, to_json
-from serve.schema import Shape, shape
+from serve.app_base import labels_to_json, to_json
+from serve.schemas.predict import Shape, shape
 
 LABELS = st.text(st.characters(exclude_categories=["Cs"]))
 SCORES = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e300, max_value=1e300)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rtrain import config
-from rtrain.errors import ConfigError
-from serve.change.judge import DOUBT, WEIGHTED_REQUESTS, WEIGHTED_S, WEIGHTS, Aim, State, Tally, follow, total
+from rtrain.core.errors import ConfigError
+from serve.rollout.canary import DOUBT, WEIGHTED_REQUESTS, WEIGHTED_S, WEIGHTS, Aim, State, Tally, follow, total
 
 AIM = Aim(share=0.2, rows=500, agreement=0.9, slower=1.25, seconds=600.0)
 GOOD = Tally(rows=500, agreed=490, slower=200)

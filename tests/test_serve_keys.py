@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from serve.door import keys
-from serve.door.keys import Door, Key, Keys, Rates, add, find, read, revoke, scope_of
-from serve.schema import RequestError
+from serve.auth import api_keys
+from serve.auth.api_keys import Door, Key, Keys, Rates, add, find, read, revoke, scope_of
+from serve.schemas.predict import RequestError
 from tests.refusals import refused_with
 
 
@@ -85,7 +85,7 @@ def test_keys_that_are_added_at_a_time_are_all_there(path: Path) -> None:
 
 @pytest.mark.parametrize("rate", ["1/second", "100/2 minutes", "5 per hour", "5/10hours", "999999999/year"])
 def test_a_rate_is_one_number_and_one_span(rate: str) -> None:
-    assert keys.parsed(rate).amount == int(rate.replace("/", " ").split()[0])
+    assert api_keys.parsed(rate).amount == int(rate.replace("/", " ").split()[0])
 
 
 def test_a_file_that_another_user_has_or_anyone_may_replace_is_refused(
@@ -192,7 +192,7 @@ def open_to_others(path: Path) -> None:
 def test_a_file_gone_bad_changes_nothing_and_is_told_once(
     path: Path, spoil: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, keys.__name__)  # whatever a library has made of the root's
+    caplog.set_level(logging.WARNING, api_keys.__name__)  # whatever a library has made of the root's
     add(path, "shop")
     good, clock = path.read_bytes(), Clock()
     known = Keys(path, clock)
@@ -234,7 +234,7 @@ def test_readers_see_whole_files_alone_while_it_is_written(path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- who is let in
 
 
-def admitted(path: Path, scope: keys.Scope, authorization: list[bytes]) -> Key:
+def admitted(path: Path, scope: api_keys.Scope, authorization: list[bytes]) -> Key:
     return asyncio.run(Door(Keys(path), Rates()).admit(scope, authorization))
 
 
@@ -243,7 +243,7 @@ def test_a_key_opens_what_its_scopes_say(path: Path) -> None:
     assert admitted(path, "predict", bearer(shop)).name == "shop"
     assert admitted(path, "metrics", bearer(watch)).name == "watch"
     assert admitted(path, "predict", [f"bEARER   {shop}".encode()]).name == "shop"
-    refused: tuple[tuple[str, keys.Scope], ...] = ((shop, "metrics"), (watch, "predict"))
+    refused: tuple[tuple[str, api_keys.Scope], ...] = ((shop, "metrics"), (watch, "predict"))
     for plain, scope in refused:
         with pytest.raises(RequestError) as caught:
             admitted(path, scope, bearer(plain))
@@ -345,7 +345,7 @@ def processes(number: int) -> list[Rates]:
     """The rates of so many processes that answer side by side."""
     every: list[Rates] = []
 
-    def besides(one: int) -> keys.Others:
+    def besides(one: int) -> api_keys.Others:
         async def others(key: str, rate: str) -> list[int]:
             await asyncio.sleep(0)
             return [rates.taken(key, rate) for place, rates in enumerate(every) if place != one]
@@ -403,7 +403,7 @@ def test_a_share_that_is_not_used_is_the_others_after_a_moment(path: Path, monke
         nonlocal now
         assert await first.wait_s(key) == 0  # the first one has taken four
         counts = [await let_in()]
-        now += keys.SHARE_S
+        now += api_keys.SHARE_S
         return [*counts, await let_in()]
 
     assert asyncio.run(main()) == [4, 3]

@@ -17,18 +17,18 @@ from fastapi import FastAPI
 from tritonclient.grpc import service_pb2 as messages, service_pb2_grpc as interface
 from tritonclient.utils import InferenceServerException
 
-import rtrain.artifact
+import rtrain.inference.artifact
 from rtrain.config import Serve
-from rtrain.predict import Predictor
-from serve.answering import Lasting
+from rtrain.inference.predictor import Predictor
 from serve.app import build_app
-from serve.change import control
-from serve.declared import APPLICATION
+from serve.auth import api_keys, middleware
 from serve.deployment import start
-from serve.door import guard, keys
-from serve.front.address import free_address
 from serve.grpc import serving
-from serve.models import Models, build_desk
+from serve.ingress.address import free_address
+from serve.model import Lasting
+from serve.ray_config import APPLICATION
+from serve.registry import Models, build_desk
+from serve.rollout import admin_socket
 from tests.refusals import refused_with
 from tests.serving import refusal
 from tests.test_serve_deployment import openvino_artifact
@@ -42,8 +42,8 @@ Check = Callable[[Models, httpx.AsyncClient], Coroutine[Any, Any, None]]
 
 def named(folder: Path, name: str) -> Path:
     """The artefact, by that name."""
-    made = rtrain.artifact.read(folder)
-    rtrain.artifact.write(folder, replace(made, name=name), lambda *_: [row["logits"] for row in made.golden])
+    made = rtrain.inference.artifact.read(folder)
+    rtrain.inference.artifact.write(folder, replace(made, name=name), lambda *_: [row["logits"] for row in made.golden])
     return folder
 
 
@@ -68,7 +68,7 @@ def best(folders: dict[str, str]) -> dict[str, str]:
 
 
 def models_of(settings: Serve, names: tuple[str, ...] = NAMES) -> Models:
-    door = guard.door(settings)
+    door = middleware.door(settings)
     lasting = {name: Lasting(settings, door) for name in names}
 
     async def make(name: str, folder: Path) -> FastAPI:
@@ -94,7 +94,7 @@ def run(folders: dict[str, str], check: Check, settings: Serve | None = None) ->
 def test_each_model_answers_under_its_name_as_if_it_were_alone(folders: dict[str, str], best: dict[str, str]) -> None:
     async def check(models: Models, client: httpx.AsyncClient) -> None:
         for name, folder in folders.items():
-            version = rtrain.artifact.read(Path(folder)).version
+            version = rtrain.inference.artifact.read(Path(folder)).version
             answer = await client.post(f"/models/{name}/predict", json=QUESTION)
             assert answer.json()[0][0]["label"] == best[name]
             assert (answer.headers["x-model-name"], answer.headers["x-model-version"]) == (name, version)
@@ -121,7 +121,7 @@ def test_each_model_answers_under_its_name_as_if_it_were_alone(folders: dict[str
 def test_the_address_tells_of_all_its_models(folders: dict[str, str]) -> None:
     async def check(models: Models, client: httpx.AsyncClient) -> None:
         index = (await client.post("/v2/repository/index")).json()
-        versions = [rtrain.artifact.read(Path(folder)).version for folder in folders.values()]
+        versions = [rtrain.inference.artifact.read(Path(folder)).version for folder in folders.values()]
         assert [(one["name"], one["version"]) for one in index] == list(zip(NAMES, versions, strict=True))
         assert {one["state"] for one in index} == {"READY"}
         assert (await client.get("/v2/health/ready")).json() == {"ready": True}
@@ -201,7 +201,9 @@ def test_samples_say_whose_they_are(folders: dict[str, str]) -> None:
 
 
 def test_a_version_changes_beside_a_model_that_goes_on(folders: dict[str, str], second: str) -> None:
-    old, new, other = (rtrain.artifact.read(Path(one)).version for one in (folders["topic"], second, folders["mood"]))
+    old, new, other = (
+        rtrain.inference.artifact.read(Path(one)).version for one in (folders["topic"], second, folders["mood"])
+    )
 
     async def check(models: Models, client: httpx.AsyncClient) -> None:
         mood = models.versions["mood"].current
@@ -218,8 +220,8 @@ def test_a_version_changes_beside_a_model_that_goes_on(folders: dict[str, str], 
 
 def test_a_key_may_be_limited_to_models(folders: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    limited = keys.add(path, "shop", ("predict",), models=("topic",))
-    whole = keys.add(path, "desk")
+    limited = api_keys.add(path, "shop", ("predict",), models=("topic",))
+    whole = api_keys.add(path, "desk")
 
     async def check(models: Models, client: httpx.AsyncClient) -> None:
         async def asked(key: str, url: str, **given: Any) -> httpx.Response:
@@ -249,7 +251,7 @@ def test_without_a_key_a_name_that_is_there_is_answered_like_one_that_is_not(
     folders: dict[str, str], names: tuple[str, ...], tmp_path: Path
 ) -> None:
     path = tmp_path / "keys.json"
-    keys.add(path, "shop")
+    api_keys.add(path, "shop")
     tails = [
         *("", "/", "/page.css", "/page.js", "/models.js", "/v2/health/live", "/v2/health/ready", "/info", "/metrics"),
         *("/predict", "/docs", "/openapi.json", "/nowhere", "/page.js/", "/models/mood/page.js"),
@@ -269,7 +271,7 @@ def test_without_a_key_a_name_that_is_there_is_answered_like_one_that_is_not(
 
 def test_over_grpc_each_is_asked_by_its_name(folders: dict[str, str], best: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    plain = keys.add(path, "shop", models=("topic",))
+    plain = api_keys.add(path, "shop", models=("topic",))
     settings = Serve(keys=str(path))
     tensor = messages.ModelInferRequest.InferInputTensor(name="text", datatype="BYTES", shape=[1])
     tensor.contents.bytes_contents.append(CORPUS[0].encode())
@@ -279,7 +281,7 @@ def test_over_grpc_each_is_asked_by_its_name(folders: dict[str, str], best: dict
         await models.become(folders)
         async with (
             serving(models, settings, 0) as port,
-            serving(models, settings, 0, guard.door(settings)) as locked,
+            serving(models, settings, 0, middleware.door(settings)) as locked,
             grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
             grpc.aio.insecure_channel(f"127.0.0.1:{locked}") as asked_for_keys,
         ):
@@ -325,7 +327,7 @@ def test_two_models_are_served_and_each_is_changed_by_itself(tmp_path: Path) -> 
         named(openvino_artifact(tmp_path / str(seed), seed), name)
         for seed, name in enumerate(("mood", "topic", "topic"))
     )
-    mood, old, new = (rtrain.artifact.read(folder).version for folder in (first, topic, second))
+    mood, old, new = (rtrain.inference.artifact.read(folder).version for folder in (first, topic, second))
     given = {"mood": first, "subject": topic}
     with (
         start(given, Serve(port=0, grpc_port=port, ungated=True)) as endpoint,
@@ -350,7 +352,7 @@ def test_two_models_are_served_and_each_is_changed_by_itself(tmp_path: Path) -> 
         assert endpoint.change({"update": str(second), "model": "subject"}) == f"{new} answers in place of {old}"
         assert versions() == {"mood": mood, "subject": new}
         assert client.post("/models/subject/predict", json=QUESTION).headers["x-model-version"] == new
-        text = control.format_status(json.loads(endpoint.change({"status": True})))
+        text = admin_socket.format_status(json.loads(endpoint.change({"status": True})))
         assert f"version    {mood} (1 of 1)" in text
         assert f"version    {new} (1 of 1)" in text
         assert endpoint.change({"rollback": True, "model": "subject"}) == f"{old} answers in place of {new}"

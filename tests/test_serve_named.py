@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import rtrain.artifact
+import rtrain.inference.artifact
 from rtrain.config import Serve
-from serve import named
+from serve import model_specs
 from tests.refusals import refused_with
 from tests.test_cli import Cli, run
 from tests.tiny import make_artifact
@@ -24,18 +24,18 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def student(artifact: Path, folder: Path) -> Path:
     """One that was made smaller, and that no gate has looked at."""
     shutil.copytree(artifact, folder)
-    made = rtrain.artifact.read(folder)
+    made = rtrain.inference.artifact.read(folder)
     smaller = replace(made, lineage={"teacher": "another"}, name=folder.name)
-    rtrain.artifact.write(folder, smaller, lambda *_: [row["logits"] for row in made.golden])
+    rtrain.inference.artifact.write(folder, smaller, lambda *_: [row["logits"] for row in made.golden])
     return folder
 
 
 def test_a_model_has_its_artefact_s_name_or_the_one_that_is_given(artifact: Path) -> None:
-    assert named.artifacts([str(artifact)], Path) == {"tiny": artifact}
-    found = named.artifacts([str(artifact), f"mood.v2={artifact}"], Path)
+    assert model_specs.artifacts([str(artifact)], Path) == {"tiny": artifact}
+    found = model_specs.artifacts([str(artifact), f"mood.v2={artifact}"], Path)
     assert found == {"tiny": artifact, "mood.v2": artifact}
     address = "s3://bucket/a=b"  # no name, although it has the sign
-    assert named.artifacts([address], lambda word: artifact if word == address else Path("/nowhere")) == {
+    assert model_specs.artifacts([address], lambda word: artifact if word == address else Path("/nowhere")) == {
         "tiny": artifact
     }
 
@@ -43,33 +43,33 @@ def test_a_model_has_its_artefact_s_name_or_the_one_that_is_given(artifact: Path
 def test_a_folder_with_the_sign_in_its_name_is_a_folder(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(artifact.parent)
     Path("a=b").symlink_to(artifact)
-    assert named.artifacts(["a=b"], Path) == {"tiny": Path("a=b")}
+    assert model_specs.artifacts(["a=b"], Path) == {"tiny": Path("a=b")}
 
 
 def test_all_that_is_wrong_with_the_names_is_told_at_once(artifact: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(artifact, tmp_path / "other"))
     with refused_with("already_exists") as refused:
-        named.artifacts([str(artifact), str(other), f"a b={artifact}", str(tmp_path / "nothing")], Path)
+        model_specs.artifacts([str(artifact), str(other), f"a b={artifact}", str(tmp_path / "nothing")], Path)
     assert len(str(refused.value).splitlines()) == 3
 
 
 def test_an_artefact_s_own_name_that_no_path_can_have_needs_another(artifact: Path, tmp_path: Path) -> None:
     odd = Path(shutil.copytree(artifact, tmp_path / "odd"))
-    made = rtrain.artifact.read(odd)
-    rtrain.artifact.write(odd, replace(made, name="a/b"), lambda *_: [row["logits"] for row in made.golden])
-    assert named.artifacts([str(odd)], Path) == {"a/b": odd}
+    made = rtrain.inference.artifact.read(odd)
+    rtrain.inference.artifact.write(odd, replace(made, name="a/b"), lambda *_: [row["logits"] for row in made.golden])
+    assert model_specs.artifacts([str(odd)], Path) == {"a/b": odd}
     with refused_with("invalid_name"):
-        named.artifacts([str(odd), str(artifact)], Path)
+        model_specs.artifacts([str(odd), str(artifact)], Path)
 
 
 def test_the_gate_refuses_each_that_it_has_not_let_through(artifact: Path, tmp_path: Path) -> None:
     two = {name: student(artifact, tmp_path / name) for name in ("first", "second")}
-    named.admit({"tiny": artifact}, Serve())
+    model_specs.admit({"tiny": artifact}, Serve())
     with refused_with("not_gated") as refused:
-        named.admit({"tiny": artifact, **two}, Serve())
+        model_specs.admit({"tiny": artifact, **two}, Serve())
     lines = str(refused.value).splitlines()
     assert [str(folder) in line for folder, line in zip(two.values(), lines, strict=True)] == [True, True]
-    named.admit({"tiny": artifact, **two}, Serve(ungated=True))
+    model_specs.admit({"tiny": artifact, **two}, Serve(ungated=True))
 
 
 def test_the_command_refuses_them_before_ray_starts(artifact: Path, tmp_path: Path, run: Cli) -> None:

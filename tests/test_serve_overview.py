@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from serve.change import control, judge
-from serve.change.rollout import Standing
+from serve.rollout import admin_socket, canary
+from serve.rollout.controller import Standing
 
 DRIFT = {"distance": {"tokens": 0.05, "score": 0.31}, "alarm": True, "rows": 100}
 
@@ -24,9 +24,9 @@ def replica(version: str | None, name: int = 1, **others: Any) -> dict[str, Any]
 
 def test_all_is_told_in_a_line_each() -> None:
     up = [replica("old", 1, requests={"200": 1250}), replica("new", 3)]
-    standing = Standing("new", judge.Aim(0.2, 500, 0.9, 1.25, 600.0), judge.State(0.0, "weighted", 1, reason="fine"))
-    standing.seen, standing.ratio = judge.Tally(500, 490, 3, 0, 80, 1), 0.98
-    found = control.format_status(
+    standing = Standing("new", canary.Aim(0.2, 500, 0.9, 1.25, 600.0), canary.State(0.0, "weighted", 1, reason="fine"))
+    standing.seen, standing.ratio = canary.Tally(500, 490, 3, 0, 80, 1), 0.98
+    found = admin_socket.format_status(
         {
             "address": "http://127.0.0.1:8000",
             "models": [
@@ -56,7 +56,7 @@ def test_all_is_told_in_a_line_each() -> None:
 def test_without_a_trial_or_a_reference_it_says_less() -> None:
     alone = [replica("old", requests={}, drift=None)]
     model = {"name": "t", "artifact": "f", "trial": None, "replicas": alone}
-    lines = control.format_status({"address": "a", "models": [model, {**model, "name": "u"}]}).splitlines()
+    lines = admin_socket.format_status({"address": "a", "models": [model, {**model, "name": "u"}]}).splitlines()
     assert [lines[0], *lines[7:9]] == ["t at a", "", "u at a"]
     assert lines[3:7] == [
         "replicas   1 of 1 up, 1 ready",

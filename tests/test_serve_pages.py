@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 from fastapi import FastAPI
 
-from serve import pages
+from serve import ui
 from tests import serving
 from tests.root import ROOT
 from tests.serving import call
@@ -15,7 +15,7 @@ from tests.serving import call
 app, predictor = serving.app, serving.predictor  # fixtures
 
 FOLDER = ROOT / "serve" / "page"
-TEXTS = {name: (FOLDER / name).read_text(encoding="utf-8") for name in pages.FILES}
+TEXTS = {name: (FOLDER / name).read_text(encoding="utf-8") for name in ui.FILES}
 SCRIPT, STYLE = TEXTS["page.js"], TEXTS["page.css"]
 
 
@@ -32,24 +32,24 @@ class Tags(HTMLParser):
 
 
 def test_its_files_are_served_and_are_all_there_is(app: FastAPI) -> None:
-    assert {path.name for path in FOLDER.iterdir()} == set(pages.FILES)
+    assert {path.name for path in FOLDER.iterdir()} == set(ui.FILES)
     several = FastAPI()
-    several.include_router(pages.SEVERAL)
+    several.include_router(ui.SEVERAL)
     routes = {"index.html": (app, "/"), "page.css": (app, "/page.css"), "page.js": (app, "/page.js")}
     routes |= {"models.html": (several, "/"), "models.js": (several, "/models.js")}
     routes |= {"docs.html": (app, "/docs"), "docs.js": (app, "/docs/docs.js")}
     assert call(several, "GET", "/page.css").text == STYLE
-    for name, kind in pages.FILES.items():
+    for name, kind in ui.FILES.items():
         at, path = routes[name]
         response = call(at, "GET", path)
         assert (response.status_code, response.headers["content-type"]) == (200, kind)
         assert response.text == TEXTS[name]
-        own = pages.SWAGGER_HEADERS if name == "docs.html" else pages.HEADERS
+        own = ui.SWAGGER_HEADERS if name == "docs.html" else ui.HEADERS
         assert {header: response.headers[header] for header in own} == own
     assert call(app, "GET", "/page.html").status_code == 404
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = project["tool"]["setuptools"]["package-data"]["serve"]
-    assert all(any(fnmatch(f"page/{name}", pattern) for pattern in patterns) for name in pages.FILES)
+    assert all(any(fnmatch(f"page/{name}", pattern) for pattern in patterns) for name in ui.FILES)
 
 
 def test_it_asks_no_address_but_its_own() -> None:
@@ -70,14 +70,14 @@ def test_the_description_of_the_routes_needs_no_internet(app: FastAPI) -> None:
     for name in names[1:]:
         response = call(app, "GET", f"/{name}")
         assert response.status_code == 200
-        assert response.headers["content-type"] in (*pages.FILES.values(), *pages.SWAGGER_FILES.values())
+        assert response.headers["content-type"] in (*ui.FILES.values(), *ui.SWAGGER_FILES.values())
     assert b"3.1" in call(app, "GET", "/docs/swagger-ui-bundle.js").content
     assert call(app, "GET", "/openapi.json").json()["openapi"].startswith("3.1")
     assert call(app, "GET", "/docs/favicon.png").status_code == 404
 
 
 def test_its_policy_allows_what_it_does_and_nothing_else() -> None:
-    policy = dict(part.strip().split(" ", 1) for part in pages.HEADERS["content-security-policy"].split(";"))
+    policy = dict(part.strip().split(" ", 1) for part in ui.HEADERS["content-security-policy"].split(";"))
     assert policy == {
         "default-src": "'none'",
         "style-src": "'self'",

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-import rtrain.artifact
+import rtrain.inference.artifact
 from rtrain.config import Serve
 from serve import replica
-from serve.change.application import VERSIONS
-from serve.front import direct
+from serve.ingress import direct
+from serve.rollout.ray_app import VERSIONS
 from tests.refusals import refused_with
 from tests.tiny import make_artifact, refused
 
@@ -45,7 +45,7 @@ def test_what_the_gate_has_refused_answers_nothing_whoever_names_it(tmp_path: Pa
 def test_a_replica_that_starts_refuses_another_version_than_the_one_that_was_decided(tmp_path: Path) -> None:
     """Whoever has replaced the folder meanwhile has proven nothing to anybody."""
     folder = make_artifact(tmp_path)
-    version = rtrain.artifact.read(folder).version
+    version = rtrain.inference.artifact.read(folder).version
     wish = {"models": {"tiny": str(folder)}}
 
     async def main() -> Any:

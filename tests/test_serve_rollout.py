@@ -21,15 +21,15 @@ import pytest
 import tritonclient.grpc
 import tritonclient.utils
 
-import rtrain.artifact
-import rtrain.predict
-from rtrain import manifest
-from rtrain.artifact import ArtifactError
+import rtrain.inference.artifact
+import rtrain.inference.predictor
 from rtrain.config import Serve
-from rtrain.predict import Predictor
-from serve.change import control, judge
+from rtrain.core import manifest
+from rtrain.inference.artifact import ArtifactError
+from rtrain.inference.predictor import Predictor
 from serve.deployment import Endpoint, start
-from serve.front.address import free_address
+from serve.ingress.address import free_address
+from serve.rollout import admin_socket, canary
 from tests.processes import end
 from tests.refusals import refused_with
 from tests.root import ROOT
@@ -181,7 +181,7 @@ def test_an_update_and_the_way_back_lose_no_request(tmp_path: Path) -> None:
     bad = tampered(first, tmp_path / "bad")
     cut = Path(shutil.copytree(first, tmp_path / "cut"))
     (cut / "model.int8.bin").write_bytes(b"x" + (cut / "model.int8.bin").read_bytes()[1:])
-    old, new = (rtrain.artifact.read(folder).version for folder in (first, second))
+    old, new = (rtrain.inference.artifact.read(folder).version for folder in (first, second))
     assert old != new
     settings = Serve(ungated=True, port=0, replicas=REPLICAS, grpc_port=free_address("127.0.0.1", 0).port)
     assert settings.grpc_port is not None
@@ -248,13 +248,15 @@ def test_a_trial_promotes_a_candidate_that_agrees_and_drops_one_that_does_not(tm
 
     first = made(0)
     like = Path(shutil.copytree(first, tmp_path / "like"))
-    rtrain.artifact.write(
-        like, replace(rtrain.artifact.read(first), facts={"note": "the same weights"}), rtrain.predict.golden_logits
+    rtrain.inference.artifact.write(
+        like,
+        replace(rtrain.inference.artifact.read(first), facts={"note": "the same weights"}),
+        rtrain.inference.predictor.golden_logits,
     )
     unlike = next(folder for seed in range(1, 9) if answer(folder := made(seed)) != answer(first))
-    old, new, other = (rtrain.artifact.read(folder).version for folder in (first, like, unlike))
+    old, new, other = (rtrain.inference.artifact.read(folder).version for folder in (first, like, unlike))
     assert len({old, new, other}) == 3
-    aim = judge.Aim(share=0.5, rows=100, agreement=0.9, slower=3.0, seconds=180.0)
+    aim = canary.Aim(share=0.5, rows=100, agreement=0.9, slower=3.0, seconds=180.0)
     settings = Serve(ungated=True, port=0, replicas=copies)
     with start(first, settings) as endpoint, load(endpoint.port, pause_s=0.02) as seen:
         said = endpoint.change({"update": str(unlike), "trial": [*aim]})
@@ -274,7 +276,7 @@ def test_a_trial_promotes_a_candidate_that_agrees_and_drops_one_that_does_not(tm
         assert endpoint.change({"rollback": True}) == f"{old} answers in place of {new}"
         endpoint.change({"update": str(like), "trial": [*aim._replace(share=0.0)]})
         assert endpoint.change({"rollback": True}) == f"{new}: dropped by hand; {old} goes on"
-        text = "\n".join(control.format_status(json.loads(endpoint.change({"status": True}))).splitlines())
+        text = "\n".join(admin_socket.format_status(json.loads(endpoint.change({"status": True}))).splitlines())
         assert f"version    {old} ({copies} of {copies})" in text
     sys.stderr.write(f"{copies}: {seen.versions}, slowest {seen.slowest_s:.2f} s, {Counter(seen.errors)}\n{text}\n")
     assert set(seen.versions) == {old, new}
@@ -312,7 +314,7 @@ def run(*words: str) -> tuple[int, str]:
 def test_commands_change_what_another_one_serves_and_sigterm_ends_it_in_silence(tmp_path: Path) -> None:
     first = openvino_artifact(tmp_path / "first")
     second = openvino_artifact(tmp_path / "second", seed=1)
-    old, new = (rtrain.artifact.read(folder).version for folder in (first, second))
+    old, new = (rtrain.inference.artifact.read(folder).version for folder in (first, second))
     with answering(str(first), "--ungated") as (process, number):
         port = str(number)
         with load(number) as seen:

@@ -14,11 +14,11 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import LoggingConfig
 
-import rtrain.artifact
+import rtrain.inference.artifact
 from rtrain.config import Serve
-from serve.change import judge, rollout
-from serve.change.application import Application
-from serve.change.rollout import Rollout
+from serve.rollout import canary, controller
+from serve.rollout.controller import Rollout
+from serve.rollout.ray_app import Application
 from tests.refusals import refused_with
 from tests.serving import HEADS
 from tests.test_serve_haproxy import wait_until
@@ -33,7 +33,7 @@ class Ray:
         self.version = ""
         self.asked: list[str] = []
         self.fails: Callable[[str], None] = lambda method: None
-        self.seen = judge.Tally(rows=3)
+        self.seen = canary.Tally(rows=3)
         """What it has seen; it answers as many requests again until each further look."""
         self.loads: list[Any] = [""]
         """What the replicas say to `load`."""
@@ -62,7 +62,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Ray:
     monkeypatch.setattr(ray.serve, "run", found.run)
     monkeypatch.setattr(ray.serve, "get_app_handle", lambda name: found)
     for name in ("SWITCH_S", "WATCH_S"):
-        monkeypatch.setattr(rollout, name, 0.05)
+        monkeypatch.setattr(controller, name, 0.05)
     return found
 
 
@@ -72,8 +72,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [make_artifact(root / str(seed), seed=seed) for seed in range(3)]
 
 
-PROVEN = judge.Tally(rows=100, agreed=100, requests=1000)
-AIM = judge.Aim(0.2, 100, 0.9, 1.5, 600.0)
+PROVEN = canary.Tally(rows=100, agreed=100, requests=1000)
+AIM = canary.Aim(0.2, 100, 0.9, 1.5, 600.0)
 
 
 def ended(served: Rollout) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def test_a_switch_that_takes_too_long_is_decided_and_can_be_taken_back(
         served.update(folders[before])
     assert str(served.artifact) == fake.told == str(folders[before])
     fake.late = False
-    new, old = (rtrain.artifact.read(folders[place]).version for place in (before, before - 1))
+    new, old = (rtrain.inference.artifact.read(folders[place]).version for place in (before, before - 1))
     assert served.back() == f"{old} answers in place of {new}"
     assert str(served.artifact) == fake.told == fake.answers[0] == str(folders[before - 1])
 
@@ -165,14 +165,14 @@ def test_going_back_while_a_candidate_is_promoted_goes_back(fake: Ray, folders: 
     served.update(folders[1], AIM)
     assert promoting.wait(20)
     threading.Timer(0.1, told.set).start()
-    new, old = (rtrain.artifact.read(folders[place]).version for place in (1, 0))
+    new, old = (rtrain.inference.artifact.read(folders[place]).version for place in (1, 0))
     assert served.back() == f"{old} answers in place of {new}"
     assert str(served.artifact) == fake.told == fake.answers[0] == str(folders[0])
 
 
-@pytest.mark.parametrize(("seen", "looks"), [(judge.Tally(rows=3), 1), (PROVEN, 3)])
+@pytest.mark.parametrize(("seen", "looks"), [(canary.Tally(rows=3), 1), (PROVEN, 3)])
 def test_a_trial_that_is_ended_during_a_long_look_is_over_with_it(
-    fake: Ray, folders: list[Path], monkeypatch: pytest.MonkeyPatch, seen: judge.Tally, looks: int
+    fake: Ray, folders: list[Path], monkeypatch: pytest.MonkeyPatch, seen: canary.Tally, looks: int
 ) -> None:
     served = begun(folders[0])
     looking, told = threading.Event(), threading.Event()
@@ -183,7 +183,7 @@ def test_a_trial_that_is_ended_during_a_long_look_is_over_with_it(
             told.wait(20)
 
     fake.seen, fake.fails = seen, fails
-    monkeypatch.setattr(rollout, "END_S", 0.05)
+    monkeypatch.setattr(controller, "END_S", 0.05)
     served.update(folders[1], AIM)
     assert looking.wait(20)
     with refused_with("no_answer"):
@@ -197,7 +197,7 @@ def test_a_trial_that_is_ended_during_a_long_look_is_over_with_it(
 
 @pytest.mark.parametrize("aim", [None, AIM])
 def test_a_model_of_another_task_takes_nobody_s_place(
-    fake: Ray, folders: list[Path], tmp_path: Path, aim: judge.Aim | None
+    fake: Ray, folders: list[Path], tmp_path: Path, aim: canary.Aim | None
 ) -> None:
     served = begun(folders[0])
     other = make_task_artifact(tmp_path, "regression", HEADS["regression"])
@@ -211,14 +211,14 @@ def test_a_folder_that_was_replaced_is_another_version_and_the_way_back_is_not_t
 ) -> None:
     place = Path(shutil.copytree(folders[0], tmp_path / "served"))
     served = begun(place)
-    old, new = (rtrain.artifact.read(folder).version for folder in folders[:2])
+    old, new = (rtrain.inference.artifact.read(folder).version for folder in folders[:2])
     with refused_with("already_serving"):
         served.update(place)
     shutil.rmtree(place)
     shutil.copytree(folders[1], place)
     assert (fake.version, served.update(place)) == (old, f"{new} answers in place of {old}")
     assert fake.answers == (str(place), new)
-    last = rtrain.artifact.read(folders[2]).version
+    last = rtrain.inference.artifact.read(folders[2]).version
     served.update(folders[2])
     assert served.back() == f"{new} answers in place of {last}"
     with refused_with("other_version"):

@@ -17,8 +17,8 @@ from hypothesis import given, strategies as st
 
 from rtrain.config import Serve
 from serve import deployment
-from serve.change import scaling
-from serve.change.scaling import DRAIN_S, HIGH, LOW, Load, Meter, desired
+from serve.rollout import autoscaling
+from serve.rollout.autoscaling import DRAIN_S, HIGH, LOW, Load, Meter, desired
 from tests.test_serve_deployment import openvino_artifact
 from tests.test_serve_haproxy import wait_until
 
@@ -152,10 +152,10 @@ def test_a_replica_reports_the_time_since_it_last_did() -> None:
 def test_replicas_follow_the_load_on_ray_serve_and_no_request_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scaling, "DOWN_S", 5.0)
+    monkeypatch.setattr(autoscaling, "DOWN_S", 5.0)
     # The tiny model's engine is done sooner than its tokens are made, and never busy for long.
-    monkeypatch.setattr(scaling, "HIGH", 0.2)
-    monkeypatch.setattr(scaling, "LOW", 0.1)
+    monkeypatch.setattr(autoscaling, "HIGH", 0.2)
+    monkeypatch.setattr(autoscaling, "LOW", 0.1)
     artifact = openvino_artifact(tmp_path / "artifact")
     many, one_text = (json.dumps({"inputs": given}).encode() for given in (["a long text " * 100] * 64, "hello"))
     statuses: Counter[int] = Counter()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rtrain.batch import Encoded, Window
+from rtrain.core.ragged import Encoded, Window
 from serve.batching.scheduler import LEAST_CALLS, PATIENCE_S, Cost, Limits, Overloaded, Row, Scheduler, bucket, padded
 
 FAR = 1000.0

@@ -14,9 +14,9 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from rtrain.config import Serve
+from serve.auth import api_keys
 from serve.deployment import start
-from serve.door import keys
-from serve.front.address import free_address
+from serve.ingress.address import free_address
 from tests.certificates import make_certificate
 from tests.serving import TEXT
 from tests.tiny import make_artifact
@@ -29,8 +29,8 @@ WAIT_S = 30.0
 @pytest.mark.usefixtures("ray_session")
 def test_a_rate_is_one_over_all_replicas_over_http_and_over_grpc(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    web, line = (keys.add(path, name, rate="30/hour") for name in ("web", "line"))
-    free = keys.add(path, "free")
+    web, line = (api_keys.add(path, name, rate="30/hour") for name in ("web", "line"))
+    free = api_keys.add(path, "free")
     settings = Serve(port=0, replicas=2, grpc_port=free_address("127.0.0.1", 0).port, keys=str(path))
     tensor = tritonclient.grpc.InferInput("text", [1], "BYTES")
     tensor.set_data_from_numpy(np.array([TEXT.encode()], dtype=np.object_))
@@ -58,7 +58,7 @@ def test_a_rate_is_one_over_all_replicas_over_http_and_over_grpc(tmp_path: Path)
 @pytest.mark.usefixtures("ray_session")
 def test_keys_are_rotated_under_load_and_encrypted(tmp_path: Path) -> None:
     path, (certificate, key) = tmp_path / "keys.json", make_certificate(tmp_path)
-    standing, old = keys.add(path, "standing"), keys.add(path, "old")
+    standing, old = api_keys.add(path, "standing"), api_keys.add(path, "old")
     settings = Serve(port=0, replicas=2, keys=str(path), tls_cert=certificate, tls_key=key)
     context = ssl.create_default_context(cafile=certificate)
     with start(make_artifact(tmp_path / "artifact"), settings) as endpoint:
@@ -94,9 +94,9 @@ def test_keys_are_rotated_under_load_and_encrypted(tmp_path: Path) -> None:
             with httpx.Client(base_url=endpoint.url, verify=context, trust_env=False) as client:
                 assert [status(client, plain) for plain in (None, old[:-1], old)] == [401, 401, 200]
                 assert client.get("/v2/health/ready").json() == {"ready": True}
-                new = keys.add(path, "new")
+                new = api_keys.add(path, "new")
                 until(client, new, 200)
-                keys.revoke(path, "old")
+                api_keys.revoke(path, "old")
                 until(client, old, 401)
         finally:
             done.set()

@@ -10,11 +10,11 @@ import pytest
 import ray.serve
 import yaml
 
-from rtrain.artifact import ArtifactError
 from rtrain.cluster.kubernetes import manifests
-from rtrain.errors import ConfigError
-from serve import deployment, service
-from serve.door import keys
+from rtrain.core.errors import ConfigError
+from rtrain.inference.artifact import ArtifactError
+from serve import deployment, kuberay_app
+from serve.auth import api_keys
 from tests.refusals import refused_with
 from tests.root import ROOT
 from tests.tiny import make_artifact
@@ -22,7 +22,7 @@ from tests.tiny import make_artifact
 
 def test_an_application_has_the_name_that_manifests_give_it(tmp_path: Path) -> None:
     folder = make_artifact(tmp_path / "artifact", ("lost", "found"))
-    made = service.application({"artifact": str(folder), "threads": 2})
+    made = kuberay_app.application({"artifact": str(folder), "threads": 2})
     assert isinstance(made, ray.serve.Application)
     *_, document = yaml.safe_load_all(manifests.text(manifests.Settings()))
     [described] = yaml.safe_load(document["spec"]["serveConfigV2"])["applications"]
@@ -32,26 +32,26 @@ def test_an_application_has_the_name_that_manifests_give_it(tmp_path: Path) -> N
 def test_what_cannot_be_served_is_refused_before_a_replica_starts(tmp_path: Path) -> None:
     folder = make_artifact(tmp_path / "artifact", ("lost", "found"))
     with refused_with("conflicting_settings"):
-        service.application({"threads": 2})
+        kuberay_app.application({"threads": 2})
     with pytest.raises(ConfigError) as unknown:
-        service.application({"artifact": str(folder), "thraeds": 2})
+        kuberay_app.application({"artifact": str(folder), "thraeds": 2})
     assert [one.field for one in unknown.value.problems] == ["serve.thraeds"]
     with pytest.raises(ArtifactError):
-        service.application({"artifact": str(tmp_path / "nothing")})
+        kuberay_app.application({"artifact": str(tmp_path / "nothing")})
     for wrong in ({"models": [str(folder)]}, {"artifact": None}):
         with refused_with("wrong_type"):
-            service.application(wrong)
+            kuberay_app.application(wrong)
 
 
 def test_an_address_that_others_can_reach_needs_keys_or_a_word(tmp_path: Path) -> None:
     folder = make_artifact(tmp_path / "artifact", ("lost", "found"))
-    keys.add(tmp_path / "keys.json", "shop")
+    api_keys.add(tmp_path / "keys.json", "shop")
     with refused_with("open_to_others"):
-        service.application({"artifact": str(folder), "host": "0.0.0.0"})
+        kuberay_app.application({"artifact": str(folder), "host": "0.0.0.0"})
     with refused_with("unreadable_keys"):
-        service.application({"artifact": str(folder), "keys": str(tmp_path / "none.json")})
+        kuberay_app.application({"artifact": str(folder), "keys": str(tmp_path / "none.json")})
     for given in ({"insecure": True}, {"keys": str(tmp_path / "keys.json")}):
-        service.application({"artifact": str(folder), "host": "0.0.0.0", **given})
+        kuberay_app.application({"artifact": str(folder), "host": "0.0.0.0", **given})
 
 
 OPEN = """
@@ -60,7 +60,7 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 from rtrain import env
 env.prepare()
 import ray, ray.serve
-from rtrain.errors import ConfigError
+from rtrain.core.errors import ConfigError
 from tests.heads import free_ports
 from serve import service
 (port,) = free_ports(1)
@@ -95,7 +95,7 @@ def test_the_address_of_ray_s_proxies_counts_whatever_the_arguments_say(tmp_path
 def test_the_counts_of_all_replicas_are_told_however_many_the_file_names(tmp_path: Path) -> None:
     """Their number is Ray's alone to know, and may be another one tomorrow."""
     folder = make_artifact(tmp_path / "artifact", ("lost", "found"))
-    bound: Any = service.application({"artifact": str(folder)})._bound_deployment
+    bound: Any = kuberay_app.application({"artifact": str(folder)})._bound_deployment
     assert bound.init_kwargs == {"several": True}
 
 
@@ -136,7 +136,7 @@ ray.shutdown()
 def test_the_manifest_s_service_answers(tmp_path: Path) -> None:
     folder = make_artifact(tmp_path / "artifact", ("lost", "found"))
     path = tmp_path / "keys.json"
-    command = [sys.executable, "-c", SCRIPT, str(folder), str(path), keys.add(path, "shop")]
+    command = [sys.executable, "-c", SCRIPT, str(folder), str(path), api_keys.add(path, "shop")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     # Ray may write lines of its own behind the answer.

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from rtrain.config import Serve
-from serve import sizing
-from serve.sizing import Host
+from serve import replica_count
+from serve.replica_count import Host
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_core_each_beside_haproxy_s_as_far_as_memory_goes(folder: Path, host: Host, number: int, line: str) -> None:
-    found, told = sizing.resolved(Serve(), [folder], host)
+    found, told = replica_count.resolved(Serve(), [folder], host)
     assert (found.replicas, told) == (number, line)
 
 
@@ -47,15 +47,15 @@ def test_a_core_each_beside_haproxy_s_as_far_as_memory_goes(folder: Path, host: 
 def test_what_is_said_counts_and_what_it_leaves_open_is_in_keeping(
     folder: Path, given: dict[str, Any], number: int
 ) -> None:
-    assert sizing.resolved(Serve(**given), [folder], Host(16, 1e6))[0].replicas == number
+    assert replica_count.resolved(Serve(**given), [folder], Host(16, 1e6))[0].replicas == number
 
 
 def test_several_models_have_engines_and_memory_of_their_own(folder: Path) -> None:
-    assert sizing.resolved(Serve(), [folder] * 3, Host(8, 1e6))[0].replicas == 2
-    assert sizing.resolved(Serve(), [folder] * 3, Host(16, 3_000))[0].replicas == 1
+    assert replica_count.resolved(Serve(), [folder] * 3, Host(8, 1e6))[0].replicas == 2
+    assert replica_count.resolved(Serve(), [folder] * 3, Host(16, 3_000))[0].replicas == 1
 
 
 def test_a_graph_that_keeps_plans_by_shape_needs_memory_for_them(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes((folder / "model.int8.bin").read_bytes())
-    assert sizing.resolved(Serve(), [tmp_path], Host(64, 1_000))[0].replicas == 2
-    assert sizing.resolved(Serve(), [folder], Host(64, 1_000))[0].replicas == 1
+    assert replica_count.resolved(Serve(), [tmp_path], Host(64, 1_000))[0].replicas == 2
+    assert replica_count.resolved(Serve(), [folder], Host(64, 1_000))[0].replicas == 1

@@ -18,10 +18,10 @@ from huggingface_hub import InferenceClient, constants
 from huggingface_hub.errors import HfHubHTTPError
 
 from rtrain.config import Serve
-from rtrain.predict import Predictor
+from rtrain.inference.predictor import Predictor
 from serve.app import build_app
-from serve.door import keys
-from serve.front import haproxy
+from serve.auth import api_keys
+from serve.ingress import haproxy
 from tests import serving
 from tests.certificates import make_certificate
 from tests.serving import TEXT
@@ -144,7 +144,7 @@ def test_slow_and_endless_clients_are_cut_off_while_good_ones_are_answered(predi
 def test_it_is_answered_encrypted_with_a_key(predictor: Predictor, tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     path = tmp_path / "keys.json"
-    right = {"authorization": f"Bearer {keys.add(path, 'shop')}"}
+    right = {"authorization": f"Bearer {api_keys.add(path, 'shop')}"}
     app = build_app(predictor, Serve(keys=str(path), tls_cert=certificate, tls_key=key))
     context = ssl.create_default_context(cafile=certificate)
     with served(app, ssl_certfile=certificate, ssl_keyfile=key) as port:
@@ -161,7 +161,7 @@ def test_the_hugging_face_client_hands_a_key_over_as_its_token(
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # as the tests' own process is
     path = tmp_path / "keys.json"
-    plain = keys.add(path, "shop")
+    plain = api_keys.add(path, "shop")
     with served(build_app(predictor, Serve(keys=str(path)))) as port:
         url = f"http://127.0.0.1:{port}/predict"
         [best] = InferenceClient(model=url, token=plain).text_classification(TEXT, top_k=1)

@@ -18,8 +18,8 @@ import psutil
 import pytest
 from ray.serve._private import haproxy as theirs
 
-from serve.front import ingress, supervisor
-from serve.front.address import free_address
+from serve.ingress import ingress_choice, supervisor
+from serve.ingress.address import free_address
 from tests.test_serve_haproxy import Replica, ask, listens, proxy, ray_api, ray_file, serving, wait_until
 
 
@@ -48,7 +48,7 @@ def test_haproxy_that_is_killed_is_started_again_until_it_is_told_to_end() -> No
         for _ in range(3):
             kill_haproxy_of(process.pid)
             assert ask(port) == (200, str(server))
-        ingress.drain(folder, 5.0)
+        ingress_choice.drain(folder, 5.0)
         process.wait(timeout=5)
         assert not listens(port)
         assert {one.name for one in folder.iterdir() if str(process.pid) in one.name} == set()
@@ -71,7 +71,7 @@ def test_haproxy_that_was_told_to_end_is_not_started_again(number: signal.Signal
         assert wait_until((folder / "admin.sock").exists)
         os.kill(haproxy_of(process.pid).pid if to_haproxy else process.pid, number)
         process.wait(timeout=5)
-        assert list(ingress.running(folder)) == []
+        assert list(ingress_choice.running(folder)) == []
 
 
 def test_haproxy_that_is_killed_while_it_ends_is_not_started_again() -> None:
@@ -84,14 +84,14 @@ def test_haproxy_that_is_killed_while_it_ends_is_not_started_again() -> None:
             assert wait_until(lambda: not listens(port))
             haproxy_of(process.pid).kill()
             assert process.wait(timeout=5) == 128 + signal.SIGKILL
-            assert list(ingress.running(folder)) == []
+            assert list(ingress_choice.running(folder)) == []
 
 
 def test_haproxy_ends_with_its_supervisor() -> None:
     with serving(Replica) as server, proxy([server]) as (_, folder, process):
         assert wait_until((folder / "admin.sock").exists)
         process.kill()
-        assert wait_until(lambda: not list(ingress.running(folder)))
+        assert wait_until(lambda: not list(ingress_choice.running(folder)))
 
 
 def is_running(process: int) -> bool:
@@ -105,8 +105,8 @@ def is_running(process: int) -> bool:
 def managed(servers: list[int]) -> Iterator[tuple[int, Path, subprocess.Popen[bytes], int]]:
     """Port and folder of a HAProxy, and a process in the place of the node's Ray; below that one there is another in
     the place of Ray's manager, whose process id is the last."""
-    found = ingress.find("127.0.0.1", 2, 64)
-    assert isinstance(found, ingress.Found), found
+    found = ingress_choice.find("127.0.0.1", 2, 64)
+    assert isinstance(found, ingress_choice.Found), found
     folder, port = found.folder, free_address("127.0.0.1", 0).port
     ray_file(folder, port, servers)
     haproxy = shlex.join([str(folder / "haproxy"), "-db", "-f", str(folder / "haproxy.cfg"), "-dR"])
@@ -117,8 +117,8 @@ def managed(servers: list[int]) -> Iterator[tuple[int, Path, subprocess.Popen[by
             yield port, folder, node, manager.pid
         finally:
             node.kill()
-            ingress.drain(folder, 0.0)
-            ingress.remove(folder)
+            ingress_choice.drain(folder, 0.0)
+            ingress_choice.remove(folder)
 
 
 async def begin(api: theirs.HAProxyApi) -> None:
@@ -139,9 +139,9 @@ def test_haproxy_goes_on_without_its_manager_until_that_one_s_successor_knows_th
         with asking(port) as answers:
             os.kill(manager, signal.SIGKILL)
             await asyncio.sleep(0.5)
-            assert len(list(ingress.running(folder))) == 2
+            assert len(list(ingress_choice.running(folder))) == 2
             await begin(api)
-            assert await asyncio.to_thread(wait_until, lambda: len(list(ingress.running(folder))) == 2)
+            assert await asyncio.to_thread(wait_until, lambda: len(list(ingress_choice.running(folder))) == 2)
         await api.stop()
         return answers
 
@@ -173,8 +173,8 @@ def test_after_a_supervisor_that_was_killed_the_next_one_begins_with_its_replica
 
 def test_the_last_replica_is_asked_on_until_there_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray names none while it tells the only one of another model; one that has gone is answered for at once."""
-    found = ingress.find("127.0.0.1", 2, 64)
-    assert isinstance(found, ingress.Found), found
+    found = ingress_choice.find("127.0.0.1", 2, 64)
+    assert isinstance(found, ingress_choice.Found), found
     folder, port = found.folder, free_address("127.0.0.1", 0).port
     monkeypatch.setattr(theirs, "get_haproxy_binary", lambda: str(folder / "haproxy"))
 
@@ -196,8 +196,8 @@ def test_the_last_replica_is_asked_on_until_there_is_another_one(monkeypatch: py
             assert {*one, *none} == {(200, str(first))}
             assert {*other, *none_again} == {(200, str(second))}
     finally:
-        ingress.drain(folder, 0.0)
-        ingress.remove(folder)
+        ingress_choice.drain(folder, 0.0)
+        ingress_choice.remove(folder)
 
 
 def test_haproxy_ends_with_the_node_s_ray() -> None:
@@ -206,13 +206,13 @@ def test_haproxy_ends_with_the_node_s_ray() -> None:
         time.sleep(0.5)
         assert ask(port) == (200, str(server))
         os.kill(manager, signal.SIGKILL)
-        assert wait_until(lambda: not list(ingress.running(folder)))
+        assert wait_until(lambda: not list(ingress_choice.running(folder)))
 
 
 def test_a_supervisor_whose_parent_has_died_before_it_began_ends() -> None:
     with serving(Replica) as server:
-        found = ingress.find("127.0.0.1", 2, 64)
-        assert isinstance(found, ingress.Found), found
+        found = ingress_choice.find("127.0.0.1", 2, 64)
+        assert isinstance(found, ingress_choice.Found), found
         folder, port = found.folder, free_address("127.0.0.1", 0).port
         ray_file(folder, port, [server])
         later = '(sleep 0.5; exec "$0" "$@" 2>/dev/null >&2) & echo $!'
@@ -220,9 +220,9 @@ def test_a_supervisor_whose_parent_has_died_before_it_began_ends() -> None:
         orphan = int(subprocess.run(given, stdout=subprocess.PIPE, check=True).stdout)
         try:
             assert wait_until(lambda: not is_running(orphan))
-            assert list(ingress.running(folder)) == []
+            assert list(ingress_choice.running(folder)) == []
         finally:
-            ingress.remove(folder)
+            ingress_choice.remove(folder)
 
 
 @contextlib.contextmanager
@@ -250,8 +250,8 @@ def test_to_ray_a_haproxy_that_was_started_again_is_the_one_that_it_has_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It goes on to replace it without the loss of a request."""
-    found = ingress.find("127.0.0.1", 2, 64)
-    assert isinstance(found, ingress.Found), found
+    found = ingress_choice.find("127.0.0.1", 2, 64)
+    assert isinstance(found, ingress_choice.Found), found
     folder, port = found.folder, free_address("127.0.0.1", 0).port
     monkeypatch.setattr(theirs, "get_haproxy_binary", lambda: str(folder / "haproxy"))
 
@@ -279,7 +279,7 @@ def test_to_ray_a_haproxy_that_was_started_again_is_the_one_that_it_has_started(
             answers = asyncio.run(drive(server))
             assert answers == [(200, str(server))] * len(answers)
             assert len(answers) > 10
-        assert wait_until(lambda: not list(ingress.running(folder)))
+        assert wait_until(lambda: not list(ingress_choice.running(folder)))
     finally:
-        ingress.drain(folder, 0.0)
-        ingress.remove(folder)
+        ingress_choice.drain(folder, 0.0)
+        ingress_choice.remove(folder)

@@ -14,12 +14,12 @@ from fastapi import FastAPI
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from rtrain.config import Serve
-from rtrain.predict import Predictor
-from serve.answering import Service
+from rtrain.inference.predictor import Predictor
 from serve.app import build_app
-from serve.change.versions import Versions
 from serve.grpc import ROUTE
-from serve.watching import tracing
+from serve.model import Service
+from serve.observability import tracing
+from serve.rollout.model_slot import Versions
 from tests import serving
 from tests.refusals import refused_with
 from tests.serving import TEXT, client
@@ -173,7 +173,7 @@ provider = TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(kept))
 trace.set_tracer_provider(provider)
 from rtrain.config import Serve
-from serve.base import Application
+from serve.app_base import Application
 app = Application(Serve(), ())
 app.add_api_route("/there", lambda: "text", methods=["GET"])
 async def receive():

@@ -12,18 +12,18 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-import rtrain.artifact
-from rtrain.batch import Head
+import rtrain.inference.artifact
 from rtrain.config import Serve
-from rtrain.predict import Predictor
+from rtrain.core.ragged import Head
+from rtrain.inference.predictor import Predictor
 from rtrain.tasks import base
-from serve.answering import Lasting, Service
 from serve.app import build_app
-from serve.change.trial import same
-from serve.change.versions import Plan, Versions
-from serve.envelope import Record
 from serve.grpc import ROUTE
-from serve.schema import RequestError
+from serve.model import Lasting, Service
+from serve.request_context import Record
+from serve.rollout.model_slot import Plan, Versions
+from serve.rollout.shadow import same
+from serve.schemas.predict import RequestError
 from tests.serving import HEADS, predictor_of
 from tests.tiny import CORPUS, make_artifact
 
@@ -65,7 +65,7 @@ async def ask(client: httpx.AsyncClient, path: str = "/predict") -> str:
 
 
 def versions_of(folders: tuple[str, str]) -> tuple[str, str]:
-    old, new = (rtrain.artifact.read(Path(folder)).version for folder in folders)
+    old, new = (rtrain.inference.artifact.read(Path(folder)).version for folder in folders)
     return old, new
 
 

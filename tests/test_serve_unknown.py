@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import reference
-from rtrain.batch import Head
 from rtrain.config import Serve
-from rtrain.predict import Predictor
+from rtrain.core.ragged import Head
+from rtrain.inference import drift_baseline
+from rtrain.inference.predictor import Predictor
 from serve.app import build_app
 from tests.serving import TEXT, call
 from tests.tiny import CORPUS, make_task_artifact
@@ -36,15 +36,19 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
 def reference_of(predictor: Predictor) -> dict[str, Any]:
     """The answers to 300 texts of the corpus."""
     encoded = predictor.encode([CORPUS[number % len(CORPUS)] for number in range(300)])
-    found = reference.of_answers(
-        predictor.task, predictor.head, predictor.outputs(encoded), encoded, reference.unknown_id(predictor.tokenizer)
+    found = drift_baseline.of_answers(
+        predictor.task,
+        predictor.head,
+        predictor.outputs(encoded),
+        encoded,
+        drift_baseline.unknown_id(predictor.tokenizer),
     )
     assert found.labels is not None
     named = Counter(label for row in found.labels for label in row)
     document: dict[str, Any] = {"rows": 300, "labels": dict(named)}
     for name, values in found.numbers().items():
-        edges = reference.EDGES[name]
-        counts = np.bincount(reference.place(values, edges), minlength=len(edges) + 1).tolist()
+        edges = drift_baseline.EDGES[name]
+        counts = np.bincount(drift_baseline.place(values, edges), minlength=len(edges) + 1).tolist()
         document[name] = {"edges": list(edges), "counts": counts}
     return document
 

@@ -10,14 +10,14 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-import rtrain.artifact
-from rtrain.artifact import ArtifactError
+import rtrain.inference.artifact
 from rtrain.config import Serve
-from rtrain.predict import Predictor
+from rtrain.inference.artifact import ArtifactError
+from rtrain.inference.predictor import Predictor
 from serve.app import build_app
 from serve.batching.batcher import EngineError
-from serve.change.versions import Plan, Versions
-from serve.schema import RequestError
+from serve.rollout.model_slot import Plan, Versions
+from serve.schemas.predict import RequestError
 from tests.refusals import refused_with
 from tests.tiny import CORPUS, make_artifact
 
@@ -55,7 +55,7 @@ async def version(client: httpx.AsyncClient) -> str:
 
 def test_the_candidate_answers_nothing_until_the_switch(folders: tuple[str, str]) -> None:
     first, second = folders
-    old, new = (rtrain.artifact.read(Path(folder)).version for folder in folders)
+    old, new = (rtrain.inference.artifact.read(Path(folder)).version for folder in folders)
     assert old != new
 
     async def check(versions: Versions, client: httpx.AsyncClient) -> None:
@@ -73,7 +73,7 @@ def test_the_candidate_answers_nothing_until_the_switch(folders: tuple[str, str]
 
 def test_a_request_that_the_old_version_has_accepted_is_answered_by_it(folders: tuple[str, str]) -> None:
     first, second = folders
-    old, new = (rtrain.artifact.read(Path(folder)).version for folder in folders)
+    old, new = (rtrain.inference.artifact.read(Path(folder)).version for folder in folders)
 
     async def check(versions: Versions, client: httpx.AsyncClient) -> None:
         await versions.become(first)
@@ -104,7 +104,7 @@ def test_a_request_that_the_old_version_has_accepted_is_answered_by_it(folders: 
 
 def test_a_damaged_candidate_changes_nothing(folders: tuple[str, str], tmp_path: Path) -> None:
     first, second = folders
-    old = rtrain.artifact.read(Path(first)).version
+    old = rtrain.inference.artifact.read(Path(first)).version
     damaged = shutil.copytree(second, tmp_path / "damaged")
     (damaged / "model.safetensors").write_bytes(b"x" + (damaged / "model.safetensors").read_bytes()[1:])
 
@@ -142,7 +142,7 @@ def test_a_candidate_that_was_given_up_while_it_loaded_answers_nobody(folders: t
 
 
 def test_what_was_decided_is_a_version_and_not_a_folder(folders: tuple[str, str], tmp_path: Path) -> None:
-    old, new = (rtrain.artifact.read(Path(folder)).version for folder in folders)
+    old, new = (rtrain.inference.artifact.read(Path(folder)).version for folder in folders)
     place = shutil.copytree(folders[0], tmp_path / "served")
 
     async def check(versions: Versions, client: httpx.AsyncClient) -> None:

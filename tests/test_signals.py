@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import rtrain
-from rtrain.cli import answers, options
+from rtrain.cli import options, predict
 from tests.root import ROOT
 from tests.tiny import make_artifact
 
@@ -24,8 +24,8 @@ def test_signals_to_a_command_s_own_process() -> None:
 
 def test_a_job_that_writes_a_file_is_gone_on_with(tmp_path: Path) -> None:
     def way_on(data: str, out: Path | None) -> str | None:
-        options = answers.Given(tmp_path / "my artifact", [], data, out, False, True, None, 8, False, False, False)
-        return answers._again(options, ["data.text=my text"], None)
+        options = predict.Given(tmp_path / "my artifact", [], data, out, False, True, None, 8, False, False, False)
+        return predict._again(options, ["data.text=my text"], None)
 
     assert way_on("rows.csv", Path("out.csv")) == (
         f"next: rtrain predict '{tmp_path}/my artifact' --data rows.csv --batch 8 --set 'data.text=my text' "

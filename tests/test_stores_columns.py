@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rtrain import config
-from rtrain.batch import Ragged
-from rtrain.data import records
+from rtrain.core.ragged import Ragged
+from rtrain.data import row_reader
 from rtrain.data.splits import Splits
-from rtrain.data.stores import columns, commit, shards, store
+from rtrain.data.store import columns, commit, shards, store
 from tests.conftest import write_rows
 from tests.tiny import make_tokenizer
 
@@ -55,7 +55,7 @@ def test_the_commit_takes_a_fixed_number_of_bytes_a_row(tmp_path: Path, distinct
     recipe = config.load("intent", {"data.path": str(path), "data.label": "label"}).recipe
     if distinct > 77:
         recipe = recipe.model_copy(update={"task": "span_qa"})
-    source = records.inspect(recipe.data)
+    source = row_reader.inspect(recipe.data)
     writer = store.Writer(tmp_path / ".tokens" / "0123456789abcdef")
     job = shards.Job(recipe, tmp_path / "encoder", writer.folder, Splits.of(recipe.data, source))
     written, rows = [], 2000

@@ -9,11 +9,11 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 
-from rtrain.data import quarantine as bad_rows, records
-from rtrain.data.records import Record
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.data import quarantine as bad_rows, row_reader
+from rtrain.data.row_reader import Record
 from rtrain.data.splits import content_hashes
-from rtrain.data.stores.store import Store
-from rtrain.errors import ConfigError, UserError
+from rtrain.data.store.store import Store
 from rtrain.tasks import multi_label
 from rtrain.tasks.encode import load_tokenizer
 from tests import test_tokens
@@ -76,7 +76,7 @@ def test_a_column_names_the_rows_for_people(tmp_path: Path, encoder: Path) -> No
         assert list(made.slices("test")) == slices
         assert recipe.identity() == recipe_of(path, slices=slices).identity()
     with pytest.raises(ConfigError, check=caused_by("unknown_column")):
-        records.inspect(recipe_of(path, id="nothing").data)
+        row_reader.inspect(recipe_of(path, id="nothing").data)
 
 
 def test_bad_rows_are_kept_in_quarantine_with_file_and_line(tmp_path: Path, encoder: Path) -> None:
@@ -239,6 +239,6 @@ def test_more_targets_than_memory_holds_are_refused_before_they_are_made(
     )
     path.write_text("\n".join(map(json.dumps, lines)))
     recipe = recipe_of(path).model_copy(update={"task": "multi_label"})
-    monkeypatch.setattr("rtrain.data.refusals.TARGET_BYTES", 4 * 60 * 40)
+    monkeypatch.setattr("rtrain.data.checks.TARGET_BYTES", 4 * 60 * 40)
     with pytest.raises(UserError, check=caused_by("too_large")):
         make_store(recipe, encoder, tmp_path)

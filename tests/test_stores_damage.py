@@ -8,16 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rtrain import artifact, config, events, manifest
+from rtrain import config
 from rtrain.compress import teacher as teaching
 from rtrain.config import Recipe
-from rtrain.data import ingest, records, tokens
-from rtrain.data.ingest import Share
+from rtrain.core import events, manifest
+from rtrain.core.errors import UserError
+from rtrain.data import row_reader, stream
 from rtrain.data.order import Order
-from rtrain.data.stores import store
-from rtrain.data.stores.store import SPLITS, Store
-from rtrain.errors import UserError
-from rtrain.runs import driver, preparing
+from rtrain.data.store import builder, store
+from rtrain.data.store.store import SPLITS, Store
+from rtrain.data.stream import Share
+from rtrain.inference import artifact
+from rtrain.runs import controller, prepare
 from tests.causes import caused_by
 from tests.conftest import labelled_rows, write_rows
 from tests.test_data_ingest import through_arrow
@@ -145,7 +147,7 @@ def recipe(tmp_path: Path) -> Recipe:
 
 
 def ensure(recipe: Recipe, root: Path) -> tuple[Store, bool]:
-    return tokens.ensure(recipe, records.inspect(recipe.data), Path(recipe.model.name), root)
+    return builder.ensure(recipe, row_reader.inspect(recipe.data), Path(recipe.model.name), root)
 
 
 @pytest.mark.parametrize("name", ["index-valid.arrow", "shards/000000-000000.arrow"])
@@ -196,12 +198,12 @@ def test_what_the_manifest_says_of_a_file_is_what_lies_there(recipe: Recipe, tmp
 def test_a_stream_of_updates_ends_with_the_refusal_of_a_data_task(recipe: Recipe, tmp_path: Path, name: str) -> None:
     made = make_store(recipe, Path(recipe.model.name), tmp_path)
     share = Share(made.folder, Order(made.manifest.digest, made.rows("train"), 20, 1, 0), 1, 0, 8)
-    assert len(list(ingest.verified(ingest.decoded(through_arrow(share, 0, 2, blocks=2)), share, 0))) == 2
+    assert len(list(stream.verified(stream.decoded(through_arrow(share, 0, 2, blocks=2)), share, 0))) == 2
     flip(made.folder / name)
     store.open_store.cache_clear()
     tables = through_arrow(share, 0, 2, blocks=2)  # none raises: what a task raises, Ray hides in an error of its own
     with pytest.raises(UserError, check=caused_by("damaged_store")):
-        next(ingest.decoded(tables))
+        next(stream.decoded(tables))
 
 
 def test_a_teacher_is_not_asked_about_a_changed_store(recipe: Recipe, tmp_path: Path) -> None:
@@ -224,11 +226,11 @@ def test_the_user_of_a_run_reads_which_file_was_changed_and_no_traceback(
     chosen = config.load(
         "intent", {"data.path": recipe.data.path, "model.name": recipe.model.name, "train.precision": "fp32"}
     )
-    prepared = preparing.prepare(chosen, tmp_path / "run")
+    prepared = prepare.prepare(chosen, tmp_path / "run")
     assert prepared.store.folder == made.folder
     flip(made.folder / "shards/000000-000000.arrow")
     with pytest.raises(UserError):
-        driver.fit(prepared)
+        controller.fit(prepared)
     said = [event["kind"] for event in events.read(prepared.run.folder)]
     assert said == ["created", "tokens_reused", "labels", "machines", "started", "failed"]
     assert list(prepared.run.folder.glob("error-*")) == []

@@ -21,13 +21,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 
-from rtrain.batch import Ragged, Tokens
-from rtrain.data import ingest
-from rtrain.data.ingest import Share, Update, plan_update
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import Ragged, Tokens
+from rtrain.data import stream
 from rtrain.data.order import BLOCK_ROWS, Order, rows_digest
-from rtrain.data.stores import store
-from rtrain.data.stores.store import Store
-from rtrain.errors import UserError
+from rtrain.data.store import store
+from rtrain.data.store.store import Store
+from rtrain.data.stream import Share, Update, plan_update
 from tests.causes import caused_by
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
@@ -37,12 +37,12 @@ RESUMED = 10_000
 """The update at which a run is resumed: of 11,250 in an epoch of 64 rows each."""
 SPAN = 320
 """Updates of a timed stream: 20 data tasks."""
-OBJECT_STORE_BOUND = ingest.STREAM_BYTES * 7 // 4
+OBJECT_STORE_BOUND = stream.STREAM_BYTES * 7 // 4
 """Ray's limit is soft. It counts blocks until a batch is made of them; what is ready for the worker (4 batches being
 made, one ready, one in hand, a few that wait for their turn) comes on top, and so do freed blocks until their deletion:
 up to 10 blocks in all. Ray 2.60 held 54 to 81 MiB under a limit of 64 MiB with the blocks of this test (2.4 MiB: 16
 updates of 1,024 rows), and 147 or more without the limit. Larger blocks hold more: 119 MiB in blocks of 9.5 MiB."""
-PRIVATE_BOUND = ingest.STREAM_BYTES
+PRIVATE_BOUND = stream.STREAM_BYTES
 """Batches are read in place, in shared memory; 10 to 34 MiB more of the worker's own were measured."""
 
 Words = npt.NDArray[np.uint64]
@@ -174,7 +174,7 @@ def test_a_resumed_stream_reads_nothing_of_what_comes_before_it(
     before = shards_of(large, order, 0, SPAN)
     assert set(before) - set(shards)
     part = excerpt(large, tmp_path / "part", shards)
-    found = list(ingest.stream(share_of(part, order), RESUMED, RESUMED + SPAN))
+    found = list(stream.stream(share_of(part, order), RESUMED, RESUMED + SPAN))
     assert len(found) == SPAN
     assert all(is_update(update, order, number) for number, update in enumerate(found, start=RESUMED))
 
@@ -228,7 +228,7 @@ class Memory:
             used = self.object_store[-1]
             if used > peak:
                 peak, grown = used, time.monotonic()
-            if peak > ingest.STREAM_BYTES // 2 and time.monotonic() - grown > quiet_s:
+            if peak > stream.STREAM_BYTES // 2 and time.monotonic() - grown > quiet_s:
                 break
             time.sleep(self.INTERVAL_S)
         return peak
@@ -240,11 +240,11 @@ def test_a_stream_of_ten_times_its_limit_stays_within_bounds(
 ) -> None:
     # 4 bytes a token, and 28 a row: its length, second, windows, target, number of targets and id.
     epoch_bytes = 4 * large.manifest.tokens["train"] + 28 * ROWS
-    order = order_of(large, 1024, epochs=math.ceil(10 * ingest.STREAM_BYTES / epoch_bytes))
+    order = order_of(large, 1024, epochs=math.ceil(10 * stream.STREAM_BYTES / epoch_bytes))
     share = share_of(large, order)
     delivered, full, waited_s, rows, began = 0, 0, 0.0, [], time.perf_counter()
     with Memory() as memory:
-        for number, update in enumerate(ingest.stream(share, 0, order.updates)):
+        for number, update in enumerate(stream.stream(share, 0, order.updates)):
             assert is_update(update, order, number)
             rows.append(row_ids(update))
             delivered += sum(column.nbytes for part in update.passes for column in columns_of(part))
@@ -260,17 +260,17 @@ def test_a_stream_of_ten_times_its_limit_stays_within_bounds(
     say(
         capsys,
         f"{number + 1} updates, {order.epochs} epochs, {delivered / 2**20:.0f} MiB "
-        f"({delivered / ingest.STREAM_BYTES:.1f} x STREAM_BYTES) in {seconds:.0f} s and a pause of {waited_s:.0f} s: "
+        f"({delivered / stream.STREAM_BYTES:.1f} x STREAM_BYTES) in {seconds:.0f} s and a pause of {waited_s:.0f} s: "
         f"{(number + 1) / seconds:.0f} updates/s, {delivered / 1e6 / seconds:.0f} MB/s, checks of the rows included",
         f"object store: {full / 2**20:.0f} MiB in the pause, peak {peak / 2**20:.0f} MiB = "
-        f"{peak / ingest.STREAM_BYTES:.2f} x STREAM_BYTES; private memory of the consumer: "
+        f"{peak / stream.STREAM_BYTES:.2f} x STREAM_BYTES; private memory of the consumer: "
         f"{memory.private[0] / 2**20:.0f} MiB before, +{grown / 2**20:.0f} MiB at the peak; "
         f"{len(memory.private)} samples",
     )
     assert number + 1 == order.updates
-    assert delivered == order.epochs * epoch_bytes >= 10 * ingest.STREAM_BYTES
+    assert delivered == order.epochs * epoch_bytes >= 10 * stream.STREAM_BYTES
     assert len(memory.private) > 50
-    assert full > ingest.STREAM_BYTES // 2  # or nothing was held back, and the peak says nothing
+    assert full > stream.STREAM_BYTES // 2  # or nothing was held back, and the peak says nothing
     assert peak < OBJECT_STORE_BOUND
     assert grown < PRIVATE_BOUND
     assert memory.spilled == 0

@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rtrain.batch import Encoded, Ragged, Tokens, Window, batches, pack, padded, spread
-from rtrain.data.stores import store
-from rtrain.data.stores.store import Manifest, Store, Writer
-from rtrain.errors import UserError
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import Encoded, Ragged, Tokens, Window, batches, pack, padded, spread
+from rtrain.data.store import store
+from rtrain.data.store.store import Manifest, Store, Writer
 from tests.causes import caused_by
 
 # Two shards of two rows. The split `train` takes both of the first and the second of the second; `valid` the other.

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from rtrain.batch import Head
 from rtrain.config import Distill
-from rtrain.data.stores.store import Store
-from rtrain.exchange import ranks
-from rtrain.exchange.replicas import Replicas
-from rtrain.network import model
-from rtrain.strategies import choose
-from rtrain.training import evaluate, losses, step
+from rtrain.core.ragged import Head
+from rtrain.data.store.store import Store
+from rtrain.models import builder
+from rtrain.parallel import collectives, factory
+from rtrain.parallel.data_parallel import Replicas
+from rtrain.trainer import evaluate, losses, step
 from tests import test_tasks_masked_lm, test_training_loop
 from tests.strategies import (
     DYING,
@@ -68,10 +67,10 @@ the backward pass."""
 
 def guessed(folder: Path, family: str, layout: str | None) -> dict[str, torch.Tensor]:
     """The gradient of an update of two passes, on rank 0, by a layout or by one worker that is alone."""
-    network: Any = model.build(folder / family, test_tasks_masked_lm.TASK, (), seed=0).double().train()
+    network: Any = builder.build(folder / family, test_tasks_masked_lm.TASK, (), seed=0).double().train()
     if family == FAMILIES[-1]:
-        model.keep_inputs_alone(network)
-    exchange = Replicas(network) if layout is None else choose.build(network, recipe(**LAYOUTS[layout]).train)
+        builder.keep_inputs_alone(network)
+    exchange = Replicas(network) if layout is None else factory.build(network, recipe(**LAYOUTS[layout]).train)
     head = test_tasks_masked_lm.HEAD
     rows = test_tasks_masked_lm.TASK.prepare(test_tasks_masked_lm.rows(6, length=31), head, 0, 0)
     passes = [rows.pick([0, 4, 5]), rows.pick([1, 2, 3])][exchange.rank :: exchange.world]
@@ -87,16 +86,16 @@ def _worker(rank: int, folder: Path) -> None:
     for name, train in LAYOUTS.items():
         said: dict[str, Any] = {}
         network = make_network(folder / "encoder")
-        exchange = choose.build(
+        exchange = factory.build(
             network, recipe(**train).train, say=lambda kind, said=said, **fields: said.update(fields)
         )
         found["updates"][name] = trained(exchange, folder / name, **train)
         found["said"][name] = said
         del exchange, network
-        found["scaled"][name] = scaled(choose.build(make_network(folder / "encoder"), recipe(**train).train), **train)
+        found["scaled"][name] = scaled(factory.build(make_network(folder / "encoder"), recipe(**train).train), **train)
     for name in SHARES:
         network = make_network(folder / "encoder", "encoder")
-        trained(choose.build(network, recipe(**LAYOUTS[name]).train), folder / f"{name}, frozen", **LAYOUTS[name])
+        trained(factory.build(network, recipe(**LAYOUTS[name]).train), folder / f"{name}, frozen", **LAYOUTS[name])
     for family in FAMILIES:
         for name in SHARES:
             torch.save(guessed(folder, family, name), folder / f"{family}-{name}-{rank}.pt")
@@ -109,12 +108,12 @@ def _worker(rank: int, folder: Path) -> None:
 def _failing(folder: Path, train: dict[str, Any], rank: int) -> str:
     """How an evaluation ends in which the second worker fails. Its layers' weights are needed by the first one."""
     store = Store(next((folder / STILL / ".tokens").iterdir()))
-    exchange = choose.build(model.build(folder / "encoder", TASK, store.manifest.labels, 0), recipe(**train).train)
+    exchange = factory.build(builder.build(folder / "encoder", TASK, store.manifest.labels, 0), recipe(**train).train)
     task: Any = Failing() if rank == 1 else TASK
     evaluate.ROWS_PER_PASS = 8
     try:
         evaluate.gathered(exchange, task, store, "train", pad_id=0, precision="fp32")
-    except (ValueError, ranks.Elsewhere) as error:
+    except (ValueError, collectives.Elsewhere) as error:
         return type(error).__name__
     return ""
 
@@ -123,7 +122,7 @@ def _left_alone(rank: int, folder: Path) -> None:
     """Keep what a worker in the middle of a pass is told when the other one dies."""
     joined(rank, 2, folder / DYING)
     network = make_network(folder / "encoder")
-    exchange, optimizer = choose.build(network, recipe(shard=3).train), torch.optim.SGD(network.parameters(), lr=0.0)
+    exchange, optimizer = factory.build(network, recipe(shard=3).train), torch.optim.SGD(network.parameters(), lr=0.0)
     try:
         loss = LOSS if rank == 0 else Dying(TASK, Distill(), Head())
         step.run_update(exchange, optimizer, loss, share_of(0, 2, rank), pad_id=0)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rtrain import config
-from rtrain.errors import ConfigError, Problem
-from rtrain.strategies import allowed, mesh, schedules, staged
+from rtrain.core.errors import ConfigError, Problem
+from rtrain.parallel import constraints, mesh, pipeline_schedules, pipeline_stages
 
 BERT = {"model_type": "bert", "num_attention_heads": 12, "intermediate_size": 3072, "num_hidden_layers": 6}
 MODERN = {
@@ -21,14 +21,14 @@ DISTIL = {"model_type": "distilbert", "n_heads": 12, "hidden_dim": 3072, "n_laye
 def problems(folder: Path, model: dict[str, Any], **settings: Any) -> list[Problem]:
     (folder / "config.json").write_text(json.dumps(model))
     named = {name.replace("__", "."): value for name, value in settings.items()}
-    return allowed.problems(config.load("intent", named).recipe, folder)
+    return constraints.problems(config.load("intent", named).recipe, folder)
 
 
 def test_what_can_be_is_not_refused(tmp_path: Path) -> None:
     for model in (BERT, DISTIL, MODERN, MODERN | {"mlp_bias": True}):
         assert problems(tmp_path, model) == []
         assert problems(tmp_path, model, train__tensor=2, train__workers=4, train__shard=0) == []
-        for schedule in schedules.SCHEDULES:
+        for schedule in pipeline_schedules.SCHEDULES:
             assert problems(tmp_path, model, train__pipeline=2, train__workers=4, train__schedule=schedule) == []
             assert problems(tmp_path, model, train__context=2, train__workers=4) == []
             for shard in (0, 2, 3):
@@ -108,14 +108,14 @@ def test_all_of_it_is_said_at_once(tmp_path: Path) -> None:
     [("gpipe", [1, 1, 2, 3, 7]), ("1f1b", [3, 3, 3, 3, 7]), ("interleaved", [3, 3, 3, 3, 9])],
 )
 def test_a_schedule_of_three_stages_has_the_passes_that_torch_asks_for(schedule: str, made: list[int]) -> None:
-    assert [schedules.SCHEDULES[schedule].passes(own, 3) for own in (0, 1, 2, 3, 7)] == made
+    assert [pipeline_schedules.SCHEDULES[schedule].passes(own, 3) for own in (0, 1, 2, 3, 7)] == made
 
 
 @pytest.mark.parametrize(
     ("layers", "parts", "sizes"), [(4, 2, [2, 2]), (5, 2, [2, 3]), (6, 4, [1, 2, 1, 2]), (3, 1, [3])]
 )
 def test_layers_are_dealt_in_order_and_as_even_as_can_be(layers: int, parts: int, sizes: list[int]) -> None:
-    found = staged.ranges(layers, parts)
+    found = pipeline_stages.ranges(layers, parts)
     assert [number for part in found for number in part] == list(range(layers))
     assert [len(part) for part in found] == sizes
 

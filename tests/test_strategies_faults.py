@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from rtrain.config import load
-from rtrain.exchange.alive import Watch
-from rtrain.proof import drill, faults
+from rtrain.parallel.watchdog import Watch
+from rtrain.verification import drill, faults
 from tests import test_runs_recovery, test_training_loop
 from tests.test_training_loop import UPDATES, fingerprint
 from tests.test_training_step import make_still_encoder

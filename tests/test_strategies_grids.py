@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from rtrain.config import Distill
-from rtrain.data.stores.store import Store
-from rtrain.exchange.replicas import Replicas
-from rtrain.network import model
-from rtrain.strategies import choose
-from rtrain.training import evaluate, losses, step
+from rtrain.data.store.store import Store
+from rtrain.models import builder
+from rtrain.parallel import factory
+from rtrain.parallel.data_parallel import Replicas
+from rtrain.trainer import evaluate, losses, step
 from tests import test_tasks_masked_lm, test_training_loop
 from tests.strategies import Kept, check_the_same, recipe, trained, weights_of
 from tests.test_training_step import TASK, distance, make_network, make_still_encoder, norm
@@ -53,8 +53,8 @@ KILLED_AT, LAYERS = 2, 4
 
 def guessed(folder: Path, family: str, train: dict[str, Any] | None) -> dict[str, torch.Tensor]:
     """The gradient of an update of three passes, on rank 0, by a layout or by one worker that is alone."""
-    network: Any = model.build(folder / family, test_tasks_masked_lm.TASK, (), seed=0).double().train()
-    exchange = Replicas(network) if train is None else choose.build(network, recipe(**train).train)
+    network: Any = builder.build(folder / family, test_tasks_masked_lm.TASK, (), seed=0).double().train()
+    exchange = Replicas(network) if train is None else factory.build(network, recipe(**train).train)
     head = test_tasks_masked_lm.HEAD
     rows = test_tasks_masked_lm.TASK.prepare(test_tasks_masked_lm.rows(6, length=31), head, 0, 0)
     passes = [rows.pick([0, 4, 5]), rows.pick([1, 2]), rows.pick([3])]
@@ -69,8 +69,8 @@ def guessed(folder: Path, family: str, train: dict[str, Any] | None) -> dict[str
 def scored(folder: Path, train: dict[str, Any] | None) -> list[float]:
     """Outcomes of all rows, in passes of eight."""
     store = Store(next((folder / "still" / ".tokens").iterdir()))
-    network: Any = model.build(folder / "encoder", TASK, store.manifest.labels, 0).double()
-    exchange = Replicas(network) if train is None else choose.build(network, recipe(**train).train)
+    network: Any = builder.build(folder / "encoder", TASK, store.manifest.labels, 0).double()
+    exchange = Replicas(network) if train is None else factory.build(network, recipe(**train).train)
     evaluate.ROWS_PER_PASS = 8
     found = evaluate.gathered(exchange, TASK, store, "train", pad_id=0, precision="fp64")
     return [float(value) for value in found.values]
@@ -89,7 +89,7 @@ def _grids(rank: int, folder: Path, slow: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"scores": {}, "resumed": {}}
     for name in (name for name in FOUR if (name in SLOW) == slow):
         train = FOUR[name]
-        exchange = choose.build(make_network(folder / "encoder"), recipe(**train).train)
+        exchange = factory.build(make_network(folder / "encoder"), recipe(**train).train)
         trained(exchange, folder / name, workers=4, **train)
         for family in FAMILIES:
             torch.save(guessed(folder, family, train), folder / f"{family}-{name}-{rank}.pt")
@@ -101,7 +101,7 @@ def _worker(rank: int, folder: Path) -> None:
     joined(rank, 4, folder)
     found = _grids(rank, folder, slow=False)
     for name, train in HEADS.items():
-        trained(choose.build(make_network(folder / "four"), recipe(**train).train), folder / name, workers=4, **train)
+        trained(factory.build(make_network(folder / "four"), recipe(**train).train), folder / name, workers=4, **train)
     for name in FEWER:
         _fewer(folder, name, rank, 4, KILLED_AT, shard=3)
     dist.destroy_process_group()
@@ -115,7 +115,7 @@ def _worker(rank: int, folder: Path) -> None:
 def _eight(rank: int, folder: Path) -> None:
     joined(rank, 8, folder)
     for name, train in EIGHT.items():
-        trained(choose.build(make_network(folder / "encoder"), recipe(**train).train), folder / name, **train)
+        trained(factory.build(make_network(folder / "encoder"), recipe(**train).train), folder / name, **train)
     dist.destroy_process_group()
     if rank < 4:
         joined(rank, 4, folder)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rtrain.config import Recipe, load
-from rtrain.exchange.exchange import Exchange
-from rtrain.strategies.ways import Way
+from rtrain.parallel.base import Exchange
+from rtrain.parallel.layout import Way
 from rtrain.tasks import base
 from tests.tiny import make_encoder, make_tokenizer
 from tests.workers import joined, run
@@ -79,11 +79,11 @@ def _builder(rank: int, folder: Path) -> None:
 
 def _built(model: Path, name: str) -> tuple[Exchange, int]:
     """And the bytes at most until it is there."""
-    from rtrain.network import model as networks
-    from rtrain.strategies import choose
+    from rtrain.models import builder as networks
+    from rtrain.parallel import factory
 
     building = Peak()
-    exchange = choose.build(networks.build(model, TASK, LABELS, 0), recipe_of(LAYOUTS[name]).train)
+    exchange = factory.build(networks.build(model, TASK, LABELS, 0), recipe_of(LAYOUTS[name]).train)
     return exchange, building.end()
 
 
@@ -109,8 +109,8 @@ def test_a_worker_builds_its_share_and_not_the_whole(tmp_path: Path) -> None:
 
 
 def test_a_stage_of_a_pipeline_leaves_the_file_that_it_was_read_from(tmp_path: Path) -> None:
-    from rtrain.network import model as networks
-    from rtrain.strategies.staged import Staged
+    from rtrain.models import builder as networks
+    from rtrain.parallel.pipeline_stages import Staged
 
     size = make_model(tmp_path / "model", **{**SMALL, "num_hidden_layers": 2}, intermediate_size=2048)
     file = str(tmp_path / "model" / "model.safetensors")

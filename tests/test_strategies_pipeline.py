@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rtrain.batch import Head
 from rtrain.config import Distill
-from rtrain.exchange.replicas import Replicas
-from rtrain.exchange.timeline import BACKWARD, FORWARD
-from rtrain.network import model
-from rtrain.strategies import choose
-from rtrain.training import layerwise, losses, step
+from rtrain.core.ragged import Head
+from rtrain.models import builder, layerwise_lr
+from rtrain.parallel import factory
+from rtrain.parallel.data_parallel import Replicas
+from rtrain.parallel.timeline import BACKWARD, FORWARD
+from rtrain.trainer import losses, step
 from tests import test_tasks_masked_lm, test_training_loop
 from tests.strategies import (
     DYING,
@@ -79,12 +79,12 @@ def guessed(folder: Path, family: str, layout: str | None) -> dict[str, torch.Te
     """The gradient of an update of three passes, on rank 0, by a layout or by one worker that is alone; and the word
     embedding after it, on each worker that has it."""
     pads, again = (family == list(FAMILIES)[place] for place in (1, -1))
-    network: Any = model.build(folder / family, test_tasks_masked_lm.TASK, (), seed=0, pack=not pads)
+    network: Any = builder.build(folder / family, test_tasks_masked_lm.TASK, (), seed=0, pack=not pads)
     network.double().train()
     if again:
-        model.keep_inputs_alone(network)
+        builder.keep_inputs_alone(network)
     train = recipe(**LAYOUTS.get(layout or "", {})).train
-    exchange = choose.build(network, train) if layout else Replicas(network)
+    exchange = factory.build(network, train) if layout else Replicas(network)
     head = test_tasks_masked_lm.HEAD
     rows = test_tasks_masked_lm.TASK.prepare(test_tasks_masked_lm.rows(6, length=31), head, 0, 0)
     passes = [rows.pick([0, 4, 5]), rows.pick([1, 2]), rows.pick([3])]
@@ -103,7 +103,7 @@ def _worker(rank: int, folder: Path) -> None:
         joined(rank, world, folder)
         for name, train in layouts.items():
             said: dict[str, Any] = {}
-            exchange = choose.build(
+            exchange = factory.build(
                 make_network(folder / "encoder"),
                 recipe(**train).train,
                 say=lambda kind, said=said, **fields: said.update(fields),
@@ -129,8 +129,8 @@ def _seeds(folder: Path) -> dict[str, list[int]]:
     found = {}
     for name in TWO:
         network, seeds = make_network(folder / "encoder"), list[int]()
-        layers: Any = layerwise.layers(network.base_model)  # type: ignore[arg-type]
-        exchange = choose.build(network, recipe(**TWO[name]).train)
+        layers: Any = layerwise_lr.layers(network.base_model)  # type: ignore[arg-type]
+        exchange = factory.build(network, recipe(**TWO[name]).train)
         for layer in layers:
             if not next(layer.parameters()).is_meta:
                 layer.attention.register_forward_hook(lambda *_, seeds=seeds: seeds.append(torch.initial_seed()))
@@ -146,7 +146,7 @@ def _notices(folder: Path, rank: int) -> list[bool]:
     for train in (TWO["1f1b"], {"tensor": 2}):
         network = make_network(folder / "encoder")
         exchange, optimizer = (
-            choose.build(network, recipe(**train).train),
+            factory.build(network, recipe(**train).train),
             torch.optim.SGD(network.parameters(), lr=0.0),
         )
         done = step.run_update(exchange, optimizer, LOSS, share_of(1, 1, 0), pad_id=0, observer=_Noticing(rank == 0))
@@ -158,7 +158,10 @@ def _left_alone(rank: int, folder: Path) -> None:
     """Keep what the first stage is told when the last one dies in a pass."""
     joined(rank, 2, folder / DYING)
     network = make_network(folder / "encoder")
-    exchange, optimizer = choose.build(network, recipe(pipeline=2).train), torch.optim.SGD(network.parameters(), lr=0.0)
+    exchange, optimizer = (
+        factory.build(network, recipe(pipeline=2).train),
+        torch.optim.SGD(network.parameters(), lr=0.0),
+    )
     try:
         step.run_update(exchange, optimizer, Dying(TASK, Distill(), Head()), share_of(0, 1, 0), pad_id=0)
     except RuntimeError as error:

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file
 
 from rtrain import config
-from rtrain.checkpoints import checkpoint
-from rtrain.doctor.forecast import fitting
-from rtrain.doctor.forecast.memory import Need
-from rtrain.proof import faults
-from rtrain.run import Run
-from rtrain.runs import driver, preparing
-from rtrain.runs.kept import Kept
-from rtrain.strategies.ways import Way
+from rtrain.checkpoint import format as checkpoint_format
+from rtrain.core.run_folder import Run
+from rtrain.parallel.layout import Way
+from rtrain.planning import memory_fit
+from rtrain.planning.memory_needs import Need
+from rtrain.runs import controller, prepare
+from rtrain.runs.worker_pool import Kept
+from rtrain.verification import faults
 from tests import trained
 
 pytestmark = pytest.mark.timeout(900)
@@ -28,20 +28,20 @@ pytestmark = pytest.mark.timeout(900)
 def test_a_run_in_shards_that_memory_chose_is_paused_and_goes_on_in_another_layout(
     ray_session: Path, kept_workers: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose = fitting.first
+    choose = memory_fit.first
 
-    def tight(needs: Iterable[tuple[Way, Need]], room: fitting.Room) -> fitting.Choice:
+    def tight(needs: Iterable[tuple[Way, Need]], room: memory_fit.Room) -> memory_fit.Choice:
         """As if the machine had room for the second stage, and none for the first."""
         assert (room.workers, room.bytes > 100e6) == (2, True)
         every = dict(needs)
         between = (room.taken(every[Way(1)]) + room.taken(every[Way(2)])) / 2
-        return choose(every.items(), fitting.Room(between, 2))
+        return choose(every.items(), memory_fit.Room(between, 2))
 
-    monkeypatch.setattr(fitting, "first", tight)
+    monkeypatch.setattr(memory_fit, "first", tight)
     folder = ray_session / "shards"
     asked = {"train.epochs": 1, "train.strategy": "auto", "train.evaluate_every": 6}
     settings = trained.settings(folder, **asked)
-    prepared = preparing.prepare(settings, folder / "run")
+    prepared = prepare.prepare(settings, folder / "run")
     assert (prepared.config.recipe.train.strategy, prepared.config.recipe.train.shard) == ("manual", 2)
     log, ranks = Run(folder / "run"), dict[int, int]()
 
@@ -49,7 +49,7 @@ def test_a_run_in_shards_that_memory_chose_is_paused_and_goes_on_in_another_layo
         if event["kind"] == "progress" and not ranks:
             ranks.update({rank: faults.process_of(prepared.run, rank) for rank in range(2)})
 
-    driver.fit(prepared, until=8, on_event=look, workers=kept_workers)
+    controller.fit(prepared, until=8, on_event=look, workers=kept_workers)
     assert len(set(ranks.values())) == 2  # what a drill of workers that share a model kills
     [told] = log.events("strategy")
     assert told["settings"]["train.shard"] == 2
@@ -57,12 +57,12 @@ def test_a_run_in_shards_that_memory_chose_is_paused_and_goes_on_in_another_layo
     [sizes] = [event["state_bytes"] for event in log.events("sharded")]
     assert max(sizes) < 0.52 * sum(sizes)
     other = config.with_overrides(prepared.config, {"train.shard": 0, "train.pipeline": 2})
-    resumed = preparing.prepare(other, folder / "run", "resume")
+    resumed = prepare.prepare(other, folder / "run", "resume")
     assert resumed.config.recipe.identity() == prepared.config.recipe.identity()
-    summary = driver.fit(resumed, reports=False, workers=kept_workers)
+    summary = controller.fit(resumed, reports=False, workers=kept_workers)
     assert (summary["status"], summary["restarts"]) == ("finished", 1)
     assert [event["update"] for event in log.events("started")] == [0, 8]
-    best = checkpoint.path_of(log.checkpoints, summary["best_update"]) / "model.safetensors"
+    best = checkpoint_format.path_of(log.checkpoints, summary["best_update"]) / "model.safetensors"
     weights, artefact = load_file(best), load_file(log.artifact / "model.safetensors")
     assert weights.keys() == artefact.keys()
     assert all(torch.equal(weights[name], value) for name, value in artefact.items())

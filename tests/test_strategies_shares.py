@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rtrain.checkpoints import checkpoint
+from rtrain.checkpoint import format as checkpoint_format
 from rtrain.config import Recipe, load
-from rtrain.strategies import choose, shares
-from rtrain.training import optim
+from rtrain.parallel import factory, zero
+from rtrain.trainer import optimizers
 from tests import test_training_loop
 from tests.test_exchange_transport import Network
 from tests.workers import joined, run
@@ -87,12 +87,12 @@ def _bytes(world: int, rank: int) -> dict[str, Any]:
     def say(kind: str, **fields: Any) -> None:
         said.extend([fields["state_bytes"]] if kind == "sharded" else [])
 
-    exchange = choose.build(network, recipe(**SHARDED).train, say=say)
-    optimizer = optim.of_run(exchange, recipe(**SHARDED))
+    exchange = factory.build(network, recipe(**SHARDED).train, say=say)
+    optimizer = optimizers.of_run(exchange, recipe(**SHARDED))
     other = Network()
     other.load_state_dict(network.state_dict())
     other.layers[3].requires_grad_(False)
-    plain = optim.build(other, recipe().optim, beta2=0.999**8)
+    plain = optimizers.build(other, recipe().optim, beta2=0.999**8)
     for seed in range(2):
         torch.manual_seed(seed)
         for parameter, copy in zip(network.parameters(), other.parameters(), strict=True):
@@ -103,8 +103,8 @@ def _bytes(world: int, rank: int) -> dict[str, Any]:
         plain.step()
         assert all(torch.equal(one, two) for one, two in zip(network.parameters(), other.parameters(), strict=True))
     own = _size(optimizer)
-    whole = dict(exchange.whole(checkpoint.moments_of(network, optimizer)))
-    expected = checkpoint.moments_of(other, plain)
+    whole = dict(exchange.whole(checkpoint_format.moments_of(network, optimizer)))
+    expected = checkpoint_format.moments_of(other, plain)
     same = (whole.keys() == expected.keys()) == (rank == 0) and all(
         torch.equal(value, expected[key]) for key, value in whole.items()
     )
@@ -202,13 +202,13 @@ def test_a_worker_has_its_share_of_the_state_and_rank_0_all_of_it_while_it_saves
     ],
 )
 def test_the_largest_goes_to_whoever_has_least(sizes: list[int], world: int, expected: list[int]) -> None:
-    assert shares.owners(sizes, world) == expected
+    assert zero.owners(sizes, world) == expected
 
 
 def test_one_worker_has_the_whole_optimizer() -> None:
     network = Network()
-    exchange = choose.build(network, recipe(**SHARDED).train)
-    optimizer = optim.of_run(exchange, recipe(**SHARDED))
+    exchange = factory.build(network, recipe(**SHARDED).train)
+    optimizer = optimizers.of_run(exchange, recipe(**SHARDED))
     assert type(optimizer) is torch.optim.AdamW
     assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.999**8)] * 2
     assert dict(exchange.whole({"weight": torch.ones(1)})) == {"weight": 1.0}

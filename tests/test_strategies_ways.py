@@ -9,9 +9,8 @@ import torch
 
 from rtrain import config
 from rtrain.config import Recipe
-from rtrain.exchange import whole
-from rtrain.strategies import choose, ways
-from rtrain.strategies.ways import Way
+from rtrain.parallel import dtensor_utils, factory, layout
+from rtrain.parallel.layout import Way
 from tests.test_strategies_allowed import BERT
 
 
@@ -21,7 +20,7 @@ def recipe(**settings: Any) -> Recipe:
 
 def possible(folder: Path, workers: int, model: dict[str, Any] = BERT, **settings: Any) -> list[Way]:
     (folder / "config.json").write_text(json.dumps(model))
-    return list(ways.possible(recipe(**settings), folder, workers))
+    return list(layout.possible(recipe(**settings), folder, workers))
 
 
 def again(*found: Way) -> list[Way]:
@@ -60,9 +59,9 @@ def test_a_way_is_what_its_settings_say() -> None:
     named = {"train.shard": 3, "train.tensor": 2, "train.gradient_checkpointing": True}
     assert way.settings == named
     assert way.of(recipe().train, 4) == recipe(**named, **{"train.workers": 4}).train
-    assert ways.own(recipe(**named).train, 4) == way
+    assert layout.own(recipe(**named).train, 4) == way
     staged = Way(2, 2, pipeline=2)
-    assert ways.own(recipe(**staged.settings, **{"train.workers": 8}).train, 8) == staged
+    assert layout.own(recipe(**staged.settings, **{"train.workers": 8}).train, 8) == staged
     assert str(staged) == "shard=2 and tensor=2 and pipeline=2"
     assert (str(way), str(Way())) == ("shard=3 and tensor=2 with recomputed layers", "shard=0")
 
@@ -83,19 +82,19 @@ def test_freed_memory_goes_back_where_blocks_of_many_sizes_come_and_go(
     settings: dict[str, Any], expected: bool
 ) -> None:
     train = recipe(**{f"train__{name}": value for name, value in settings.items()}).train
-    assert ways.gives_back(train) is expected
+    assert layout.gives_back(train) is expected
 
 
 def test_the_rest_are_those_that_come_after() -> None:
     found = [Way(), Way(1), Way(2)]
-    assert list(ways.beginning_with(Way(1), iter(found))) == [Way(1), Way(2)]
-    assert list(ways.beginning_with(Way(3), iter(found))) == [Way(3), *found]
+    assert list(layout.beginning_with(Way(1), iter(found))) == [Way(1), Way(2)]
+    assert list(layout.beginning_with(Way(3), iter(found))) == [Way(3), *found]
 
 
 def test_a_network_is_put_on_its_device_in_parts_where_no_worker_has_all_of_it() -> None:
     def parts(workers: int, **train: Any) -> bool:
         settings = {f"train__{name}": value for name, value in train.items()}
-        return choose.in_parts(recipe(**settings, train__workers=workers).train, workers)
+        return factory.in_parts(recipe(**settings, train__workers=workers).train, workers)
 
     assert not any((parts(2), parts(2, shard=1), parts(1, shard=3), parts(4, context=2)))
     assert all((parts(2, shard=2), parts(2, tensor=2), parts(2, pipeline=2), parts(4, tensor=2, shard=3)))
@@ -105,7 +104,7 @@ def test_what_a_worker_has_is_moved_and_what_others_have_stays_away() -> None:
     layer = torch.nn.BatchNorm1d(3)
     layer.bias = torch.nn.Parameter(torch.zeros(3, device="meta"))
     weight, buffers = layer.weight, dict(layer.named_buffers())
-    whole.move(layer, torch.device("cpu"))
+    dtensor_utils.move(layer, torch.device("cpu"))
     assert (layer.weight is weight, layer.bias.is_meta) == (True, True)
     assert dict(layer.named_buffers()).keys() == buffers.keys()
-    assert whole.device(layer).type == "cpu"
+    assert dtensor_utils.device(layer).type == "cpu"

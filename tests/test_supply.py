@@ -15,14 +15,14 @@ import ray
 import yaml
 
 from rtrain import ray_internals
-from rtrain.cluster import session, supply
+from rtrain.cluster import capacity, connection
 from tests.conftest import STARTUP
 from tests.root import ROOT
 
 
 def test_a_worker_is_on_one_node() -> None:
-    assert supply.count([{"CPU": 1.5}, {"CPU": 1.5}, {"GPU": 4.0}], "cpu") == 2
-    assert supply.count([{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0}], "gpu") == 1
+    assert capacity.count([{"CPU": 1.5}, {"CPU": 1.5}, {"GPU": 4.0}], "cpu") == 2
+    assert capacity.count([{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0}], "gpu") == 1
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_a_worker_is_on_one_node() -> None:
         ([{"CPU": 1.0, "GPU": 4.0}], "gpu", 0),  # nothing is left that would read the rows
     ],
 )
-def test_data_tasks_have_their_cpus_first(nodes: list[supply.Node], device: str, room: int) -> None:
-    assert supply.fits(nodes, device, 2) == room
+def test_data_tasks_have_their_cpus_first(nodes: list[capacity.Node], device: str, room: int) -> None:
+    assert capacity.fits(nodes, device, 2) == room
 
 
 @pytest.mark.parametrize(("device", "cpus"), [("cpu", 1), ("gpu", 0)])
@@ -46,8 +46,8 @@ def test_a_run_has_room_for_as_many_workers_as_there_are_cpus_for_their_data(
     """The data tasks of more workers take more CPUs; those of fewer have room where those of all have none."""
     for has in range(20):
         node = {"CPU": float(has), "GPU": 32.0}
-        fitting = [n for n in range(1, 33) if n * cpus + supply.data_cpus(asked, n) <= has]
-        assert supply.fits([node], device, asked) == max(fitting, default=0), (has, asked)
+        fitting = [n for n in range(1, 33) if n * cpus + capacity.data_cpus(asked, n) <= has]
+        assert capacity.fits([node], device, asked) == max(fitting, default=0), (has, asked)
 
 
 DOCUMENT = {
@@ -63,7 +63,7 @@ DOCUMENT = {
 
 @pytest.mark.parametrize(("device", "most"), [("cpu", 2 * 8 + 3 * 4), ("gpu", 2 * 4)])
 def test_an_autoscaler_starts_the_largest_nodes_up_to_its_limit(device: str, most: int) -> None:
-    assert supply.count(supply.reachable(supply.startable(DOCUMENT), device), device) == most
+    assert capacity.count(capacity.reachable(capacity.startable(DOCUMENT), device), device) == most
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_an_autoscaler_starts_the_largest_nodes_up_to_its_limit(device: str, mos
 def test_each_worker_s_stream_has_a_task_within_the_cpus_of_the_data_tasks(
     asked: int | None, workers: int, each: float
 ) -> None:
-    assert supply.task_cpus(asked, workers) == each
-    assert workers * each <= supply.data_cpus(asked, workers)
+    assert capacity.task_cpus(asked, workers) == each
+    assert workers * each <= capacity.data_cpus(asked, workers)
 
 
 def test_nodes_are_counted_by_their_labels() -> None:
@@ -81,23 +81,23 @@ def test_nodes_are_counted_by_their_labels() -> None:
     kinds = DOCUMENT["available_node_types"]
     assert isinstance(kinds, dict)
     labelled = {**kinds, "small": {**kinds["small"], "labels": {"for": "training", "market": "spot"}}}
-    may = supply.startable({**DOCUMENT, "available_node_types": labelled})
-    assert supply.reachable(may, "cpu", {"for": "training"}) == [{"CPU": 4.0}] * 5
-    assert supply.reachable(may, "cpu", {"for": "answers"}) == []
-    assert supply.reachable(may, "gpu", {}) == supply.reachable(supply.startable(DOCUMENT), "gpu")
-    assert supply.has({"zone": "a"}, supply.ANY)
-    assert not supply.has(None, {"zone": "a"})
+    may = capacity.startable({**DOCUMENT, "available_node_types": labelled})
+    assert capacity.reachable(may, "cpu", {"for": "training"}) == [{"CPU": 4.0}] * 5
+    assert capacity.reachable(may, "cpu", {"for": "answers"}) == []
+    assert capacity.reachable(may, "gpu", {}) == capacity.reachable(capacity.startable(DOCUMENT), "gpu")
+    assert capacity.has({"zone": "a"}, capacity.ANY)
+    assert not capacity.has(None, {"zone": "a"})
 
 
 def test_labels_that_no_node_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supply, "up_by_id", lambda: {})
-    monkeypatch.setenv(supply.AUTOSCALER_FILE, json.dumps(DOCUMENT))
-    [problem] = supply.absent("cluster.labels", {"for": "trainng"})
+    monkeypatch.setattr(capacity, "up_by_id", lambda: {})
+    monkeypatch.setenv(capacity.AUTOSCALER_FILE, json.dumps(DOCUMENT))
+    [problem] = capacity.absent("cluster.labels", {"for": "trainng"})
     assert (problem.field, problem.code) == ("cluster.labels", "unknown_labels")
-    assert supply.absent("cluster.labels", {}) == []
+    assert capacity.absent("cluster.labels", {}) == []
     kinds = {"gpu": {"resources": {"GPU": 1}, "labels": {"for": "training"}}}
-    monkeypatch.setenv(supply.AUTOSCALER_FILE, json.dumps({"max_workers": 1, "available_node_types": kinds}))
-    assert supply.absent("cluster.labels", {"for": "training"}) == []
+    monkeypatch.setenv(capacity.AUTOSCALER_FILE, json.dumps({"max_workers": 1, "available_node_types": kinds}))
+    assert capacity.absent("cluster.labels", {"for": "training"}) == []
 
 
 def test_a_node_is_lost_where_ray_says_so_or_where_nobody_takes_its_connections(
@@ -120,45 +120,47 @@ def test_a_node_is_lost_where_ray_says_so_or_where_nobody_takes_its_connections(
         ]
         monkeypatch.setattr(ray, "nodes", lambda: nodes)
         monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
-        monkeypatch.setattr(supply, "LOST_LOOK_S", 0.01)
-        assert supply.lost({"here", "there"}, 0.05) == {}
-        assert set(supply.lost({"here", "there", "dead", "silent"}, 0.05)) == {"dead", "silent"}
-        assert supply.lost({"dead"}, 0.05) == {"dead": supply.Host({"CPU": 8.0}, {"for": "dead"})}
-        assert supply.lost({"here", "of another cluster"}, 60) == {}
+        monkeypatch.setattr(capacity, "LOST_LOOK_S", 0.01)
+        assert capacity.lost({"here", "there"}, 0.05) == {}
+        assert set(capacity.lost({"here", "there", "dead", "silent"}, 0.05)) == {"dead", "silent"}
+        assert capacity.lost({"dead"}, 0.05) == {"dead": capacity.Host({"CPU": 8.0}, {"for": "dead"})}
+        assert capacity.lost({"here", "of another cluster"}, 60) == {}
         # What is known to be gone has no room for the next start, though Ray still thinks it is up.
         monkeypatch.setattr(ray_internals, "draining_nodes", set)
-        assert sorted(supply.up_by_id()) == ["here", "there"]
+        assert sorted(capacity.up_by_id()) == ["here", "there"]
         nodes[3]["NodeManagerPort"] = there.getsockname()[1]
-        assert sorted(supply.up_by_id()) == ["here", "silent", "there"]
+        assert sorted(capacity.up_by_id()) == ["here", "silent", "there"]
         threading.Timer(0.05, lambda: nodes[1].update(Alive=False)).start()
-        assert set(supply.lost({"here", "there"}, 60)) == {"there"}
+        assert set(capacity.lost({"here", "there"}, 60)) == {"there"}
 
 
 def test_the_head_leaves_its_jobs_the_autoscaler_s_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """And misses nodes sooner, if it is not told when."""
-    name, value = session.HEALTH_CHECK
-    for one in (supply.AUTOSCALER_FILE, name):
+    name, value = connection.HEALTH_CHECK
+    for one in (capacity.AUTOSCALER_FILE, name):
         monkeypatch.delenv(one, raising=False)
-    session.on_node_start(SimpleNamespace(ray_client_server_port=1, autoscaling_config=None), head=False)
-    assert not {supply.AUTOSCALER_FILE, name} & os.environ.keys()
-    session.on_node_start(SimpleNamespace(ray_client_server_port=1, autoscaling_config="~/bootstrap.yaml"), head=True)
-    assert os.environ.pop(supply.AUTOSCALER_FILE) == str(Path.home() / "bootstrap.yaml")
+    connection.on_node_start(SimpleNamespace(ray_client_server_port=1, autoscaling_config=None), head=False)
+    assert not {capacity.AUTOSCALER_FILE, name} & os.environ.keys()
+    connection.on_node_start(
+        SimpleNamespace(ray_client_server_port=1, autoscaling_config="~/bootstrap.yaml"), head=True
+    )
+    assert os.environ.pop(capacity.AUTOSCALER_FILE) == str(Path.home() / "bootstrap.yaml")
     assert os.environ.pop(name) == value
     monkeypatch.setenv(name, "20000")
-    session.on_node_start(SimpleNamespace(ray_client_server_port=1, autoscaling_config=None), head=True)
+    connection.on_node_start(SimpleNamespace(ray_client_server_port=1, autoscaling_config=None), head=True)
     assert os.environ[name] == "20000"
 
 
 def test_each_address_of_a_head_has_a_part_of_its_own_in_a_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it is told whose part it has, as KubeRay's pods are, whose nodes find a new head by its name."""
-    names = ("RAY_REDIS_ADDRESS", "RAY_external_storage_namespace", session.HEALTH_CHECK[0])
+    names = ("RAY_REDIS_ADDRESS", "RAY_external_storage_namespace", connection.HEALTH_CHECK[0])
     for name in names:
         monkeypatch.delenv(name, raising=False)
 
     def started(head: bool, **given: object) -> object:
         usual: dict[str, Any] = {"node_ip_address": None, "_system_config": {}, "autoscaling_config": None}
         parameters = SimpleNamespace(ray_client_server_port=1, **{**usual, **given})
-        session.on_node_start(parameters, head)
+        connection.on_node_start(parameters, head)
         return parameters._system_config
 
     assert started(head=True) == {}
@@ -171,14 +173,14 @@ def test_each_address_of_a_head_has_a_part_of_its_own_in_a_redis(monkeypatch: py
     }
     monkeypatch.setenv("RAY_external_storage_namespace", "mine")
     assert started(head=True, node_ip_address="10.0.0.5") == {}
-    del os.environ[session.HEALTH_CHECK[0]]
+    del os.environ[connection.HEALTH_CHECK[0]]
 
 
 SCRIPT = '''
 import json, subprocess, sys
 from pathlib import Path
 from rtrain import env
-from rtrain.errors import UserError
+from rtrain.core.errors import UserError
 env.prepare()
 import ray
 from ray.util.placement_group import placement_group
@@ -250,7 +252,7 @@ def test_a_run_takes_what_is_free_and_says_why_a_gpu_is_left_alone(tmp_path: Pat
     """Six CPUs of which others hold two, and a GPU of which a CPU build of torch can make nothing: an elastic run of up
     to 24 workers starts with two, beside their data tasks. It neither takes four, which could never be placed, nor
     waits until there are CPUs for the data tasks of 24."""
-    from rtrain.network import device
+    from rtrain.models import device
 
     if device.usable():
         pytest.fail("this test is for a CPU build of torch, which the project's tests are run with")
@@ -260,7 +262,7 @@ def test_a_run_takes_what_is_free_and_says_why_a_gpu_is_left_alone(tmp_path: Pat
         **os.environ,
         "RAY_AUTH_MODE": "disabled",
         "PYTHONPATH": f"{ROOT}:{STARTUP}",
-        supply.AUTOSCALER_FILE: str(file),
+        capacity.AUTOSCALER_FILE: str(file),
     }
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "runs")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment, check=False)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from rtrain.batch import Head, Ragged, Tokens, single
-from rtrain.errors import UserError
-from rtrain.metrics import by_output
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import Head, Ragged, Tokens, single
+from rtrain.metrics import registry
 from rtrain.tasks import base
 from rtrain.tasks.classification import Classification
 from rtrain.tasks.pooled import pooled
@@ -92,7 +92,7 @@ def test_equal_scores_keep_the_order_of_the_labels() -> None:
 
 def scores(predicted: list[int], targets: list[int], classes: int) -> dict[str, float]:
     outcomes = Ragged.even(logits_of(predicted, classes))
-    return by_output.METRICS["classes"].scores(outcomes, Ragged.even(np.array(targets)), Head(tuple("abcde"[:classes])))
+    return registry.METRICS["classes"].scores(outcomes, Ragged.even(np.array(targets)), Head(tuple("abcde"[:classes])))
 
 
 def test_a_row_without_a_class_is_wrong_whatever_is_predicted() -> None:

@@ -9,21 +9,22 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from rtrain import config, score
-from rtrain.batch import Encoded, Head, Ragged, Tokens, Window, pack
+from rtrain import config
 from rtrain.config import Distill
-from rtrain.data.stores.store import Store
-from rtrain.errors import UserError
-from rtrain.exchange.replicated import Replicated
-from rtrain.metrics import bootstrap, by_output, summary_rows, text
-from rtrain.network import model
-from rtrain.predict import Predictor
-from rtrain.run import Run
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import Encoded, Head, Ragged, Tokens, Window, pack
+from rtrain.core.run_folder import Run
+from rtrain.core.text_segmentation import sentence_spans
+from rtrain.data.store.store import Store
+from rtrain.inference import score
+from rtrain.inference.predictor import Predictor
+from rtrain.metrics import bootstrap, registry, rouge as metrics_rouge, summary_rows
+from rtrain.models import builder
+from rtrain.parallel.ddp import Replicated
 from rtrain.runs import predictions
 from rtrain.tasks.encode import load_tokenizer
 from rtrain.tasks.extractive_summary import ExtractiveSummary, places
-from rtrain.training import evaluate, losses, step
-from rtrain.words import sentence_spans
+from rtrain.trainer import evaluate, losses, step
 from serve.app import build_app
 from tests.causes import caused_by
 from tests.serving import call
@@ -89,9 +90,11 @@ def test_scores_by_numbers_are_those_of_the_texts(document: list[list[str]], ref
     values = np.array(summary_rows.write(texts, [(0, 1)] * len(texts), [], wanted), dtype=np.float32)
     rouge, bleu = summary_rows.words_of(values)
     expected = scores_of([" ".join(texts[place] for place in chosen)], [wanted])
-    assert text.rouge(rouge.of(chosen), rouge.reference) == pytest.approx([expected[name] for name in text.ROUGES])
-    counts = np.array(text.bleu_counts(bleu.of(chosen), bleu.reference))
-    assert float(text.bleu(counts)) == pytest.approx(expected["bleu"], abs=1e-9)
+    assert metrics_rouge.rouge(rouge.of(chosen), rouge.reference) == pytest.approx(
+        [expected[name] for name in metrics_rouge.ROUGES]
+    )
+    counts = np.array(metrics_rouge.bleu_counts(bleu.of(chosen), bleu.reference))
+    assert float(metrics_rouge.bleu(counts)) == pytest.approx(expected["bleu"], abs=1e-9)
 
 
 # ------------------------------------------------------------------------------------------------------------- windows
@@ -209,7 +212,7 @@ def test_a_student_learns_its_teacher_s_sentences(encoder: Path) -> None:
 
 def test_an_update_is_divided_by_its_sentences_whatever_the_passes(encoder: Path) -> None:
     tokens, _ = random_batch(encoder)
-    network: Any = model.build(encoder, TASK, HEAD.labels, seed=0)
+    network: Any = builder.build(encoder, TASK, HEAD.labels, seed=0)
     network = network.double().train()
     loss = losses.for_run(TASK, Distill(), HEAD)
     results = []
@@ -242,9 +245,11 @@ def preferring(encoded: list[Encoded], documents: list[str], wanted: list[list[i
 
 def scores_of(predicted: list[str], references: list[str]) -> dict[str, float]:
     pairs = list(zip(predicted, references, strict=True))
-    rouge = np.mean([text.rouge(*map(text.rouge_words, pair)) for pair in pairs], axis=0)
-    bleu = text.bleu(np.sum([text.bleu_counts(*map(text.bleu_words, pair)) for pair in pairs], axis=0))
-    return {**dict(zip(text.ROUGES, rouge.tolist(), strict=True)), "bleu": float(bleu)}
+    rouge = np.mean([metrics_rouge.rouge(*map(metrics_rouge.rouge_words, pair)) for pair in pairs], axis=0)
+    bleu = metrics_rouge.bleu(
+        np.sum([metrics_rouge.bleu_counts(*map(metrics_rouge.bleu_words, pair)) for pair in pairs], axis=0)
+    )
+    return {**dict(zip(metrics_rouge.ROUGES, rouge.tolist(), strict=True)), "bleu": float(bleu)}
 
 
 def test_scores_are_those_of_the_summaries_texts_beside_the_first_sentences(encoder: Path) -> None:
@@ -253,7 +258,7 @@ def test_scores_are_those_of_the_summaries_texts_beside_the_first_sentences(enco
     tokens = batch(encoded, documents, references)
     outputs = preferring(encoded, documents, [[2, 1, 3, 0], [0], [1, 0, 2]])
     outcomes = TASK.outcomes(outputs, tokens, HEAD)
-    found = by_output.metric_for("summary").all(outcomes, tokens.labelled, HEAD)
+    found = registry.metric_for("summary").all(outcomes, tokens.labelled, HEAD)
     answers = TASK.decode(outputs, documents, encoded, HEAD, {})
     # 9 + 2 of 12 words, then one with 4 does not fit; the last row has 6 in all.
     assert [answer["summary_text"] for answer in answers] == [
@@ -266,14 +271,14 @@ def test_scores_are_those_of_the_summaries_texts_beside_the_first_sentences(enco
         assert found[name] == pytest.approx(value)
         assert found[f"lead_{name}"] == pytest.approx(lead[name])
         assert value > lead[name] or name == "bleu"
-    assert found["rouge"] == pytest.approx(np.mean([expected[name] for name in text.ROUGES]))
+    assert found["rouge"] == pytest.approx(np.mean([expected[name] for name in metrics_rouge.ROUGES]))
     oracle = scores_of([answers[0]["summary_text"], documents[1], ""], references)
     assert found["oracle_rouge1"] == pytest.approx(oracle["rouge1"])
     # Logits of the sentences, and which are the oracle's: one of 9 and one of 8 of the first document, 9 of the second.
     sure, others = [8, 9, 9], [6, 7, 8, 9, 7]
     pairs = [(one > other) + (one == other) / 2 for one in sure for other in others]
     assert found["auc"] == pytest.approx(np.mean(pairs))
-    tables = by_output.METRICS["summary"].tables
+    tables = registry.METRICS["summary"].tables
     assert tables is not None
     # Tenths of 4 sentences: 0, 2, 5, 7; of one: 0; of three: 0, 3, 6.
     positions = tables(outcomes, tokens.labelled, HEAD)["positions"]
@@ -291,7 +296,7 @@ def test_scores_are_those_of_the_summaries_texts_beside_the_first_sentences(enco
     assert found_tables["beside_lead"] == {"better": 1, "same": 2, "worse": 0}
     for name in (*expected, "rouge"):
         assert found[f"over_lead_{name}"] == pytest.approx(found[name] - found[f"lead_{name}"])
-    intervals = bootstrap.intervals(by_output.additive_summary(outcomes, tokens.labelled, HEAD), replicates=200)
+    intervals = bootstrap.intervals(registry.additive_summary(outcomes, tokens.labelled, HEAD), replicates=200)
     assert {"oracle_rouge1", "oracle_rouge2", "oracle_rougeL", "over_lead_rouge", "over_lead_bleu"} <= set(intervals)
     # Two of three documents are the same for both: their difference is known better than either score.
     assert intervals["over_lead_rouge"].low >= -1e-12
@@ -328,7 +333,7 @@ def test_documents_become_rows_and_rows_scores(made: tuple[Store, Path], tmp_pat
     store, folder = made
     assert (store.manifest.quarantined, store.manifest.truncated, sum(store.manifest.rows.values())) == (2, 0, 60)
     assert 8 <= store.manifest.facts["max_words"] <= 16
-    network: Any = model.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
+    network: Any = builder.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
     kept: dict[str, Ragged] = {}
     scores = evaluate.evaluate(Replicated(network), TASK, store, "test", pad_id=0, precision="fp32", keep=kept)
     assert scores["rows"] == store.rows("test")

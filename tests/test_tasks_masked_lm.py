@@ -10,19 +10,20 @@ import tokenizers
 import torch
 
 from rtrain import config
-from rtrain.batch import IGNORED, Head, Ragged, Tokens, single
 from rtrain.config import Distill
-from rtrain.data import packing, tokens
-from rtrain.data.records import Record
-from rtrain.errors import UserError
-from rtrain.exchange.replicated import Replicated
-from rtrain.metrics import by_output
-from rtrain.network import model
-from rtrain.predict import Predictor
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import IGNORED, Head, Ragged, Tokens, single
+from rtrain.data import packing
+from rtrain.data.row_reader import Record
+from rtrain.data.store import builder as store_builder
+from rtrain.inference.predictor import Predictor
+from rtrain.metrics import registry
+from rtrain.models import builder as models_builder
+from rtrain.parallel.ddp import Replicated
 from rtrain.runs import predictions
 from rtrain.tasks.encode import load_tokenizer
 from rtrain.tasks.masked_lm import MaskedLM
-from rtrain.training import evaluate, losses, step
+from rtrain.trainer import evaluate, losses, step
 from serve.app import build_app
 from tests.causes import caused_by
 from tests.serving import call
@@ -87,7 +88,7 @@ def test_a_mask_is_a_function_of_seed_epoch_and_row_alone() -> None:
 
 
 def test_an_update_is_divided_by_its_masked_tokens(encoder: Path) -> None:
-    network: Any = model.build(encoder, TASK, (), seed=0)
+    network: Any = models_builder.build(encoder, TASK, (), seed=0)
     network = network.double().train()
     tokens = TASK.prepare(rows(6, length=30), HEAD, 0, 0)
     loss = losses.for_run(TASK, Distill(), HEAD)
@@ -107,14 +108,14 @@ def test_an_update_is_divided_by_its_masked_tokens(encoder: Path) -> None:
     assert found[0][0] == pytest.approx(np.mean(by_hand), rel=1e-12)
     assert TASK.counts(tokens, HEAD) == {"loss": len(by_hand)}
     outputs = TASK.outputs(logits.numpy()[TASK.wanted(tokens, HEAD)], tokens, HEAD)
-    scores = by_output.METRICS["tokens"].scores(TASK.outcomes(outputs, tokens, HEAD), tokens.labelled, HEAD)
+    scores = registry.METRICS["tokens"].scores(TASK.outcomes(outputs, tokens, HEAD), tokens.labelled, HEAD)
     assert scores["perplexity"] == pytest.approx(math.exp(np.mean(by_hand)))
     assert scores["neg_loss"] == pytest.approx(-np.mean(by_hand))
     assert scores["rows"] == 6
 
 
 def test_the_head_is_tied_to_the_embeddings(encoder: Path) -> None:
-    network: Any = model.build(encoder, TASK, (), seed=0)
+    network: Any = models_builder.build(encoder, TASK, (), seed=0)
     assert network.get_output_embeddings().weight is network.get_input_embeddings().weight
 
 
@@ -139,7 +140,7 @@ def ragged() -> Tokens:
 @pytest.mark.parametrize("kind", ["bert", "distilbert", "roberta"])
 def test_the_head_on_guessed_tokens_gives_the_loss_and_gradient_of_all(tmp_path: Path, kind: str) -> None:
     make_masked(tmp_path, kind)
-    network: Any = model.build(tmp_path, TASK, (), seed=0)
+    network: Any = models_builder.build(tmp_path, TASK, (), seed=0)
     network, tokens = network.double().train(), ragged()
     guessed = np.flatnonzero(tokens.targets != IGNORED)
     every = step.forward(network, tokens, 0, "fp64")
@@ -198,9 +199,9 @@ def test_a_word_longer_than_a_block_is_cut(encoder: Path) -> None:
 
 def test_windows_that_share_tokens_are_refused_since_blocks_would_not_be_full(encoder: Path) -> None:
     given = {"data.path": "notes.csv", "data.window": 32, "data.stride": 8}
-    [problem] = tokens.problems(config.load("domain-adapt", given).recipe)
+    [problem] = store_builder.problems(config.load("domain-adapt", given).recipe)
     assert (problem.field, problem.value, problem.fix) == ("data.stride", 8, "write 0")
-    assert tokens.problems(config.load("domain-adapt", {**given, "data.stride": 0}).recipe) == []
+    assert store_builder.problems(config.load("domain-adapt", {**given, "data.stride": 0}).recipe) == []
     text, sizes = " ".join(["parcel"] * 200), {}
     for stride in (0, 8):
         tokenizer = load_tokenizer(encoder, 32, stride)
@@ -224,7 +225,7 @@ def test_from_documents_to_answers(encoder: Path, tmp_path: Path) -> None:
     assert head.facts == {**HEAD.facts, "vocabulary": pieces}  # the tiny model has room for more
     assert store.manifest.truncated == 0
     assert store.manifest.tokens["train"] / store.rows("train") > 24
-    network: Any = model.build(encoder, TASK, (), seed=0)
+    network: Any = models_builder.build(encoder, TASK, (), seed=0)
     kept: dict[str, Ragged] = {}
     scores = evaluate.evaluate(Replicated(network), TASK, store, "valid", pad_id=0, precision="fp32", keep=kept)
     again = evaluate.evaluate(Replicated(network), TASK, store, "valid", pad_id=0, precision="fp32")

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from rtrain import config
-from rtrain.batch import OUTSIDE, Head, Ragged
 from rtrain.config import Serve
-from rtrain.data import tokens
-from rtrain.data.stores.store import Store
-from rtrain.errors import UserError
-from rtrain.metrics import by_output, scores, tables
-from rtrain.predict import Predictor
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import OUTSIDE, Head, Ragged
+from rtrain.data.store import builder
+from rtrain.data.store.store import Store
+from rtrain.inference.predictor import Predictor
+from rtrain.metrics import registry, scores, tables
 from rtrain.tasks import base
 from serve.app import build_app
 from tests.causes import caused_by
@@ -58,9 +58,9 @@ def test_a_threshold_needs_validation_rows_of_both_kinds(tmp_path: Path) -> None
 
 def test_other_tasks_refuse_it() -> None:
     recipe = config.load("essay", {"data.outside": "none"}).recipe
-    assert [problem.field for problem in tokens.problems(recipe)] == ["data.outside"]
-    assert tokens.problems(config.load("intent", {"data.outside": "none"}).recipe) == []
-    [problem] = tokens.problems(config.load("intent", {"data.outside": "TRUE"}).recipe)
+    assert [problem.field for problem in builder.problems(recipe)] == ["data.outside"]
+    assert builder.problems(config.load("intent", {"data.outside": "none"}).recipe) == []
+    [problem] = builder.problems(config.load("intent", {"data.outside": "TRUE"}).recipe)
     assert (problem.field, problem.fix) == ("data.outside", "write true")
 
 
@@ -80,11 +80,11 @@ def test_the_threshold_is_the_one_of_the_best_f1() -> None:
 
 
 def test_scores_are_of_the_rows_inside_and_of_telling_the_others() -> None:
-    before = by_output.METRICS["classes"].scores(OUTCOMES, TARGETS, HEAD)
+    before = registry.METRICS["classes"].scores(OUTCOMES, TARGETS, HEAD)
     # Inside: a found, b taken for a, a found.
     assert before["accuracy"] == pytest.approx(2 / 3)
     assert "outside_f1" not in before
-    found = by_output.metric_for("classes").all(OUTCOMES, TARGETS, CHOSEN)
+    found = registry.metric_for("classes").all(OUTCOMES, TARGETS, CHOSEN)
     assert {name: found[name] for name in before} == before
     # Below 0.7: rows 2, 4 and 5; rows 3, 4 and 5 are outside.
     assert found["outside_precision"] == found["outside_recall"] == found["outside_f1"] == pytest.approx(2 / 3)

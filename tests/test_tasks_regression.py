@@ -9,12 +9,13 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from rtrain import config, score
-from rtrain.batch import Head, Ragged, Tokens, single
-from rtrain.data.stores.store import Store
-from rtrain.errors import UserError
-from rtrain.metrics import by_output
-from rtrain.predict import Predictor
+from rtrain import config
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import Head, Ragged, Tokens, single
+from rtrain.data.store.store import Store
+from rtrain.inference import score
+from rtrain.inference.predictor import Predictor
+from rtrain.metrics import registry
 from rtrain.tasks import base
 from rtrain.tasks.regression import Regression
 from serve.app import build_app
@@ -68,7 +69,7 @@ def test_a_scale_of_fractions_is_one_however_they_are_rounded(steps: int, width:
     head = TASK.head({str(grade): 1 for grade in grades})
     assert head.facts["step"] == pytest.approx(1 / steps)
     true = TASK.targets([str(grade) for grade in grades], None, head).values
-    assert by_output.METRICS["number"].scores(true, true, head)["qwk"] == 1
+    assert registry.METRICS["number"].scores(true, true, head)["qwk"] == 1
 
 
 def test_one_score_for_all_rows_is_refused() -> None:
@@ -101,7 +102,7 @@ def test_a_student_learns_its_teacher_s_numbers() -> None:
 
 
 def scores_of(found: list[float], true: list[float], head: Head = GRADES) -> dict[str, float]:
-    return by_output.METRICS["number"].scores(Ragged.even(np.array(found)), Ragged.even(np.array(true)), head)
+    return registry.METRICS["number"].scores(Ragged.even(np.array(found)), Ragged.even(np.array(true)), head)
 
 
 def test_constant_answers_have_scores_too() -> None:

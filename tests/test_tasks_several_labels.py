@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from rtrain import config
-from rtrain.batch import IGNORED, Head, Ragged, Tokens
 from rtrain.config import Distill
-from rtrain.data import tokens
-from rtrain.data.stores.store import Store
-from rtrain.errors import UserError
-from rtrain.exchange.replicated import Replicated
-from rtrain.metrics import by_output
-from rtrain.network import model
-from rtrain.predict import Predictor
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import IGNORED, Head, Ragged, Tokens
+from rtrain.data.store import builder as store_builder
+from rtrain.data.store.store import Store
+from rtrain.inference.predictor import Predictor
+from rtrain.metrics import registry
+from rtrain.models import builder as models_builder
+from rtrain.parallel.ddp import Replicated
 from rtrain.tasks import base
 from rtrain.tasks.multi_head import MultiHead
 from rtrain.tasks.multi_label import MultiLabel
-from rtrain.training import evaluate, losses, step
+from rtrain.trainer import evaluate, losses, step
 from serve.app import build_app
 from tests.causes import caused_by
 from tests.conftest import labelled_rows
@@ -99,10 +99,10 @@ def test_the_threshold_is_the_best_of_the_validation_rows() -> None:
     chances = np.array([[0.4], [0.3], [0.2], [0.1]])
     outcomes = Ragged.even(np.log(chances / (1 - chances)))
     targets, head = Ragged.even(np.array([[1], [1], [0], [0]])), Head(("a",))
-    assert by_output.METRICS["labels"].scores(outcomes, targets, head)["micro_f1"] == 0
+    assert registry.METRICS["labels"].scores(outcomes, targets, head)["micro_f1"] == 0
     chosen = LABELS.calibrate(outcomes, targets, head)
     assert 0.2 < chosen["thresholds"]["a"] <= 0.3
-    assert by_output.METRICS["labels"].scores(outcomes, targets, Head(("a",), chosen))["micro_f1"] == 1
+    assert registry.METRICS["labels"].scores(outcomes, targets, Head(("a",), chosen))["micro_f1"] == 1
     assert LABELS.calibrate(Ragged.even(np.empty((0, 1))), Ragged.even(np.empty((0, 1))), head) == {}
 
 
@@ -114,9 +114,7 @@ def test_each_label_has_a_threshold_of_its_own() -> None:
     head = Head(("low", "high"))
     chosen = LABELS.calibrate(Ragged.even(logits), targets, head)
     assert chosen["thresholds"]["low"] < 0.1 < 0.4 < chosen["thresholds"]["high"]
-    assert (
-        by_output.METRICS["labels"].scores(Ragged.even(logits), targets, Head(head.labels, chosen))["macro_f1"] > 0.97
-    )
+    assert registry.METRICS["labels"].scores(Ragged.even(logits), targets, Head(head.labels, chosen))["macro_f1"] > 0.97
 
 
 def test_a_rare_label_leans_on_the_threshold_of_all() -> None:
@@ -175,7 +173,7 @@ def test_a_row_counts_for_the_heads_whose_label_it_has() -> None:
 def test_heads_are_divided_by_their_own_targets_whatever_the_passes(tmp_path: Path) -> None:
     """I3 for several parts: a head that few rows have weighs as much as one that all have."""
     encoder = make_still_encoder(tmp_path / "encoder")
-    network: Any = model.build(encoder, HEADS, BOTH.labels, seed=0)
+    network: Any = models_builder.build(encoder, HEADS, BOTH.labels, seed=0)
     network = network.double().train()
     rows = batch([[1, IGNORED], [0, 1], [1, IGNORED], [0, IGNORED], [1, 0]])
     rows = Tokens(**{**vars(rows), "ids": np.array([7, 8, 9, 10, 11], dtype=np.int32)})
@@ -195,7 +193,7 @@ def test_heads_are_divided_by_their_own_targets_whatever_the_passes(tmp_path: Pa
 
 def test_an_update_without_a_head_s_label_trains_the_others(tmp_path: Path) -> None:
     encoder = make_still_encoder(tmp_path / "encoder")
-    network: Any = model.build(encoder, HEADS, BOTH.labels, seed=0)
+    network: Any = models_builder.build(encoder, HEADS, BOTH.labels, seed=0)
     rows = batch([[1, IGNORED], [0, IGNORED]])
     rows = Tokens(**{**vars(rows), "ids": np.array([7, 8], dtype=np.int32)})
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
@@ -208,7 +206,7 @@ def test_an_update_without_a_head_s_label_trains_the_others(tmp_path: Path) -> N
 def test_scores_of_heads_are_of_the_rows_that_have_their_label() -> None:
     logits = np.array([[0, 1, 1, 0], [0, 1, 5, 0], [1, 0, 0, 1]], dtype=np.float64)
     targets = Ragged.even(np.array([[1, 0], [0, IGNORED], [0, 0]]))
-    found = by_output.METRICS["heads"].scores(Ragged.even(logits), targets, BOTH)
+    found = registry.METRICS["heads"].scores(Ragged.even(logits), targets, BOTH)
     assert [found["intent_accuracy"], found["mood_accuracy"]] == pytest.approx([2 / 3, 1 / 2])
     assert found["mean_accuracy"] == pytest.approx((2 / 3 + 1 / 2) / 2)
     assert found["rows"] == 3
@@ -249,10 +247,10 @@ def test_from_a_file_to_an_answer(task: str, settings: dict[str, Any], labels: t
     assert store.manifest.labels == labels
     assert (store.manifest.quarantined, sum(store.manifest.rows.values())) == (0, 200)
     found = base.get(task)
-    network: Any = model.build(encoder, found, labels, seed=0)
+    network: Any = models_builder.build(encoder, found, labels, seed=0)
     scores = evaluate.evaluate(Replicated(network), found, store, "valid", pad_id=0, precision="fp32")
     assert scores["rows"] == store.rows("valid")
-    assert by_output.metric_for(found.output).headline in scores
+    assert registry.metric_for(found.output).headline in scores
     folder = make_task_artifact(tmp_path / "artifact", task, store.manifest.head)
     predictor = Predictor.load(folder, threads=1)
     reply = call(build_app(predictor, config.Serve()), "POST", "/predict", json={"inputs": ["money back"] * 2})
@@ -270,7 +268,7 @@ def test_from_a_file_to_an_answer(task: str, settings: dict[str, Any], labels: t
 @pytest.mark.parametrize("task", ["classification", "multi_label", "regression"])
 def test_several_columns_of_labels_are_refused_by_a_task_that_reads_one(task: str) -> None:
     overrides = {"task": task, "data.path": "rows.csv", "data.label": ["intent", "mood"]}
-    [problem] = tokens.problems(config.load("intent", overrides).recipe)
+    [problem] = store_builder.problems(config.load("intent", overrides).recipe)
     assert problem.field == "data.label"
     assert "task=multi_head" in problem.fix
-    assert tokens.problems(config.load("intent", {**overrides, "task": "multi_head"}).recipe) == []
+    assert store_builder.problems(config.load("intent", {**overrides, "task": "multi_head"}).recipe) == []

@@ -13,16 +13,17 @@ import regex
 import torch
 from tokenizers.normalizers import BertNormalizer
 
-from rtrain import config, score
-from rtrain.batch import Encoded, Head, Ragged, Tokens, Window, pack
-from rtrain.exchange.replicated import Replicated
-from rtrain.metrics import by_output, tables
-from rtrain.network import model
-from rtrain.run import Run
+from rtrain import config
+from rtrain.core.ragged import Encoded, Head, Ragged, Tokens, Window, pack
+from rtrain.core.run_folder import Run
+from rtrain.inference import score
+from rtrain.metrics import registry, tables
+from rtrain.models import builder
+from rtrain.parallel.ddp import Replicated
 from rtrain.runs import predictions
 from rtrain.tasks.encode import load_tokenizer
 from rtrain.tasks.span_qa import SpanQA, _best
-from rtrain.training import evaluate
+from rtrain.trainer import evaluate
 from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
 
 TASK = SpanQA()
@@ -183,9 +184,9 @@ def test_no_answer_is_right_where_there_is_none() -> None:
         [outcome(1, 2, True), outcome(0.5, 1, True), outcome(0, -1, False), outcome(0, 3, False)], np.float64
     )
     nothing = Ragged.of([[]] * 4, np.float32)
-    found = by_output.METRICS["spans"].scores(rows, nothing, HEAD)
+    found = registry.METRICS["spans"].scores(rows, nothing, HEAD)
     assert found == {"f1": pytest.approx(2.5 / 4), "exact_match": 0.5, "answered": 0.75, "rows": 4}
-    always = by_output.METRICS["spans"].scores(rows, nothing, Head(HEAD.labels, {"no_answer": False}))
+    always = registry.METRICS["spans"].scores(rows, nothing, Head(HEAD.labels, {"no_answer": False}))
     assert always["f1"] == pytest.approx(1.5 / 4)
 
 
@@ -196,13 +197,13 @@ def test_an_answer_that_is_no_number_is_wrong(encoder: Path) -> None:
     found = TASK.outcomes(TASK.outputs(nothing, tokens, HEAD), tokens, HEAD)
     for facts in ({"no_answer": True}, {"no_answer": False}, {"no_answer": True, "threshold": 3.0}):
         head = Head(HEAD.labels, facts)
-        assert by_output.METRICS["spans"].scores(found, tokens.labelled, head)["f1"] == 0
+        assert registry.METRICS["spans"].scores(found, tokens.labelled, head)["f1"] == 0
         assert TASK.calibrate(found, tokens.labelled, head) == {}
         assert all(one == slice(0, 1) for one in TASK.describe(found, tokens.labelled, head).prediction)
     assert "no_answer" not in tables.spans(found, tokens.labelled, HEAD)
     rows = Ragged.of([outcome(1, 2, True), outcome(0, math.nan, False), outcome(0, -1, False)], np.float64)
     targets = Ragged.of([[]] * 3, np.float32)
-    assert by_output.METRICS["spans"].scores(rows, targets, HEAD)["f1"] == pytest.approx(2 / 3)
+    assert registry.METRICS["spans"].scores(rows, targets, HEAD)["f1"] == pytest.approx(2 / 3)
     assert TASK.calibrate(rows, targets, HEAD) == {"threshold": 0.5}
     curve = tables.spans(rows, targets, HEAD)["no_answer"]["curve"]
     assert [point["answered"] for point in curve] == pytest.approx([1 / 3, 2 / 3, 1])
@@ -245,7 +246,7 @@ def test_from_a_squad_file_to_answers(encoder: Path, tmp_path: Path) -> None:
     assert store.manifest.facts["no_answer"] is True
     tokens = store.read("train", np.arange(store.rows("train")))
     assert tokens.counts.tolist() == (2 * tokens.windows).tolist()
-    network: Any = model.build(encoder, TASK, store.manifest.labels, seed=0)
+    network: Any = builder.build(encoder, TASK, store.manifest.labels, seed=0)
     kept: dict[str, Ragged] = {}
     scores = evaluate.evaluate(Replicated(network), TASK, store, "valid", pad_id=0, precision="fp32", keep=kept)
     assert scores["rows"] == store.rows("valid")

@@ -11,18 +11,18 @@ import tokenizers
 import torch
 
 from rtrain import config
-from rtrain.batch import IGNORED, Encoded, Head, Ragged, Tokens, pack
 from rtrain.config import Distill
-from rtrain.data.stores.store import Store
-from rtrain.errors import UserError
-from rtrain.exchange.replicated import Replicated
-from rtrain.metrics import by_output, scores as scores_module
-from rtrain.network import model
-from rtrain.run import Run
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import IGNORED, Encoded, Head, Ragged, Tokens, pack
+from rtrain.core.run_folder import Run
+from rtrain.data.store.store import Store
+from rtrain.metrics import registry, scores as scores_module
+from rtrain.models import builder
+from rtrain.parallel.ddp import Replicated
 from rtrain.runs import predictions
 from rtrain.tasks.encode import load_tokenizer
 from rtrain.tasks.token_tags import TokenTags
-from rtrain.training import evaluate, losses, step
+from rtrain.trainer import evaluate, losses, step
 from tests.causes import caused_by
 from tests.test_training_step import make_still_encoder
 from tests.tiny import make_encoder, make_store
@@ -155,7 +155,7 @@ def test_a_word_without_a_token_is_missed(
     logits = 9.0 * np.eye(len(HEAD.labels))[right]
     assert float(TASK.loss(torch.from_numpy(logits), tokens, HEAD)["loss"]) < 0.01
     outcomes = TASK.outcomes(TASK.outputs(logits, tokens, HEAD), tokens, HEAD)
-    scores = by_output.METRICS["tags"].scores(outcomes, targets, HEAD)
+    scores = registry.METRICS["tags"].scores(outcomes, targets, HEAD)
     found = [scores[name] for name in ("precision", "recall", "f1", "word_accuracy")]
     assert found == pytest.approx(expected)
     described = TASK.describe(outcomes, targets, HEAD)
@@ -199,7 +199,7 @@ def test_a_student_learns_its_teacher_s_words_only(encoder: Path) -> None:
 def test_an_update_is_divided_by_its_words_whatever_the_passes(encoder: Path) -> None:
     """I3 where rows have different numbers of targets: no pass's mean is taken anywhere."""
     tokens, _ = random_batch(encoder)
-    network: Any = model.build(encoder, TASK, HEAD.labels, seed=0)
+    network: Any = builder.build(encoder, TASK, HEAD.labels, seed=0)
     network = network.double().train()
     loss = losses.for_run(TASK, Distill(), HEAD)
     results = []
@@ -250,7 +250,7 @@ def test_evaluation_sees_every_word_and_writes_tags(made: tuple[Store, Path], tm
     import pyarrow.parquet
 
     store, folder = made
-    network: Any = model.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
+    network: Any = builder.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
     kept: dict[str, Ragged] = {}
     scores = evaluate.evaluate(Replicated(network), TASK, store, "test", pad_id=0, precision="fp32", keep=kept)
     assert scores["rows"] == store.rows("test")

@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from rtrain import artifact, config, predict
-from rtrain.artifact import Artifact
+from rtrain import config
 from rtrain.config import Distill
-from rtrain.data.stores.store import Store
-from rtrain.data.tokens import problems
-from rtrain.errors import ConfigError
-from rtrain.exchange.replicated import Replicated
-from rtrain.network import model
-from rtrain.predict import Predictor
+from rtrain.core.errors import ConfigError
+from rtrain.data.store.builder import problems
+from rtrain.data.store.store import Store
+from rtrain.inference import artifact, predictor as inference_predictor
+from rtrain.inference.artifact import Artifact
+from rtrain.inference.predictor import Predictor
+from rtrain.models import builder
+from rtrain.parallel.ddp import Replicated
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
-from rtrain.training import evaluate, losses, step
+from rtrain.trainer import evaluate, losses, step
 from serve.app import build_app
 from tests.causes import caused_by
 from tests.conftest import labelled_rows
@@ -104,7 +105,7 @@ def test_a_stride_that_two_long_texts_cannot_have_is_refused(folder: Path) -> No
 @pytest.mark.parametrize("pooling", ["mean", "max", "first"])
 def test_training_evaluation_and_serving_give_one_answer(folder: Path, tmp_path: Path, pooling: str) -> None:
     store = store_of(folder, tmp_path, pooling=pooling)
-    network: Any = model.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
+    network: Any = builder.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
     outcomes = evaluate.gathered(Replicated(network), TASK, store, "test", pad_id=0, precision="fp32")
     evaluated = outcomes.matrix(3)
     tokens = store.read("test", np.arange(store.rows("test")))
@@ -119,7 +120,7 @@ def test_training_evaluation_and_serving_give_one_answer(folder: Path, tmp_path:
     network.save_pretrained(made)
     (made / "tokenizer.json").write_bytes((folder / "encoder" / "tokenizer.json").read_bytes())
     described = Artifact("tiny", "classification", head.labels, 16, "torch", facts=head.facts)
-    artifact.write(made, described, predict.golden_logits)
+    artifact.write(made, described, inference_predictor.golden_logits)
     predictor = Predictor.load(made, threads=1)
     lines = store.origins("test")["line"].to_pylist()
     asked: list[base.Input] = [texts()[line - 2][0] for line in lines]

@@ -11,10 +11,10 @@ import psutil
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rtrain import predict
-from rtrain.batch import Encoded, Floats, Head, Window
 from rtrain.config import Serve
-from rtrain.predict import Predictor, parts
+from rtrain.core.ragged import Encoded, Floats, Head, Window
+from rtrain.inference import predictor as inference_predictor
+from rtrain.inference.predictor import Predictor, parts
 from serve.app import build_app
 from serve.batching.batcher import Batcher
 from serve.batching.scheduler import Limits
@@ -94,7 +94,7 @@ def test_parts_are_all_windows_in_their_order_under_the_budget(lengths: list[int
 )
 def test_long_windows_share_fewer_calls(lengths: list[int], calls: list[int]) -> None:
     """The squares of their lengths are as many as of 32 windows of 512 tokens."""
-    assert [part.stop - part.start for part in parts(lengths, predict.MOST_TOKENS)] == calls
+    assert [part.stop - part.start for part in parts(lengths, inference_predictor.MOST_TOKENS)] == calls
 
 
 class Recorded:

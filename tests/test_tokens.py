@@ -11,11 +11,11 @@ import tokenizers
 
 from rtrain import config
 from rtrain.config import Recipe
-from rtrain.data import records, tokens
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.data import row_reader
 from rtrain.data.splits import Splits
-from rtrain.data.stores import columns, shards
-from rtrain.data.stores.store import Store
-from rtrain.errors import ConfigError, UserError
+from rtrain.data.store import builder, columns, shards
+from rtrain.data.store.store import Store
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
 from tests.causes import caused_by
@@ -55,7 +55,7 @@ def texts_by_split(made: Store, encoder: Path) -> dict[str, list[str]]:
 
 def digest_of(path: Path, encoder: Path, **overrides: Any) -> str:
     recipe = recipe_of(path, **overrides)
-    return tokens.digest(recipe, records.inspect(recipe.data), encoder)
+    return builder.digest(recipe, row_reader.inspect(recipe.data), encoder)
 
 
 def test_equal_rows_have_one_address_wherever_they_lie(tmp_path: Path, encoder: Path) -> None:
@@ -87,14 +87,14 @@ def test_what_shapes_the_rows_is_in_the_address(tmp_path: Path, encoder: Path) -
 def test_training_settings_are_not_in_the_address(tmp_path: Path, encoder: Path) -> None:
     recipe = recipe_of(write_rows(tmp_path / "a.csv", labelled_rows(9)))
     other = config.load("intent", {"data.path": recipe.data.path, "optim.lr": 1e-5, "train.seed": 4}).recipe
-    source = records.inspect(recipe.data)
-    assert tokens.digest(recipe, source, encoder) == tokens.digest(other, source, encoder)
+    source = row_reader.inspect(recipe.data)
+    assert builder.digest(recipe, source, encoder) == builder.digest(other, source, encoder)
 
 
 def test_a_finished_store_is_reused_without_reading_rows(tmp_path: Path, encoder: Path) -> None:
     recipe = recipe_of(write_rows(tmp_path / "a.csv", labelled_rows(60)))
     made = make_store(recipe, encoder, tmp_path)
-    found, was_made = tokens.ensure(recipe, records.inspect(recipe.data), encoder, tmp_path)
+    found, was_made = builder.ensure(recipe, row_reader.inspect(recipe.data), encoder, tmp_path)
     assert (found.folder, found.manifest, was_made) == (made.folder, made.manifest, False)
 
 
@@ -103,7 +103,7 @@ def test_a_folder_without_tokenizer_is_refused_before_a_job(tmp_path: Path, enco
     broken = make_encoder(tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, check=caused_by("unreadable")):
-        tokens.ensure(recipe, records.inspect(recipe.data), broken, tmp_path)
+        builder.ensure(recipe, row_reader.inspect(recipe.data), broken, tmp_path)
     (broken / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, check=caused_by("no_tokenizer")):
         load_tokenizer(broken, 16)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from rtrain import config as configuration
-from rtrain.batch import single
-from rtrain.network import model
+from rtrain.core.ragged import single
+from rtrain.models import builder
 from rtrain.runs import decisions, worker
 from rtrain.runs.worker import Start
-from rtrain.training import balance, pass_size
+from rtrain.trainer import batch_size, load_balancing
 from tests.test_training_step import LOSS, make_network, make_still_encoder
 
 
@@ -26,7 +26,7 @@ from tests.test_training_step import LOSS, make_network, make_still_encoder
     ],
 )
 def test_speeds_are_parts_of_the_fastest(seconds: list[float], expected: list[float]) -> None:
-    assert balance.relative(seconds) == expected
+    assert load_balancing.relative(seconds) == expected
 
 
 def test_passes_are_timed_and_leave_no_gradient(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_passes_are_timed_and_leave_no_gradient(tmp_path: Path) -> None:
     ids = np.random.default_rng(0).integers(5, 200, 8 * 16).astype(np.int32)
     tokens = single(ids, lengths, lengths, np.zeros(8), np.arange(8, dtype=np.uint64))
     before = [one.detach().clone() for one in network.parameters()]
-    assert 0 < balance.seconds(network, LOSS, tokens, 0, "fp32") < 60
+    assert 0 < load_balancing.seconds(network, LOSS, tokens, 0, "fp32") < 60
     assert all(one.grad is None for one in network.parameters())
     assert all(bool((one == other).all()) for one, other in zip(before, network.parameters(), strict=True))
 
@@ -54,9 +54,9 @@ def test_passes_that_are_timed_have_the_answers_that_the_store_has(
 ) -> None:
     """Where a student has none of its teacher, or those of several as one, the store has no answers of that name."""
     config, asked = configuration.load(recipe, {**settings, "train.balance": "auto"}), list[str | None]()
-    monkeypatch.setattr(pass_size, "longest_rows", lambda store, task, tokens, teacher: asked.append(teacher))
+    monkeypatch.setattr(batch_size, "longest_rows", lambda store, task, tokens, teacher: asked.append(teacher))
     monkeypatch.setattr(decisions, "speeds", lambda watch, run, timed: (1.0, 0.5))
-    monkeypatch.setattr(model, "pad_id", lambda folder: 0)
+    monkeypatch.setattr(builder, "pad_id", lambda folder: 0)
     one: Any = object.__new__(worker._Worker)
     one._start, one._world = Start(config, tmp_path, tmp_path, tmp_path), 2
     one.watch = one._run = one.network = one._source = None

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rtrain.batch import Ragged
-from rtrain.data.stores.store import Store
+from rtrain.core.ragged import Ragged
+from rtrain.data.store.store import Store
 from rtrain.tasks import base
-from rtrain.training import best
-from rtrain.training.best import Evaluated
+from rtrain.trainer import best_checkpoint
+from rtrain.trainer.best_checkpoint import Evaluated
 from tests import test_training_loop
 from tests.test_training_loop import UPDATES, start, weights_digest
 from tests.test_training_loop_resume import weights_of
@@ -33,7 +33,7 @@ ground = test_training_loop.ground  # a fixture
     ],
 )
 def test_which_of_two_is_better(new: Evaluated, old: Evaluated | None, wins: bool) -> None:
-    assert best.better(new, old) is wins
+    assert best_checkpoint.better(new, old) is wins
 
 
 SCORES = st.sampled_from([0.25, 0.5, 0.75])
@@ -45,9 +45,9 @@ def test_taken_one_after_another_the_best_is_the_best_of_all(pairs: list[tuple[f
     every = [Evaluated(update, *pair) for update, pair in enumerate(pairs)]
     chosen: Evaluated | None = None
     for one in every:
-        chosen = one if best.better(one, chosen) else chosen
+        chosen = one if best_checkpoint.better(one, chosen) else chosen
     assert chosen == min(every, key=lambda one: (-one.score, one.loss, one.update))
-    told = best.said(chosen, {one.update: one for one in every})
+    told = best_checkpoint.said(chosen, {one.update: one for one in every})
     tied = [one for one in every if one.score == chosen.score]
     lowest = [one for one in tied if one.loss == chosen.loss]
     assert told["of"] == len(every)
@@ -56,7 +56,7 @@ def test_taken_one_after_another_the_best_is_the_best_of_all(pairs: list[tuple[f
 
 def test_a_better_one_whose_checkpoint_was_lost_is_not_counted() -> None:
     every = {2: Evaluated(2, 0.9, 0.1), 4: Evaluated(4, 0.1, 0.2), 6: Evaluated(6, 0.3, 0.2)}
-    assert best.said(every[6], every) == {"update": 6, "score": 0.3, "loss": 0.2, "of": 2, "why": "score"}
+    assert best_checkpoint.said(every[6], every) == {"update": 6, "score": 0.3, "loss": 0.2, "of": 2, "why": "score"}
 
 
 def test_the_loss_is_the_mean_log_loss_of_the_rows_and_an_endless_one_is_bounded(ground: Path) -> None:
@@ -65,12 +65,12 @@ def test_the_loss_is_the_mean_log_loss_of_the_rows_and_an_endless_one_is_bounded
     logits = np.random.default_rng(0).normal(size=(len(true), size))
     shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     wanted = -np.log(shares[np.arange(len(true)), true])
-    assert best.mean_loss(task, Ragged.even(logits), store) == pytest.approx(wanted.mean())
+    assert best_checkpoint.mean_loss(task, Ragged.even(logits), store) == pytest.approx(wanted.mean())
     logits[0] = -1e6
     logits[0, (true[0] + 1) % size] = 1e6
-    found = best.mean_loss(task, Ragged.even(logits), store)
-    assert found == pytest.approx((wanted[1:].sum() + best.ENDLESS) / len(true))
-    assert 700 < best.ENDLESS < 710
+    found = best_checkpoint.mean_loss(task, Ragged.even(logits), store)
+    assert found == pytest.approx((wanted[1:].sum() + best_checkpoint.ENDLESS) / len(true))
+    assert 700 < best_checkpoint.ENDLESS < 710
 
 
 @pytest.mark.parametrize("kill", [None, 1, 3, 5])

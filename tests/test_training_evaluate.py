@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from rtrain import config
-from rtrain.batch import Ragged
-from rtrain.data.stores.store import Store
-from rtrain.exchange.replicated import Replicated
+from rtrain.core.ragged import Ragged
+from rtrain.data.store.store import Store
+from rtrain.parallel.ddp import Replicated
 from rtrain.tasks import base
-from rtrain.training import evaluate, step
+from rtrain.trainer import evaluate, step
 from tests.conftest import labelled_rows, write_rows
 from tests.test_training_step import make_network, make_still_encoder
 from tests.test_training_step_workers import WORLDS, on_workers

@@ -8,8 +8,9 @@ import torch
 import transformers
 
 from rtrain.config import Optim
-from rtrain.errors import ConfigError
-from rtrain.training import layerwise, optim
+from rtrain.core.errors import ConfigError
+from rtrain.models import layerwise_lr
+from rtrain.trainer import optimizers
 
 SMALL: dict[str, Any] = {"vocab_size": 50, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
 DECAY = 0.5
@@ -59,7 +60,7 @@ def power(name: str, powers: Mapping[str, int]) -> int:
 def test_powers_by_architecture(kind: str) -> None:
     config, powers = POWERS[kind]
     network: Any = transformers.AutoModelForSequenceClassification.from_config(config)
-    found = layerwise.factors(network, DECAY)
+    found = layerwise_lr.factors(network, DECAY)
     names = {name: found[parameter] for name, parameter in network.named_parameters()}
     assert names == {name: DECAY ** power(name, powers) for name in names}
     # No line of the table above is without its weights.
@@ -71,7 +72,7 @@ def test_weights_that_a_language_model_head_shares_are_embeddings() -> None:
     network: Any = transformers.BertForMaskedLM(BERT)
     decoder = network.cls.predictions.decoder
     assert decoder.weight is network.bert.embeddings.word_embeddings.weight
-    found = layerwise.factors(network, DECAY)
+    found = layerwise_lr.factors(network, DECAY)
     assert found[decoder.weight] == DECAY**4
     assert found[decoder.bias] == 1.0
     assert found[network.cls.predictions.transform.dense.weight] == 1.0
@@ -79,7 +80,7 @@ def test_weights_that_a_language_model_head_shares_are_embeddings() -> None:
 
 def test_a_network_without_a_list_of_layers_is_refused() -> None:
     with pytest.raises(ConfigError, check=lambda error: [one.code for one in error.problems] == ["unsupported"]):
-        optim.build(torch.nn.Sequential(torch.nn.Linear(2, 2)), Optim(layer_decay=0.5))
+        optimizers.build(torch.nn.Sequential(torch.nn.Linear(2, 2)), Optim(layer_decay=0.5))
 
 
 # -------------------------------------------------------------------------------------------------------- in a training
@@ -93,7 +94,7 @@ def make_bert(seed: int = 0) -> Any:
 
 def test_groups_are_by_factor_and_decay() -> None:
     network = make_bert()
-    optimizer = optim.build(network, Optim(lr=0.5, layer_decay=DECAY, weight_decay=0.125))
+    optimizer = optimizers.build(network, Optim(lr=0.5, layer_decay=DECAY, weight_decay=0.125))
     names = {parameter: name for name, parameter in network.named_parameters()}
     groups = optimizer.param_groups
     seen = [(group["lr_factor"], group["weight_decay"]) for group in groups]
@@ -103,5 +104,5 @@ def test_groups_are_by_factor_and_decay() -> None:
         assert {one.dim() > 1 for one in group["params"]} == {group["weight_decay"] > 0}
         assert group["lr"] == 0.5 * group["lr_factor"]
     assert sorted(names[one] for group in groups for one in group["params"]) == sorted(names.values())
-    optim.set_rate(optimizer, 0.25)
+    optimizers.set_rate(optimizer, 0.25)
     assert [group["lr"] for group in groups] == [0.25 * DECAY**number for number in range(5) for _ in range(2)]

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from rtrain import config
-from rtrain.checkpoints import checkpoint
-from rtrain.checkpoints.replica import Replica
+from rtrain.checkpoint import format as checkpoint_format
+from rtrain.checkpoint.remote_copy import Replica
 from rtrain.config import Distill, Model
-from rtrain.data.ingest import Share, Update, plan_update
+from rtrain.core.run_folder import Run
 from rtrain.data.order import Order, chain, rows_digest
-from rtrain.data.stores.store import Store
-from rtrain.exchange.alive import Watch
-from rtrain.exchange.replicated import Replicated
-from rtrain.network import model, precision as formats
-from rtrain.run import Run
-from rtrain.strategies import choose
+from rtrain.data.store.store import Store
+from rtrain.data.stream import Share, Update, plan_update
+from rtrain.models import builder, precision as formats
+from rtrain.parallel import factory
+from rtrain.parallel.ddp import Replicated
+from rtrain.parallel.watchdog import Watch
 from rtrain.tasks import base
-from rtrain.training import evaluate, loop, losses, rungs, step
+from rtrain.trainer import evaluate, losses, rung_predictions, step, trainer
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder, make_store
 
@@ -67,10 +67,10 @@ class Recorder:
 class Ran:
     """What a start leaves."""
 
-    outcome: loop.Outcome | None
+    outcome: trainer.Outcome | None
     network: torch.nn.Module
     recorder: Recorder
-    clock: loop.Clock
+    clock: trainer.Clock
     folders: list[list[str]]
     """Names under checkpoints/ before each update, and at the end."""
 
@@ -114,9 +114,9 @@ def start(
     store = Store(next((ground / ".tokens").iterdir()))
     order = Order(store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, 3)
     assert (order.updates, order.rows % order.rows_per_update > 0) == (UPDATES, True)
-    network = model.build(ground / "encoder", TASK, store.manifest.labels, recipe.train.seed, Model(freeze=freeze))
+    network = builder.build(ground / "encoder", TASK, store.manifest.labels, recipe.train.seed, Model(freeze=freeze))
     formats.widen(network, precision)
-    job = loop.Job(
+    job = trainer.Job(
         recipe=recipe,
         run=Run(run),
         store=store,
@@ -129,8 +129,8 @@ def start(
         rung=rung,
         replica=replica,
     )
-    recorder, clock, folders = Recorder(noticed=noticed), loop.Clock(), []
-    exchange = choose.build(network, recipe.train, watch, recorder.event)
+    recorder, clock, folders = Recorder(noticed=noticed), trainer.Clock(), []
+    exchange = factory.build(network, recipe.train, watch, recorder.event)
     within = recipe.train.within
     assert (exchange.world, exchange.rank) == (world // within, rank // within)
     share = Share(store.folder, order, exchange.world, exchange.rank, recipe.train.micro_batch)
@@ -145,7 +145,7 @@ def start(
 
     outcome = None
     try:
-        outcome = loop.train(job, exchange, updates, recorder, clock)
+        outcome = trainer.train(job, exchange, updates, recorder, clock)
     except Killed:
         assert kill is not None
     folders.append(names(run))
@@ -213,7 +213,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *accuracies: float) -> None:
     def evaluate(exchange: Replicated, task: base.Task, store: Store, split: str, **_: Any) -> dict[str, float]:
         return {"accuracy": 0.25 if split == "test" else next(left), "macro_f1": 0.0, "rows": store.rows(split)}
 
-    monkeypatch.setattr(loop, "evaluate", evaluate)
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
 
 
 # ------------------------------------------------------------------------------------------------------------- cadence
@@ -234,7 +234,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *accuracies: float) -> None:
 def test_when_to_evaluate_and_save(
     last: int, until: int, every: int, save_every: int | None, evaluates: list[int], saves: list[int]
 ) -> None:
-    chosen = loop.Cadence(last, until, every, save_every)
+    chosen = trainer.Cadence(last, until, every, save_every)
     due = {done: chosen.due(done) for done in range(1, until + 1)}
     assert [done for done, found in due.items() if "evaluate" in found] == evaluates
     assert [done for done, found in due.items() if "save" in found] == saves
@@ -248,7 +248,7 @@ def test_a_rung_is_no_evaluation_and_leaves_the_answers(
     paused = start(ground, tmp_path, until=1, rung=True)
     assert paused.outcome is not None
     assert (paused.outcome.finished, paused.recorder.scores) == (False, [])
-    kept = rungs.read(Run(tmp_path), 1)
+    kept = rung_predictions.read(Run(tmp_path), 1)
     assert kept is not None
     assert len(kept) == Store(next((ground / ".tokens").iterdir())).rows("valid")
     ended = start(ground, tmp_path, rung=True)
@@ -316,16 +316,16 @@ def test_a_start_that_ends_early_tells_at_once_that_its_checkpoint_is_on_the_dis
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the disk is slow: what is told of a notice is when the node could have gone."""
-    write, told = checkpoint.write, Recorder.event
+    write, told = checkpoint_format.write, Recorder.event
 
-    def slowly(folder: Path, snapshot: checkpoint.Snapshot) -> Path:
+    def slowly(folder: Path, snapshot: checkpoint_format.Snapshot) -> Path:
         time.sleep(0.3)
         return write(folder, snapshot)
 
     def event(recorder: Recorder, kind: str, **fields: Any) -> None:
         told(recorder, kind, **fields, there=names(tmp_path))
 
-    monkeypatch.setattr(checkpoint, "write", slowly)
+    monkeypatch.setattr(checkpoint_format, "write", slowly)
     monkeypatch.setattr(Recorder, "event", event)
     ran = start(ground, tmp_path, noticed=2)
     assert ran.recorder.of("saved") == [{"update": 2, "there": [update_name(2)]}]

@@ -7,11 +7,11 @@ from unittest import mock
 
 import pytest
 
-from rtrain.checkpoints import checkpoint
-from rtrain.checkpoints.saver import Saver, Unwritten
-from rtrain.data.stores.store import Store
-from rtrain.exchange.replicated import Replicated
-from rtrain.training import loop
+from rtrain.checkpoint import format as checkpoint_format
+from rtrain.checkpoint.saver import Saver, Unwritten
+from rtrain.data.store.store import Store
+from rtrain.parallel.ddp import Replicated
+from rtrain.trainer import trainer
 from tests import test_training_loop
 from tests.test_checkpoints_saver import full
 from tests.test_training_loop import (
@@ -102,7 +102,7 @@ def flip(path: Path) -> None:
 def test_a_best_checkpoint_that_is_damaged_in_mid_run_is_never_loaded(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "evaluate", damaging(tmp_path, 0.9, 0.1, 0.2, 0.3, after=3))
+    monkeypatch.setattr(trainer, "evaluate", damaging(tmp_path, 0.9, 0.1, 0.2, 0.3, after=3))
     ran = start(ground, tmp_path, evaluate_every=2)
     assert ran.outcome is not None
     assert ran.recorder.of("best_lost") == [{"update": 2}]
@@ -142,11 +142,11 @@ def test_a_failed_save_ends_the_run_with_its_own_error(
 def faults_on_workers(ground: Path, world: int, rank: int) -> dict[str, Any]:
     """For worker processes: a run that loses its best checkpoint, one whose save fails, one that is refused."""
     run = ground / f"{world}-lost"
-    with mock.patch.object(loop, "evaluate", damaging(run, 0.9, 0.1, 0.2, 0.3, after=3)):
+    with mock.patch.object(trainer, "evaluate", damaging(run, 0.9, 0.1, 0.2, 0.3, after=3)):
         lost = start(ground, run, evaluate_every=2, world=world, rank=rank)
     assert lost.outcome is not None
     errors = []
-    for target, run in ((Saver, ground / f"{world}-full"), (checkpoint, ground / f"{world}-lost")):
+    for target, run in ((Saver, ground / f"{world}-full"), (checkpoint_format, ground / f"{world}-lost")):
         name, fault = ("flush", failing) if target is Saver else ("select", refusing)
         with mock.patch.object(target, name, fault):
             try:
@@ -163,7 +163,7 @@ def faults_on_workers(ground: Path, world: int, rank: int) -> dict[str, Any]:
 
 
 def refusing(*_: Any) -> int:
-    raise checkpoint.OtherVersion("of another version")
+    raise checkpoint_format.OtherVersion("of another version")
 
 
 @pytest.mark.parametrize("world", WORLDS)

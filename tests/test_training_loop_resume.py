@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from rtrain.checkpoints import checkpoint
-from rtrain.data.stores.store import Store
-from rtrain.network import model
+from rtrain.checkpoint import format as checkpoint_format
+from rtrain.data.store.store import Store
+from rtrain.models import builder
 from tests import test_training_loop
 from tests.test_training_loop import (
     TASK,
@@ -46,8 +46,8 @@ def test_the_best_checkpoint_is_restored_at_the_end(
 def weights_of(ground: Path, run: Path, update: int) -> str:
     """Digest of the weights of a checkpoint."""
     store = Store(next((ground / ".tokens").iterdir()))
-    network: torch.nn.Module = model.build(ground / "encoder", TASK, store.manifest.labels, seed=99)
-    checkpoint.load(checkpoint.path_of(run / "checkpoints", update), network)
+    network: torch.nn.Module = builder.build(ground / "encoder", TASK, store.manifest.labels, seed=99)
+    checkpoint_format.load(checkpoint_format.path_of(run / "checkpoints", update), network)
     return weights_digest(network)
 
 
@@ -113,7 +113,7 @@ def test_another_run_s_checkpoints_are_not_taken_up(ground: Path, tmp_path: Path
     start(ground, tmp_path / "other", save_every=1, kill=2, rows_per_update=20)
     other = start(ground, tmp_path / "other", kill=2, rows_per_update=20)
     assert other.recorder.of("started")[0]["update"] == 2
-    with pytest.raises(checkpoint.OtherRun):
+    with pytest.raises(checkpoint_format.OtherRun):
         start(ground, tmp_path / "other")
     assert names(tmp_path / "other") == [update_name(1), update_name(2)]
 
@@ -164,9 +164,9 @@ def test_a_pause_reads_no_best_weights_and_continues_from_the_newest(
 @pytest.mark.parametrize("changed", [{"rules": {"lr": 0.02}}, {"evaluate_every": 2}], ids=["lr", "evaluate_every"])
 def test_a_checkpoint_of_other_settings_is_refused(ground: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
     start(ground, tmp_path, save_every=1, kill=3)
-    with pytest.raises(checkpoint.OtherRun):
+    with pytest.raises(checkpoint_format.OtherRun):
         start(ground, tmp_path, save_every=1, **changed)
-    assert checkpoint.updates(tmp_path / "checkpoints")[-1] == 3
+    assert checkpoint_format.updates(tmp_path / "checkpoints")[-1] == 3
 
 
 # -------------------------------------------------------------------------------------------------------- more workers

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from rtrain import config
-from rtrain.batch import Tokens, single
 from rtrain.config import Distill
+from rtrain.core.ragged import Tokens, single
 from rtrain.tasks import base
-from rtrain.training import losses
+from rtrain.trainer import losses
 
 TASK = base.get("classification")
 

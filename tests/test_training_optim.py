@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from rtrain.config import Optim, Recipe
-from rtrain.training import optim
+from rtrain.trainer import optimizers
 
 
 def recipe(rows: int = 64, **chosen: Any) -> Recipe:
@@ -41,7 +41,7 @@ def recipe(rows: int = 64, **chosen: Any) -> Recipe:
 )
 def test_learning_rate_rises_and_falls(settings: dict[str, Any], updates: int, expected: list[float]) -> None:
     made = recipe(**settings)
-    found = [optim.learning_rate(made, update, updates) / 0.02 for update in range(updates)]
+    found = [optimizers.learning_rate(made, update, updates) / 0.02 for update in range(updates)]
     assert found == pytest.approx(expected, rel=1e-12)
 
 
@@ -59,7 +59,7 @@ def test_a_schedule_rises_to_the_scaled_peak_and_never_again(
     made = recipe(rows, schedule=schedule, warmup=warmup, lr_scaling=scaling, lr_rows=32)
     ratio = rows / 32
     peak = 0.02 * {"none": 1.0, "linear": ratio, "sqrt": sqrt(ratio)}[scaling]
-    rates = [optim.learning_rate(made, update, updates) for update in range(updates)]
+    rates = [optimizers.learning_rate(made, update, updates) for update in range(updates)]
     assert max(rates) == pytest.approx(peak, rel=1e-12)
     top = rates.index(max(rates))
     assert rates[: top + 1] == sorted(rates[: top + 1])
@@ -77,7 +77,7 @@ class Network(torch.nn.Module):
 
 def test_only_matrices_are_decayed_and_frozen_weights_left_out() -> None:
     network = Network()
-    decayed, plain = optim.build(network, Optim(lr=0.5, weight_decay=0.25)).param_groups
+    decayed, plain = optimizers.build(network, Optim(lr=0.5, weight_decay=0.25)).param_groups
     assert [id(p) for p in decayed["params"]] == [id(network.linear.weight)]
     assert [id(p) for p in plain["params"]] == [id(network.linear.bias), id(network.norm.weight), id(network.norm.bias)]
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.25, 0.0)

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from rtrain import events
-from rtrain.batch import Tokens
 from rtrain.config import Distill
-from rtrain.data.stores.store import Store
-from rtrain.exchange.alive import Watch
-from rtrain.network import model
-from rtrain.run import Run
+from rtrain.core import events
+from rtrain.core.ragged import Tokens
+from rtrain.core.run_folder import Run
+from rtrain.data.store.store import Store
+from rtrain.models import builder
+from rtrain.parallel.watchdog import Watch
 from rtrain.runs import decisions
-from rtrain.training import losses, pass_size
-from rtrain.training.pass_size import LEAST, MOST, Peak, fitting, longest_rows
+from rtrain.trainer import batch_size, losses
+from rtrain.trainer.batch_size import LEAST, MOST, Peak, fitting, longest_rows
 from tests import test_training_loop
 from tests.test_training_loop import TASK
 
@@ -57,7 +57,7 @@ def test_what_fits_is_on_the_line_through_both_passes(small: Peak, large: Peak, 
 def test_an_update_is_dealt_into_enough_passes_but_not_into_tiny_ones(
     most: int, tokens: float, passes: int, found: int
 ) -> None:
-    assert pass_size.dealt(most, tokens, passes) == found
+    assert batch_size.dealt(most, tokens, passes) == found
 
 
 @pytest.mark.parametrize("tokens", [1, 50, 200, 3000])
@@ -76,8 +76,8 @@ def test_a_gpu_s_own_figures_decide(
 ) -> None:
     """The passes are real; what a GPU would say of its memory is given: 7.5 GB are free for us, of which 80 % count."""
     store = Store(next((ground / ".tokens").iterdir()))
-    network = model.build(ground / "encoder", TASK, store.manifest.labels, 0)
-    left, whole = list(peaks), pass_size.one_pass
+    network = builder.build(ground / "encoder", TASK, store.manifest.labels, 0)
+    left, whole = list(peaks), batch_size.one_pass
 
     def one_pass(*arguments: Any) -> None:
         whole(*arguments)
@@ -85,7 +85,7 @@ def test_a_gpu_s_own_figures_decide(
             left.pop(0)
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(pass_size, "one_pass", one_pass)
+    monkeypatch.setattr(batch_size, "one_pass", one_pass)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * GB, 80 * GB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GB // 2)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
@@ -96,7 +96,7 @@ def test_a_gpu_s_own_figures_decide(
     def made(count: int) -> Tokens:
         return longest_rows(store, TASK, count)
 
-    found = pass_size.measured(network, losses.for_run(TASK, Distill()), made, 0, "fp32")
+    found = batch_size.measured(network, losses.for_run(TASK, Distill()), made, 0, "fp32")
     assert found == pytest.approx(tokens, abs=256)
     assert not left
     assert all(parameter.grad is None for parameter in network.parameters())

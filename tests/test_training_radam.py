@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rtrain.config import Optim
-from rtrain.training import optim, radam
+from rtrain.trainer import optimizers, radam
 from tests.test_checkpoints_checkpoint import make_network, train
 
 SCALES = (1.0, 1e-3, 1e3, 1e8, 1e-20, 0.0)
@@ -103,7 +103,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def test_groups_keep_what_they_were_given() -> None:
     network = make_network()
-    optimizer = optim.build(network, Optim(name="radam", lr=0.25, weight_decay=0.125))
+    optimizer = optimizers.build(network, Optim(name="radam", lr=0.25, weight_decay=0.125))
     groups, before = list(optimizer.param_groups), settings_of(optimizer)
     assert [(group["lr"], group["weight_decay"], group["eps"]) for group in before] == [
         (0.25, 0.125, 1e-8),

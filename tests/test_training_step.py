@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from rtrain.batch import Head, Tokens, single
 from rtrain.config import Distill, Model
-from rtrain.exchange.replicated import Replicated
-from rtrain.network import model
+from rtrain.core.ragged import Head, Tokens, single
+from rtrain.models import builder
+from rtrain.parallel.ddp import Replicated
 from rtrain.tasks import base
-from rtrain.training import losses, step
+from rtrain.trainer import losses, step
 from tests.tiny import VOCABULARY, make_encoder
 
 LABELS = ("a", "b", "c")
@@ -61,7 +61,7 @@ def make_still_encoder(folder: Path, layers: int = 2) -> Path:
 
 def make_network(encoder: Path, freeze: Literal["none", "encoder"] = "none") -> torch.nn.Module:
     """The encoder with a head of three labels, in float64."""
-    network: torch.nn.Module = model.build(encoder, TASK, LABELS, seed=0, chosen=Model(freeze=freeze))
+    network: torch.nn.Module = builder.build(encoder, TASK, LABELS, seed=0, chosen=Model(freeze=freeze))
     return network.double().train()
 
 

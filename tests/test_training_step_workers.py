@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rtrain.batch import Head, Tokens
-from rtrain.checkpoints.loss_scale import Scale
+from rtrain.checkpoint.loss_scale import Scale
 from rtrain.config import Distill, Optim
+from rtrain.core.ragged import Head, Tokens
 from rtrain.data.order import deal
-from rtrain.exchange import replicated
-from rtrain.exchange.replicated import Replicated
-from rtrain.training import losses, optim, step
+from rtrain.parallel import ddp
+from rtrain.parallel.ddp import Replicated
+from rtrain.trainer import losses, optimizers, step
 from tests.test_training_step import (
     LOSS,
     TASK,
@@ -91,7 +91,7 @@ def _updates(world: int, rank: int, folder: Path, freeze: Literal["none", "encod
     network = make_network(folder / "encoder", freeze)
     kept = folder / freeze
     kept.mkdir(exist_ok=True)
-    optimizer = optim.build(network, Optim(lr=1e-3))
+    optimizer = optimizers.build(network, Optim(lr=1e-3))
     exchange = Replicated(network)
     found = []
     for number, count in enumerate(UPDATES):
@@ -123,7 +123,7 @@ def _collectives(world: int, rank: int, folder: Path) -> dict[str, Any]:
     weights = []
     for planned in (True, False):
         network = make_network(folder / "encoder")
-        exchange, optimizer = Replicated(network), optim.build(network, Optim(lr=1e-3))
+        exchange, optimizer = Replicated(network), optimizers.build(network, Optim(lr=1e-3))
         for name in COLLECTIVES:
             setattr(dist, name, counted(name))
         try:
@@ -167,21 +167,21 @@ def _exchanges(world: int, rank: int, folder: Path) -> list[int]:
         return [0] * len(UPDATES)
     network = make_network(folder / "encoder")
     exchange = Replicated(network)
-    calls, started = 0, replicated._started
+    calls, started = 0, ddp._started
 
     def counted(*given: Any) -> Any:
         nonlocal calls
         calls += 1
         return started(*given)
 
-    replicated._started = counted  # type: ignore[assignment]
+    ddp._started = counted  # type: ignore[assignment]
     found = []
     for number, count in enumerate(UPDATES):
         before = calls
         optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
         step.run_update(exchange, optimizer, LOSS, _share(number, count, world, rank), pad_id=0)
         found.append(calls - before)
-    replicated._started = started
+    ddp._started = started
     return found
 
 
@@ -218,7 +218,7 @@ class _Overflowing(losses.RunLoss):
 def _infinite(world: int, rank: int, folder: Path) -> dict[str, Any]:
     """Three updates in fp16; in the second one the gradient is infinite on the last worker alone."""
     network = make_network(folder / "encoder").float()
-    optimizer, exchange = optim.build(network, Optim(lr=1e-3)), Replicated(network)
+    optimizer, exchange = optimizers.build(network, Optim(lr=1e-3)), Replicated(network)
     scale, overflowing = Scale(2.0**10), _Overflowing(TASK, Distill(), Head())
     local = False
     found: dict[str, Any] = {"skipped": [], "scales": [], "weights": []}

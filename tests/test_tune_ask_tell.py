@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rtrain import config
-from rtrain.errors import ConfigError
-from tune.asking import ask_tell, points, space
-from tune.asking.ask_tell import START, Told, expected_gain, propose
-from tune.asking.points import Dimension
+from rtrain.core.errors import ConfigError
+from tune import points, sampler as tune_sampler, space
+from tune.points import Dimension
+from tune.sampler import START, Told, expected_gain, propose
 
 LR = Dimension("optim.lr", 5e-5, 1e-3, log=True)
 K = Dimension("train.aggregation_frequency", choices=(1, 2, 4, 8))
@@ -119,8 +119,8 @@ def test_another_process_proposes_the_same(tmp_path: Path) -> None:
     assert set(names) == {"optim.lr", "train.aggregation_frequency"}
     code = """
 import json, sys
-from tune.asking.ask_tell import Told, propose
-from tune.asking.points import Dimension
+from tune.sampler import Told, propose
+from tune.points import Dimension
 told = [Told(point, value) for point, value in json.load(sys.stdin)]
 plane = (Dimension("optim.lr", 5e-5, 1e-3, log=True), Dimension("train.aggregation_frequency", choices=(1, 2, 4, 8)))
 print(json.dumps([propose(plane, told, number=6, seed=3, sampler=by, planned=9) for by in ("gp", "tpe", "random")]))
@@ -288,17 +288,17 @@ def test_without_optuna_the_extra_is_named_and_random_and_grid_work(monkeypatch:
     monkeypatch.setitem(sys.modules, "optuna", None)  # as if it were not installed
     for sampler in ("auto", "gp", "tpe"):
         with pytest.raises(ConfigError) as caught:
-            ask_tell.check(sampler)
+            tune_sampler.check(sampler)
         [problem] = caught.value.problems
         assert (problem.field, problem.value, problem.code) == ("tune.sampler", sampler, "not_installed")
         with pytest.raises(ConfigError):
             ask(told, 5, sampler)
     for sampler in ("random", "grid"):
-        ask_tell.check(sampler)
+        tune_sampler.check(sampler)
         few = [Told(point, 1.0) for point in (*points.grid((K, NAME)),)[:4]]
         found = propose((K, NAME), few, number=4, seed=0, sampler=sampler, planned=9)
         assert found is not None
         assert found[1] == sampler
     assert ask(told, 5, "random")[1] == "random"
     monkeypatch.undo()
-    ask_tell.check("auto")
+    tune_sampler.check("auto")

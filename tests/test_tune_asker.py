@@ -7,14 +7,14 @@ import pytest
 
 from rtrain import config
 from rtrain.config import Config
-from rtrain.exchange import noise
-from rtrain.run import Run
+from rtrain.core.run_folder import Run
+from rtrain.parallel import gradient_noise
 from tests.histories import Event, asked, configured, make_search, reached, score_of
 from tests.test_tune_budget import started
-from tune.asking import space
-from tune.asking.asker import Asker
-from tune.asking.points import Dimension
-from tune.known.history import replay
+from tune import space
+from tune.history import replay
+from tune.points import Dimension
+from tune.search_policy import Asker
 
 K = "train.aggregation_frequency"
 SPACE = {"optim.lr": [1e-4, 2e-4, 4e-4], K: [1, 2, 4, 8]}
@@ -45,7 +45,7 @@ def measured(run: Run, *updates: int) -> None:
     """A start with the gradients' noise at these updates, of 0.5 s each, a fifth of it for the exchange."""
     run.append("started", update=0, of=80, workers=2, precision="fp32", device="cpu", rows_per_update=64)
     for update in updates:
-        run.append(noise.KIND, update=update, trace=900.0 + 50 * (update % 3), square=9.0, rows=64)
+        run.append(gradient_noise.KIND, update=update, trace=900.0 + 50 * (update % 3), square=9.0, rows=64)
     run.append("trained", updates=80, seconds={"train": 40.0}, exchange={"seconds": 0.1, "bytes": 1}, stages=[])
 
 

@@ -12,21 +12,20 @@ import pytest
 
 from rtrain import config
 from rtrain.config import Config
-from rtrain.errors import TryAgain
-from rtrain.run import Run
-from rtrain.runs import driver, failures
+from rtrain.core.errors import TryAgain
+from rtrain.core.run_folder import Run
+from rtrain.runs import controller, failures
 from tests.searches import make_search, settings
-from tune import search
-from tune.asking import ask_tell
-from tune.known.history import Journal
-from tune.results import dashboard
-from tune.slots import Slots
-from tune.trial import Task
+from tune import sampler, search
+from tune.history import Journal
+from tune.report import optuna_export
+from tune.trainable import Task
+from tune.trial_pool import Slots
 
 MINUTES = {"minutes": 30.0, "money": None, "price": None}
 
 
-def started(found: Run, chosen: Config, on_event: driver.OnEvent | None = None) -> search.SearchStart:
+def started(found: Run, chosen: Config, on_event: controller.OnEvent | None = None) -> search.SearchStart:
     task = Task(config.to_document(chosen), frozenset(), found.folder, found.folder.parent)
     return search.SearchStart(chosen, task, 1, on_event)
 
@@ -97,8 +96,8 @@ def test_an_error_of_a_full_disk_is_the_search_s_though_nothing_more_can_be_writ
 
     one = started(make_search(tmp_path, [0.5, 0.6], ended=False), settings(tmp_path, 9))
     monkeypatch.setattr(one, "decide", decide)
-    monkeypatch.setattr(ask_tell, "installed", lambda: True)
-    for module, name in ((Journal, "append"), (dashboard, "export"), (failures, "keep_traceback")):
+    monkeypatch.setattr(sampler, "installed", lambda: True)
+    for module, name in ((Journal, "append"), (optuna_export, "export"), (failures, "keep_traceback")):
         monkeypatch.setattr(module, name, full)
     with pytest.raises(TryAgain) as raised:
         one.run()

@@ -4,9 +4,9 @@ import pytest
 
 from tests.histories import FULL, Event, asked, finished, reached
 from tests.test_tune_finals import ROWS, SCORE, answers, searched
-from tune.ending.finals import Run, candidates, next_runs
-from tune.known.aim import Aim
-from tune.known.history import replay
+from tune.finals import Run, candidates, next_runs
+from tune.history import replay
+from tune.objective import Aim
 
 
 @pytest.mark.parametrize(

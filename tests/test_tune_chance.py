@@ -8,8 +8,8 @@ import pytest
 from scipy.stats import t, ttest_rel
 
 from rtrain.metrics import classification
-from rtrain.metrics.additive import Additive, means
-from tune.ending.chance import Gap, Held, Table, aligned, gap, pseudo_values
+from rtrain.metrics.sums import Additive, means
+from tune.difference_ci import Gap, Held, Table, aligned, gap, pseudo_values
 
 Draw = np.random.Generator
 

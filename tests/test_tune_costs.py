@@ -9,19 +9,21 @@ from typing import Any
 import pytest
 
 from rtrain import config
-from rtrain.errors import ConfigError
+from rtrain.core.errors import ConfigError
 from tests.conftest import labelled_rows, write_rows
 from tests.searches import make_search, settings
 from tests.test_tune_budget import started
 from tests.tiny import make_encoder
-from tune import costs, search, trial
+from tune import search, student_costs, trainable
 
 
 def test_a_model_of_fewer_layers_has_fewer_bytes_and_is_answered_sooner(tmp_path: Path) -> None:
     small, large = (make_encoder(tmp_path / str(layers), layers=layers) for layers in (1, 24))
-    assert costs.megabytes(small) == round((small / "model.safetensors").stat().st_size / 1e6, 3)
-    assert costs.megabytes(small) < costs.megabytes(large)
-    assert 0 < costs.milliseconds(small) < costs.milliseconds(large)  # 24 times the work, at the least of its times
+    assert student_costs.megabytes(small) == round((small / "model.safetensors").stat().st_size / 1e6, 3)
+    assert student_costs.megabytes(small) < student_costs.megabytes(large)
+    assert (
+        0 < student_costs.milliseconds(small) < student_costs.milliseconds(large)
+    )  # 24 times the work, at the least of its times
 
 
 def test_a_shape_is_measured_once_and_known_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,17 +33,17 @@ def test_a_shape_is_measured_once_and_known_after_a_resume(tmp_path: Path, monke
         asked.append(model)
         return float(len(asked))
 
-    monkeypatch.setitem(costs.OF, "latency", measured)
+    monkeypatch.setitem(student_costs.OF, "latency", measured)
     one, same, other = (
         make_encoder(tmp_path / name, layers=layers, seed=seed)
         for name, layers, seed in (("one", 1, 0), ("same", 1, 7), ("other", 2, 0))
     )
-    found = costs.Costs(tmp_path, "latency")
+    found = student_costs.Costs(tmp_path, "latency")
     assert [found.of(one), found.of(same), found.of(other)] == [1.0, 1.0, 2.0]
     assert asked == [one, other]
-    again = costs.Costs(tmp_path, "latency")
+    again = student_costs.Costs(tmp_path, "latency")
     assert (again.of(same), len(asked)) == (1.0, 2)
-    assert sorted(json.loads((tmp_path / costs.NAME).read_text()).values()) == [1.0, 2.0]
+    assert sorted(json.loads((tmp_path / student_costs.NAME).read_text()).values()) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("layers", [[1, 2, 3], {"low": 1, "high": 3}], ids=["listed", "a range"])
@@ -52,7 +54,7 @@ def test_the_shapes_of_a_space_are_measured_before_the_slots_start(
     measured, space = list[str](), {"distill.layers": layers, "distill.temperature": [1.0, 2.0]}
     asked: dict[str, Any] = {"tune.objective": "front", "tune.cost": "latency", "tune.space": space}
 
-    def of(task: trial.Task, point: Mapping[str, Any]) -> Any:
+    def of(task: trainable.Task, point: Mapping[str, Any]) -> Any:
         layers = point["distill.layers"]
         name = str(make_encoder(tmp_path / f"{layers} layers", layers=layers))
         return SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(name=name)))
@@ -61,8 +63,8 @@ def test_the_shapes_of_a_space_are_measured_before_the_slots_start(
         measured.append(model.name)
         return float(len(measured))
 
-    monkeypatch.setitem(costs.OF, "latency", measure)
-    monkeypatch.setattr(trial.Task, "of", of)
+    monkeypatch.setitem(student_costs.OF, "latency", measure)
+    monkeypatch.setattr(trainable.Task, "of", of)
     chosen = settings(tmp_path, 9, **{"distill.teacher": "a version", **asked})
     one = started(make_search(tmp_path, [0.5], ended=False), chosen)
     one.measure()

@@ -7,9 +7,9 @@ import pytest
 
 from rtrain import config
 from rtrain.config import Config
-from tune.asking import space
-from tune.known.history import History, replay
-from tune.results import dashboard
+from tune import space
+from tune.history import History, replay
+from tune.report import optuna_export
 
 K = "train.aggregation_frequency"
 CONFIG = config.load(
@@ -63,7 +63,7 @@ def opened(folder: Path, chosen: Config = CONFIG, history: History = HISTORY) ->
     import optuna
     from optuna.storages.journal import JournalFileBackend
 
-    path = dashboard.export(folder, chosen, history)
+    path = optuna_export.export(folder, chosen, history)
     assert [entry.name for entry in folder.iterdir()] == [path.name] == ["optuna.journal"]
     storage = optuna.storages.JournalStorage(JournalFileBackend(str(path)))
     [summary] = optuna.get_all_study_summaries(storage)

@@ -8,7 +8,7 @@ from rtrain.config import with_overrides
 from tests.test_tune_search import SEARCH
 from tests.trained import settings
 from tune import search
-from tune.trial import FIRST, LAST
+from tune.trainable import FIRST, LAST
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

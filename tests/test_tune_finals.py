@@ -12,13 +12,13 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rtrain.errors import UserError
-from rtrain.metrics.additive import means
+from rtrain.core.errors import UserError
+from rtrain.metrics.sums import means
 from tests.histories import FULL, Event, asked, finished, reached
-from tune.ending.chance import Held
-from tune.ending.finals import Run, Verdict, next_runs, overrides
-from tune.known.aim import Aim
-from tune.known.history import replay
+from tune.difference_ci import Held
+from tune.finals import Run, Verdict, next_runs, overrides
+from tune.history import replay
+from tune.objective import Aim
 
 SCORE = Aim()
 RUNG = 0.8

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from tune.known.aim import Aim
-from tune.known.halving import KEPT, MOST, Go, Ladder, due, goes_on, sizes
-from tune.known.history import History, replay
+from tune.history import History, replay
+from tune.objective import Aim
+from tune.successive_halving import KEPT, MOST, Go, Ladder, due, goes_on, sizes
 
 SCORE = Aim()
 

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
 
-from rtrain.data.stores.columns import identify
-from tune.ending.judged import mask
+from rtrain.data.store.columns import identify
+from tune.holdout_scores import mask
 
 Ids = npt.NDArray[np.uint64]
 

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from rtrain.cluster import supervise
-from rtrain.run import Run
+from rtrain.cluster import supervisor
+from rtrain.core.run_folder import Run
 from tests.conftest import labelled_rows, write_rows
 from tests.heads import Head, related
 from tests.root import ROOT
 from tests.tiny import make_encoder
-from tune.known.history import read_journal, replay
+from tune.history import read_journal, replay
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -26,7 +26,7 @@ def drivers(head: Head) -> list[psutil.Process]:
     found = []
     for process in related(head.folder):
         try:
-            if supervise.CHILD in process.environ() and "tune" in process.cmdline() and "-m" in process.cmdline():
+            if supervisor.CHILD in process.environ() and "tune" in process.cmdline() and "-m" in process.cmdline():
                 found.append(process)
         except psutil.Error:
             continue

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tune.known.history import Finished, History, Journal, Reached, numbered, read_journal, replay
+from tune.history import Finished, History, Journal, Reached, numbered, read_journal, replay
 
 RUNG = {"trial": 0, "rung": 0, "update": 12, "rows": 768, "score": 0.5, "loss": 1.25, "seconds": 2.5}
 END = {"trial": 1, "update": 60, "rows": 3840, "score": 0.75, "held": 0.5, "held_rows": 90}

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from rtrain.config import Tune
-from rtrain.errors import UserError
-from rtrain.run import Run
+from rtrain.core.errors import UserError
+from rtrain.core.run_folder import Run
 from tests.histories import FULL, Event, asked, events, finished, history, make_search, reached
 from tests.reports import Page
-from tune.known.history import History, replay
-from tune.results import figures, page
+from tune.history import History, replay
+from tune.report import page, stats
 
 COST = {"tune.cost": "bytes", "tune.objective": "front"}
 TOLD = "trial 8 is better than the recipe's own settings"
@@ -32,7 +32,7 @@ def test_the_page_has_the_verdict_the_scores_the_best_over_time_and_the_settings
     known = history(20)
     assert f"{TOLD[:1].upper()}{TOLD[1:]}." in whole.text
     for number in (known.chosen, 0):
-        held = figures.held(known, number or 0)
+        held = stats.held(known, number or 0)
         assert held is not None
         assert held.seeds == 2
         assert f"{held.score:.4f}" in whole.words
@@ -97,29 +97,29 @@ def test_a_model_s_cost_has_a_column_where_it_counts(tmp_path: Path) -> None:
 
 
 def test_names_are_short_where_that_is_unambiguous() -> None:
-    assert figures.short_names(["optim.lr", "train.aggregation_frequency"]) == {
+    assert stats.short_names(["optim.lr", "train.aggregation_frequency"]) == {
         "optim.lr": "lr",
         "train.aggregation_frequency": "k",
     }
-    assert figures.short_names(["optim.lr", "distill.lr"]) == {"optim.lr": "optim.lr", "distill.lr": "distill.lr"}
+    assert stats.short_names(["optim.lr", "distill.lr"]) == {"optim.lr": "optim.lr", "distill.lr": "distill.lr"}
 
 
 def test_what_a_searched_setting_brings_with_it_was_not_searched() -> None:
     space: Any = {"optim.lr": (1e-5, 1e-3), "optim.schedule": ("linear", "cosine")}
     more = {"optim.weight_decay": 0.1, "optim.lr_scaling": "sqrt", "train.rows_per_update": None}
     known = replay([asked(0, by="recipe"), asked(1, {"optim.lr": 3e-4, "optim.schedule": "cosine", **more})])
-    assert figures.searched(known, Tune(space=space)) == ["optim.lr", "optim.schedule"]
-    assert len(figures.searched(known, Tune(space=space, points=({"optim.weight_decay": 0.1},)))) == 3
+    assert stats.searched(known, Tune(space=space)) == ["optim.lr", "optim.schedule"]
+    assert len(stats.searched(known, Tune(space=space, points=({"optim.weight_decay": 0.1},)))) == 3
 
 
 def test_the_seconds_of_trials_that_failed_count() -> None:
     failed = {"kind": "failed", "trial": 1, "error": "ValueError: no", "seconds": 500.0}
-    assert figures.spent(replay([asked(0), reached(0, 0, 0.5), asked(1), failed]), Tune()).seconds == 512.8
+    assert stats.spent(replay([asked(0), reached(0, 0, 0.5), asked(1), failed]), Tune()).seconds == 512.8
 
 
 def test_rows_by_phase() -> None:
     known = [asked(0, by="recipe"), asked(1), asked(2), reached(0, 0, 0.8), reached(1, 0, 0.9), reached(1, 1, 0.9)]
-    first = figures.spent(replay(known), Tune())
+    first = stats.spent(replay(known), Tune())
     assert (first.first, first.later, first.end) == (2560, 1280, 0)
     assert (first.full, first.budget, first.every, first.saved) == (6400, 51200, None, None)
     more = [
@@ -129,29 +129,29 @@ def test_rows_by_phase() -> None:
         asked(3, {}, "seed", of=1),
         finished(3, 0.9),
     ]
-    ended = figures.spent(replay(more), Tune(rows=1000))
+    ended = stats.spent(replay(more), Tune(rows=1000))
     assert (ended.first, ended.later, ended.end) == (2560, 1280, FULL - 2560 + FULL)
     assert ended.budget == 1000
     assert ended.every == 3 * FULL  # a repetition is no trial of its own
     assert ended.saved == 3 * FULL - 3840 - (FULL - 2560 + FULL)
-    assert figures.spent(History(), Tune()).full is None
+    assert stats.spent(History(), Tune()).full is None
 
 
 def test_a_seed_that_was_begun_while_trials_were_asked_for_counts_to_the_search_until_its_rung() -> None:
     known = [asked(0, by="recipe"), reached(0, 0, 0.8), asked(1, {}, "seed", of=0, seed=1), reached(1, 0, 0.7)]
-    assert figures.spent(replay(known), Tune()).first == 2 * 1280
-    ended = figures.spent(replay([*known, finished(1, 0.9)]), Tune())
+    assert stats.spent(replay(known), Tune()).first == 2 * 1280
+    ended = stats.spent(replay([*known, finished(1, 0.9)]), Tune())
     assert (ended.first, ended.end) == (2 * 1280, FULL - 1280)
 
 
 def test_the_winner_leads_and_before_that_whoever_came_furthest() -> None:
     known = [asked(0, by="recipe"), asked(1), asked(2), reached(0, 0, 0.9), reached(1, 0, 0.8), reached(1, 1, 0.85)]
-    number = getattr(figures.leader(replay(known)), "number", None)
+    number = getattr(stats.leader(replay(known)), "number", None)
     assert number == 1
-    lost = figures.leader(replay([*known, {"kind": "diverged", "trial": 1, "why": "loss is nan", "seconds": 1.0}]))
+    lost = stats.leader(replay([*known, {"kind": "diverged", "trial": 1, "why": "loss is nan", "seconds": 1.0}]))
     assert lost is not None
     assert lost.number == 0
-    assert figures.leader(replay(known[:3])) is None
-    chosen = figures.leader(replay([*known, {"kind": "chosen", "best": 2, "verdict": {}}]))
+    assert stats.leader(replay(known[:3])) is None
+    chosen = stats.leader(replay([*known, {"kind": "chosen", "best": 2, "verdict": {}}]))
     assert chosen is not None
     assert chosen.number == 2

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from rtrain.config import with_overrides
-from rtrain.run import Run
-from rtrain.training import rungs
+from rtrain.core.run_folder import Run
+from rtrain.trainer import rung_predictions
 from tests.test_tune_search import SEARCH
 from tests.trained import settings
 from tune import search
-from tune.known.aim import spread_at_first_rung
-from tune.known.history import numbered
+from tune.history import numbered
+from tune.objective import spread_at_first_rung
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -31,7 +31,7 @@ def test_the_best_trial_is_repeated_to_its_rung_and_the_end_goes_on_from_there(r
     assert there.luck is not None
     assert (spread_at_first_rung(history) or 0.0) >= there.luck > 0
     run = Run(found.search.folder).trial(again.number)
-    assert rungs.read(run, there.update) is not None
+    assert rung_predictions.read(run, there.update) is not None
     same = [trial for trial in history.trials if (trial.of, trial.seed) == (again.of, again.seed)]
     assert len(same) == 1  # the end asks for no other
     assert base.finished is not None  # the best of eight is among the two that are left, or trial 0

@@ -10,26 +10,25 @@ from typing import Any
 import psutil
 import pytest
 
-from rtrain import artifact, config, ray_internals
-from rtrain.checkpoints import checkpoint
+from rtrain import config, ray_internals
+from rtrain.checkpoint import format as checkpoint_format
 from rtrain.config import Config, with_overrides
-from rtrain.data.stores.store import Store
-from rtrain.errors import ConfigError, UserError
-from rtrain.proof.faults import workers_left
-from rtrain.report import baseline
-from rtrain.run import Run
-from rtrain.runs import driver, preparing
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.core.run_folder import Run
+from rtrain.data.store.store import Store
+from rtrain.inference import artifact
+from rtrain.report import baselines
+from rtrain.runs import controller, prepare
+from rtrain.verification.faults import workers_left
 from tests.reports import Page
 from tests.test_runs_notice import within
 from tests.tiny import make_encoder
 from tests.trained import settings
-from tune import search, slots, trial
-from tune.ending import gated, judged
-from tune.known import halving
-from tune.known.aim import Aim
-from tune.known.halving import Ladder
-from tune.known.history import read_journal
-from tune.results import table, verdict
+from tune import gate_winner, holdout_scores, search, successive_halving, trainable, trial_pool
+from tune.history import read_journal
+from tune.objective import Aim
+from tune.report import table, verdict
+from tune.successive_halving import Ladder
 
 pytestmark = pytest.mark.ray
 
@@ -86,7 +85,7 @@ def slot_processes() -> list[int]:
 
 
 def weights(run: Run, update: int) -> bytes:
-    return (checkpoint.path_of(run.checkpoints, update) / "model.safetensors").read_bytes()
+    return (checkpoint_format.path_of(run.checkpoints, update) / "model.safetensors").read_bytes()
 
 
 def test_every_trial_came_to_the_first_rung_at_equal_rows_and_the_better_half_went_on(found: search.Found) -> None:
@@ -98,7 +97,7 @@ def test_every_trial_came_to_the_first_rung_at_equal_rows_and_the_better_half_we
         recipe = config.load(str(found.search.trial(one.number).config)).recipe
         for reached in one.reached:
             assert 0 <= reached.rows - ladder.rungs[reached.rung] < recipe.rows_per_update
-    survivors = halving.survivors(sound, 0, Aim())
+    survivors = successive_halving.survivors(sound, 0, Aim())
     assert [one.number for one in sound if len(one.reached) > 1] == [one.number for one in survivors]
     assert found.history.trials[1].settings == {"optim.lr": 1e-6}
     assert found.history.trials[1] not in survivors
@@ -118,24 +117,24 @@ def test_the_end_has_trial_0_and_its_winner_is_not_behind_it(found: search.Found
 
 def test_a_trial_is_gated_beside_trial_0_on_the_rows_that_were_held_back(found: search.Found) -> None:
     chosen, said = config.load(str(found.search.config)), list[dict[str, Any]]()
-    assert gated.run(found.search, 0, chosen, said.append) is None  # beside itself
+    assert gate_winner.run(found.search, 0, chosen, said.append) is None  # beside itself
     other = next(one for one in found.history.own if one.finished and one.number)
     run, base = found.search.trial(other.number), found.search.trial(0)
-    document = gated.run(found.search, other.number, chosen, said.append)
+    document = gate_winner.run(found.search, other.number, chosen, said.append)
     kept = artifact.read(run.artifact).gate
     assert document is not None
     assert kept == document
     assert found.best.number == 0 or found.gate is not None
     assert base.store is not None
-    held = judged.held(Store(base.store), chosen.deploy.tune.held_back)
+    held = holdout_scores.held(Store(base.store), chosen.deploy.tune.held_back)
     assert (document["rows"], document["source"]) == (len(held), "held-back valid rows")
     assert document["headline"]["rows"] == len(held)
     assert document["against"]["version"] == artifact.read(base.artifact).version
-    [plain] = [one for one in document["rivals"] if one["name"] == baseline.TFIDF]
+    [plain] = [one for one in document["rivals"] if one["name"] == baselines.TFIDF]
     assert plain["score"] is not None, plain  # the rows that trial 0 was trained on are known
     assert document["latency"] == []  # the two differ in their weights alone
     said.clear()
-    again = gated.run(found.search, other.number, chosen, said.append)
+    again = gate_winner.run(found.search, other.number, chosen, said.append)
     assert (again, said) == (document, [])  # what is known is not measured again
 
 
@@ -144,7 +143,7 @@ def test_frozen_trials_have_a_checkpoint_of_their_rung_and_no_artefact(found: se
     assert frozen
     for one in frozen:
         run = found.search.trial(one.number)
-        assert max(checkpoint.updates(run.checkpoints)) == one.reached[-1].update
+        assert max(checkpoint_format.updates(run.checkpoints)) == one.reached[-1].update
         assert not run.finished
 
 
@@ -160,7 +159,7 @@ def test_best_yaml_trains_the_winner_again_and_it_is_the_same_to_the_last_bit(
 ) -> None:
     """The winner was frozen at rungs and thawed in processes that other trials used; this run never paused."""
     straight = Run(ray_session / "search" / "straight")
-    summary = driver.fit(preparing.prepare(config.load(str(found.search.best)), straight.folder))
+    summary = controller.fit(prepare.prepare(config.load(str(found.search.best)), straight.folder))
     last = summary["updates"]
     assert len([event for event in found.winner.events("started")]) > 1
     assert weights(found.winner, last) == weights(straight, last)
@@ -173,7 +172,7 @@ def test_what_a_search_leaves(found: search.Found) -> None:
     page = Page(found.search.search_page.read_text())
     assert verdict.of(found.search)[1:] in page.text
     assert (found.search.folder / "optuna.journal").is_file()
-    headline = trial.headline_of(config.load(str(found.search.config)))
+    headline = trainable.headline_of(config.load(str(found.search.config)))
     text = table.text(found.history, headline, config.load(str(found.search.config)).deploy.tune)
     assert f"trial {LOST}" in text
     assert found.history.trials[LOST].error
@@ -247,9 +246,9 @@ def test_more_trials_at_once_than_fit_are_refused_with_the_nearest_number_that_d
     """The session has four logical CPUs: two workers and the data tasks of one trial."""
     many = with_overrides(searched(ray_session / "many"), {"tune.concurrent": 3})
     with pytest.raises(ConfigError) as refused:
-        slots.number(many, "cpu")
+        trial_pool.number(many, "cpu")
     assert [(one.field, one.code) for one in refused.value.problems] == [("tune.concurrent", "too_large")]
-    assert slots.number(searched(ray_session / "many"), "cpu") == 1
+    assert trial_pool.number(searched(ray_session / "many"), "cpu") == 1
     before = sorted((ray_session / "many").iterdir())
     with pytest.raises(ConfigError):
         search.run(many, ray_session / "many" / "search")

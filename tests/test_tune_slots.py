@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import ray
 
-from rtrain.errors import UserError
-from rtrain.run import Run
-from rtrain.runs import kept, notice
+from rtrain.core.errors import UserError
+from rtrain.core.run_folder import Run
+from rtrain.runs import stop_request, worker_pool
 from tests.test_tune_search import searched, slot_processes
-from tune import search, slots
-from tune.slots import LOSSES, Answer, Slots
-from tune.trial import Order
+from tune import search, trial_pool
+from tune.trainable import Order
+from tune.trial_pool import LOSSES, Answer, Slots
 
 pytestmark = pytest.mark.ray
 ORDERS = [Order(number, {}, 0, 100) for number in range(4)]
@@ -25,7 +25,7 @@ ORDERS = [Order(number, {}, 0, 100) for number in range(4)]
 
 @pytest.fixture(scope="module")
 def office(ray_session: Path) -> Iterator[Any]:
-    made = kept.post()
+    made = worker_pool.post()
     yield made
     ray.kill(made)
 
@@ -35,8 +35,8 @@ def two(
     office: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Slots]:
     """Two slots that are up. Their processes are this test, and so is Ray Tune's thread."""
-    monkeypatch.setattr(slots, "LOOK_S", 0.05)
-    monkeypatch.setattr(slots, "ANSWERS", f"answers of {request.node.name}")
+    monkeypatch.setattr(trial_pool, "LOOK_S", 0.05)
+    monkeypatch.setattr(trial_pool, "ANSWERS", f"answers of {request.node.name}")
     over = threading.Event()
     thread = threading.Thread(target=over.wait, daemon=True)
     thread.start()
@@ -49,7 +49,7 @@ def two(
 
 
 def tell(found: Slots, answer: Answer) -> None:
-    ray.get(found.office.put.remote(slots.ANSWERS, answer))
+    ray.get(found.office.put.remote(trial_pool.ANSWERS, answer))
 
 
 def up(found: Slots, slot: int) -> None:
@@ -130,12 +130,12 @@ def test_a_search_that_is_asked_to_end_ends_when_its_trials_have(two: Slots) -> 
     answer.start()
     assert two.wait() == (ORDERS[0], ())
     answer.join()
-    assert notice.take(begun) == notice.ASKED
+    assert stop_request.take(begun) == stop_request.ASKED
     assert not two.search.trial(1).folder.exists()
     assert two.idle == []
     tell(two, Answer(1, "box 1", ORDERS[1], ({"kind": "finished"},)))
     assert two.wait() == (ORDERS[1], ({"kind": "finished"},))  # what it came to all the same is not lost
-    with pytest.raises(notice.AskedToEnd):
+    with pytest.raises(stop_request.AskedToEnd):
         two.wait()
 
 

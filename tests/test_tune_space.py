@@ -8,9 +8,9 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain import config
 from rtrain.config import Config
-from rtrain.errors import ConfigError, Problem
-from tune.asking import ask_tell, points, space
-from tune.asking.points import Dimension
+from rtrain.core.errors import ConfigError, Problem
+from tune import points, sampler as tune_sampler, space
+from tune.points import Dimension
 
 LR = {"low": 5e-5, "high": 1e-3, "log": True}
 K = "train.aggregation_frequency"
@@ -176,9 +176,9 @@ def test_whole_numbers_that_the_noise_cuts_to_one_are_that_one(sampler: str) -> 
     chosen = made(tune__space={K: {"low": 1, "high": 8}, "optim.lr": LR})
     cut = space.under(chosen, space.dimensions(chosen), rows=8)
     assert cut[0] == Dimension(K, 1, 1)
-    told = [ask_tell.Told(point, 0.1 * number) for number, point in enumerate(points.spread(cut, 10, seed=0))]
+    told = [tune_sampler.Told(point, 0.1 * number) for number, point in enumerate(points.spread(cut, 10, seed=0))]
     for number in (1, 10):  # one that is spread over the space, and one of the sampler's
-        found = ask_tell.propose(cut, told[:number], number=number, seed=0, sampler=sampler, planned=20)
+        found = tune_sampler.propose(cut, told[:number], number=number, seed=0, sampler=sampler, planned=20)
         assert found is not None
         assert found[0][K] == 1
 

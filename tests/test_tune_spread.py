@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from rtrain.batch import Head, Ragged
-from rtrain.metrics.additive import Floats, means
-from rtrain.metrics.by_output import metric_for
+from rtrain.core.ragged import Head, Ragged
+from rtrain.metrics.registry import metric_for
+from rtrain.metrics.sums import Floats, means
 from tests.histories import Event, asked, finished, reached
-from tune.ending.chance import Held, luck
-from tune.known.aim import spread_at_end, spread_at_first_rung
-from tune.known.history import replay
+from tune.difference_ci import Held, luck
+from tune.history import replay
+from tune.objective import spread_at_end, spread_at_first_rung
 
 DRAW = np.random.default_rng(0)
 ROWS = 150

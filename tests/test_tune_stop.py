@@ -10,9 +10,9 @@ import pytest
 
 from tests.histories import configured, make_search
 from tests.test_tune_budget import started
-from tune.asking.asker import Asker
-from tune.known.halving import Go, Ladder
-from tune.known.history import History, Trial, numbered
+from tune.history import History, Trial, numbered
+from tune.search_policy import Asker
+from tune.successive_halving import Go, Ladder
 
 FULL = 1000
 LADDER = Ladder.of(0.2, FULL)

@@ -9,7 +9,7 @@ import pytest
 from rtrain import config
 from rtrain.compress import student
 from tune import students
-from tune.asking.space import LAYERS
+from tune.space import LAYERS
 
 FRONT = {"tune.objective": "front", "tune.cost": "latency"}
 

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from rtrain import artifact, config
+from rtrain import config
 from rtrain.cli import app as cli
 from rtrain.compress import distill, quantize, teacher as teaching
 from rtrain.config import Config
 from rtrain.config.deploy import SPACE
-from rtrain.errors import ConfigError
-from rtrain.runs import opening
+from rtrain.core.errors import ConfigError
+from rtrain.inference import artifact
+from rtrain.runs import run_folders
 from tests.trained import Trained
-from tune import costs, search, students
-from tune.asking import space
+from tune import search, space, student_costs, students
 
 FEW = {"distill.layers": 1, "distill.epochs": 2, "distill.lr": 5e-3}
 SEARCH = {
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 def begun(trained: Trained, root: Path, **settings: Any) -> Config:
-    return students.begun(opening.stored(trained.run, {**FEW, **settings}), taught(trained), root)
+    return students.begun(run_folders.stored(trained.run, {**FEW, **settings}), taught(trained), root)
 
 
 def taught(trained: Trained) -> distill.Teacher:
@@ -61,7 +61,7 @@ def test_its_trials_are_students_of_that_teacher_with_the_settings_asked_for(
             assert getattr(made.distill, name) == expected
     assert len({tuple(sorted(trial.settings.items())) for trial in found.history.own}) == 2
     start = config.load(str(found.winner.config)).recipe.model.name
-    assert {trial.cost for trial in found.history.own} == {costs.megabytes(Path(start))}  # all have one layer
+    assert {trial.cost for trial in found.history.own} == {student_costs.megabytes(Path(start))}  # all have one layer
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_the_winner_is_the_student_that_distill_makes_by_its_settings(
 
     monkeypatch.setattr(teaching, "ensure_answers", never)  # the search's answers are there
     settings = found.best.settings
-    chosen = opening.stored(trained.run, {**FEW, **settings})
+    chosen = run_folders.stored(trained.run, {**FEW, **settings})
     made, _ = distill.run(chosen, trained.run, found.search.folder.parent / "by-hand")
     weights = "artifact/model.safetensors"
     assert (made / weights).read_bytes() == (found.winner.folder / weights).read_bytes()
@@ -99,7 +99,7 @@ def test_the_verb_does_nothing_again_and_tells_both_verdicts(
 
 
 def test_what_is_searched_where_nothing_is_said(trained: Trained, tmp_path: Path) -> None:
-    assert opening.stored(trained.run).deploy.tune.space == SPACE
+    assert run_folders.stored(trained.run).deploy.tune.space == SPACE
     names = {one.name for one in space.dimensions(begun(trained, tmp_path))}
     assert names == {"distill.lr", "distill.temperature", "distill.alpha"}
     assert quantize.store_of(trained.run).is_dir()

@@ -12,17 +12,17 @@ import pytest
 
 from rtrain import config
 from rtrain.config import Config
-from rtrain.errors import ConfigError, TryAgain, UserError
-from rtrain.metrics.by_output import metric_for
-from rtrain.run import Run
+from rtrain.core.errors import ConfigError, TryAgain, UserError
+from rtrain.core.run_folder import Run
+from rtrain.metrics.registry import metric_for
 from rtrain.tasks import base
 from tests.conftest import write_rows
 from tests.reports import Page, make_run
 from tests.trained import ROWS, settings
-from tune import study, trial
-from tune.known.history import read_journal, replay
-from tune.results import study_table
-from tune.results.study_table import Cell, Result
+from tune import study, trainable
+from tune.history import read_journal, replay
+from tune.report import study_table
+from tune.report.study_table import Cell, Result
 
 RECIPE = "aggregation-study"
 ENOUGH = 7000
@@ -84,15 +84,15 @@ def test_a_resume_that_would_be_another_is_refused_before_it_changes_what_is_sto
     folder, workers = tmp_path / "study", 2
     rows = write_rows(tmp_path / "rows.csv", [("a parcel", "parcel")])
     first = config.load("intent", {"data.path": str(rows), "tune.study": begun, "train.workers": workers})
-    with trial.held(first, folder, "refuse", None):
+    with trainable.held(first, folder, "refuse", None):
         pass
     before = Run(folder).config.read_bytes()
-    with pytest.raises(ConfigError) as refused, trial.held(config.load("intent", asked), folder, "resume", None):
+    with pytest.raises(ConfigError) as refused, trainable.held(config.load("intent", asked), folder, "resume", None):
         pass
     assert (next(iter(asked)), "changed_setting") in [(one.field, one.code) for one in refused.value.problems]
     assert Run(folder).config.read_bytes() == before
     for may_change in ({}, {"tune.concurrent": 2}):
-        with trial.held(config.load("intent", may_change), folder, "resume", None) as (settled, _):
+        with trainable.held(config.load("intent", may_change), folder, "resume", None) as (settled, _):
             assert settled.recipe.train.workers == workers
 
 
@@ -102,10 +102,10 @@ def test_a_search_or_a_study_whose_disk_becomes_full_ends_with_the_reason_and_75
 ) -> None:
     rows = write_rows(tmp_path / "rows.csv", [("a parcel", "parcel")])
     made = config.load("intent", {"data.path": str(rows), "tune.study": begun})
-    with pytest.raises(TryAgain) as raised, trial.held(made, tmp_path / "s", "new", None):
+    with pytest.raises(TryAgain) as raised, trainable.held(made, tmp_path / "s", "new", None):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert raised.value.code == "disk_full"
-    with pytest.raises(PermissionError), trial.held(made, tmp_path / "s", "resume", None):
+    with pytest.raises(PermissionError), trainable.held(made, tmp_path / "s", "resume", None):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 

@@ -7,8 +7,8 @@ import pytest
 from rtrain.config import Tune
 from rtrain.report.live.progress import Line
 from tests.histories import Event, asked, finished, history, reached
-from tune.known.history import History, replay
-from tune.results import table
+from tune.history import History, replay
+from tune.report import table
 
 TUNE = Tune(trials=20)
 SMALL = [

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from rtrain.cli import search as verb
-from rtrain.cluster import session
+from rtrain.cluster import connection
 from rtrain.report import summary
 from rtrain.report.live import progress
-from rtrain.report.live.waited import Waited
+from rtrain.report.live.phase_timer import Waited
 from tests.searches import make_search, settings
 from tune import search
-from tune.known.history import Journal
-from tune.results import page
+from tune.history import Journal
+from tune.report import page
 
 
 def test_every_file_that_the_end_of_a_search_names_is_there(
@@ -28,7 +28,7 @@ def test_every_file_that_the_end_of_a_search_names_is_there(
     ended: Any = search.Found(made, Journal(made.trials).history)
     monkeypatch.setattr(search, "run", lambda *given, **named: ended)
     monkeypatch.setattr(search.Found, "gate", None)
-    monkeypatch.setattr(session, "session", lambda *given: nullcontext())
+    monkeypatch.setattr(connection, "session", lambda *given: nullcontext())
     monkeypatch.setattr(progress, "summary_text", lambda made, winner: "")
     monkeypatch.setattr(summary, "summarise", lambda winner: {})
     given: Any = (context, settings(tmp_path, 3), made.folder, "resume", False, ("train", "intent"), lambda winner: "")

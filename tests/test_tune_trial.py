@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 
 from rtrain import config
-from rtrain.checkpoints.replica import Unreachable
+from rtrain.checkpoint.remote_copy import Unreachable
 from rtrain.cluster import preflight
-from rtrain.errors import ConfigError, TryAgain, UserError
-from rtrain.run import Run
-from rtrain.runs import driver, group, opening
+from rtrain.core.errors import ConfigError, TryAgain, UserError
+from rtrain.core.run_folder import Run
+from rtrain.runs import controller, run_folders, worker_group
 from tests.histories import configured
-from tune import search, trial
-from tune.asking import space
-from tune.record import Record
-from tune.trial import Task
+from tune import search, space, trainable
+from tune.search_log import Record
+from tune.trainable import Task
 
 K, ROWS = "train.aggregation_frequency", "train.rows_per_update"
 
@@ -46,9 +45,9 @@ def test_trials_of_equal_training_take_equal_seconds_however_often_they_are_eval
     for begin, end in ((0, 12), (12, 24), (24, 60)):
         train(thawed, begin, end, every=2)
     for run in (straight, thawed):
-        assert trial.seconds_of(run) == 30.0
-        assert trial.to_target(run, "accuracy", 0.4) == 20.0
-        assert trial.to_target(run, "accuracy", 0.61) is None
+        assert trainable.seconds_of(run) == 30.0
+        assert trainable.to_target(run, "accuracy", 0.4) == 20.0
+        assert trainable.to_target(run, "accuracy", 0.61) is None
 
 
 def test_what_a_crash_has_lost_is_no_time_to_a_score(tmp_path: Path) -> None:
@@ -56,7 +55,7 @@ def test_what_a_crash_has_lost_is_no_time_to_a_score(tmp_path: Path) -> None:
     train(run, 0, 35, every=10, ends=False)
     run.append("crashed", resumes_from=20)
     train(run, 20, 60, every=10)
-    assert (trial.seconds_of(run), trial.to_target(run, "accuracy", 0.4)) == (30.0, 20.0)
+    assert (trainable.seconds_of(run), trainable.to_target(run, "accuracy", 0.4)) == (30.0, 20.0)
 
 
 def every(chosen: config.Config, settings: dict[str, Any], folder: Path) -> tuple[int | None, int]:
@@ -91,31 +90,31 @@ def test_a_point_or_a_range_of_rows_may_have_the_largest_updates(tmp_path: Path)
 
 @pytest.mark.parametrize("reuse", ["refuse", "resume"])
 def test_a_search_of_whose_trials_alone_there_are_copies_is_refused_with_the_reason(
-    reuse: opening.Reuse, tmp_path: Path
+    reuse: run_folders.Reuse, tmp_path: Path
 ) -> None:
     """As an earlier version left it: its trials are copied, and its journal is not."""
     copy = tmp_path / "mounted" / "search" / "trial-000"
     copy.mkdir(parents=True)
     (copy / "config.yaml").touch()
     chosen = configured(tmp_path, **{"cluster.storage": (tmp_path / "mounted").as_uri()})
-    with pytest.raises(UserError), trial.held(chosen, tmp_path / "search", reuse, None):
+    with pytest.raises(UserError), trainable.held(chosen, tmp_path / "search", reuse, None):
         pass
-    with trial.held(chosen, tmp_path / "another", "refuse", None):
+    with trainable.held(chosen, tmp_path / "another", "refuse", None):
         pass
 
 
 def test_a_search_with_an_edited_configuration_is_refused_by_name(tmp_path: Path) -> None:
     chosen = configured(tmp_path)
-    with trial.held(chosen, tmp_path / "search", "refuse", None):
+    with trainable.held(chosen, tmp_path / "search", "refuse", None):
         pass
     file = tmp_path / "search" / "config.yaml"
     whole = file.read_text()
     file.write_text(whole.replace(f"weight_decay: {chosen.recipe.optim.weight_decay}", "weight_decay: 0.5"))
-    with pytest.raises(ConfigError) as caught, trial.held(chosen, tmp_path / "search", "resume", None):
+    with pytest.raises(ConfigError) as caught, trainable.held(chosen, tmp_path / "search", "resume", None):
         pass
     assert [(problem.field, problem.value) for problem in caught.value.problems] == [("optim.weight_decay", 0.5)]
     file.write_text(whole)
-    with trial.held(chosen, tmp_path / "search", "resume", None):
+    with trainable.held(chosen, tmp_path / "search", "resume", None):
         pass
 
 
@@ -126,7 +125,7 @@ def ordered(folder: Path, monkeypatch: pytest.MonkeyPatch, prepared: Callable[..
     """What an order to 12 updates comes to, where `prepared` is what its run is prepared by."""
     monkeypatch.setattr(Task, "prepared", prepared)
     task = Task(config.to_document(configured(folder)), frozenset(), folder, folder)
-    return trial.run(trial.Order(1, {}, rung, 768), task, group.Fresh())
+    return trainable.run(trainable.Order(1, {}, rung, 768), task, worker_group.Fresh())
 
 
 def test_a_trial_whose_answers_cannot_be_read_has_failed_and_its_slot_goes_on(
@@ -164,7 +163,7 @@ def test_what_is_wrong_with_the_machine_is_no_failure_of_a_trial(
     assert came["kind"] == kind
     told = Record(Run(tmp_path), None)
     told.write("asked", trial=1, settings={}, by="gp")
-    answer: Any = SimpleNamespace(wait=lambda *_: (trial.Order(1, {}, 0, 768), (came,)))
+    answer: Any = SimpleNamespace(wait=lambda *_: (trainable.Order(1, {}, 0, 768), (came,)))
     if kind == "again":
         with pytest.raises(TryAgain) as raised:
             told.hear(answer)
@@ -195,7 +194,7 @@ UNTAUGHT = [4.3, 4.2, 4.3]
     ],
 )
 def test_when_a_trial_is_seen_to_diverge(losses: list[float], expected: bool) -> None:
-    assert trial.diverges(losses) is expected
+    assert trainable.diverges(losses) is expected
 
 
 @pytest.mark.parametrize("paused", [True, False])
@@ -210,17 +209,17 @@ def test_a_trial_that_a_killed_search_has_seen_to_diverge_is_not_trained_on(
         run.append("progress", update=update, loss=loss, train_s=0.5 * update)
     if paused:
         run.append("paused", update=12)
-    monkeypatch.setattr(driver, "fit", None)
+    monkeypatch.setattr(controller, "fit", None)
     made = SimpleNamespace(run=run, order=SimpleNamespace(update_at=lambda rows: 12))
     [came] = ordered(tmp_path, monkeypatch, lambda *given: made)
     why = "the training loss rose from 4.2 to 7 and more by update 8"  # as it was told live
-    assert came == {"kind": "diverged", "why": why, "seconds": trial.seconds_of(run)}
+    assert came == {"kind": "diverged", "why": why, "seconds": trainable.seconds_of(run)}
     assert not run.notice.exists()
 
 
 def test_a_trial_is_given_notice_once_as_it_is_seen_to_diverge(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    watch = trial.DivergenceWatch(run)
+    watch = trainable.DivergenceWatch(run)
     for update, loss in enumerate([*UNTAUGHT, 9.0, 8.0, 30.0, 12.0], 1):
         watch({"kind": "progress", "update": update, "loss": loss})
     assert (watch.why, run.notice.exists()) == ("", False)

@@ -8,8 +8,8 @@ import pytest
 from rtrain.cli import app as cli
 from tests.reports import Page
 from tests.searches import make_search
-from tune.ending.finals import SECONDS, Verdict
-from tune.results import verdict
+from tune.finals import SECONDS, Verdict
+from tune.report import verdict
 
 OWN = "the recipe's own settings"
 CLOSE = Verdict("unclear", 3, 3, "accuracy", 0.8, 0.83, 0.03, -0.01, 0.07, rows=500, seeds=2)

@@ -17,8 +17,9 @@ import httpx
 import psutil
 import pytest
 
-from rtrain import __version__, config, manifest
-from serve.front.address import Address
+from rtrain import __version__, config
+from rtrain.core import manifest
+from serve.ingress.address import Address
 from tests.conftest import labelled_rows, write_rows
 from tests.heads import free_ports
 from tests.processes import end

@@ -16,8 +16,8 @@ import pytest
 from ray._common.utils import load_class
 from ray.scripts.scripts import start as ray_start
 
-from rtrain.cluster import session
-from rtrain.errors import TryAgain
+from rtrain.cluster import connection
+from rtrain.core.errors import TryAgain
 from tests.root import ROOT
 from tests.test_wheel import SOURCES
 
@@ -179,7 +179,7 @@ def test_ray_knows_the_options_of_its_nodes_and_the_hook_closes_its_client_s_por
     used = set(re.findall(r"--[a-z-]+", " ".join(re.findall(r'(?:place=|ray start )(.*?)"?(?:;|\'|$)', TEXT, re.M))))
     assert {"--head", "--address", "--port"} <= used <= known
     [hook] = re.findall(r"RAY_START_HOOK=(\S+)", TEXT)
-    assert load_class(hook) is session.on_node_start
+    assert load_class(hook) is connection.on_node_start
 
 
 def test_a_training_ends_and_with_it_the_nodes_and_the_token(batch: Batch) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import transformers
 
-from rtrain.network import tokenizer_files
-from rtrain.predict import Predictor
+from rtrain.inference.predictor import Predictor
+from rtrain.models import tokenizer_files
 from tests import quantizing
 from tests.test_artifact_elsewhere import made
 from tests.tiny import make_encoder

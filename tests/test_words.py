@@ -6,7 +6,7 @@ import re
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rtrain.words import find_word_cuts, join_words, word_spans
+from rtrain.core.text_segmentation import find_word_cuts, join_words, word_spans
 
 
 def cut(text: str) -> list[str]:

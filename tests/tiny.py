@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rtrain.artifact
-import rtrain.predict
-from rtrain.artifact import Artifact
+import rtrain.inference.artifact
+import rtrain.inference.predictor
 from rtrain.config import Recipe
+from rtrain.inference.artifact import Artifact
 
 if TYPE_CHECKING:
     import transformers
 
-    from rtrain.batch import Head
-    from rtrain.data.stores.store import Store
+    from rtrain.core.ragged import Head
+    from rtrain.data.store.store import Store
 
 VOCABULARY = 300
 MAX_TOKENS = 64
@@ -91,15 +91,15 @@ def make_artifact(folder: Path, labels: Sequence[str] = ("a", "b", "c"), seed: i
         torch.nn.init.normal_(model.classifier.weight, std=1.0)
         model.save_pretrained(folder)
     artifact = Artifact(name=NAME, task="classification", labels=tuple(labels), max_tokens=MAX_TOKENS, engine="torch")
-    rtrain.artifact.write(folder, artifact, rtrain.predict.golden_logits)
+    rtrain.inference.artifact.write(folder, artifact, rtrain.inference.predictor.golden_logits)
     return folder
 
 
 def refused(folder: Path) -> Path:
     """An artefact with the gate's verdict that it is worse than its base."""
-    made = rtrain.artifact.read(folder)
+    made = rtrain.inference.artifact.read(folder)
     gate = {"version": made.version, "verdict": "refuse", "reasons": ["it is worse"]}
-    rtrain.artifact.write(folder, replace(made, gate=gate), lambda *_: [row["logits"] for row in made.golden])
+    rtrain.inference.artifact.write(folder, replace(made, gate=gate), lambda *_: [row["logits"] for row in made.golden])
     return folder
 
 
@@ -126,25 +126,27 @@ def make_task_artifact(
         config = _config(num_labels=max(1, len(head.labels)), positions=max(POSITIONS, max_tokens))
         auto.from_config(config).save_pretrained(folder)
     made = Artifact(NAME, task, head.labels, max_tokens, "torch", facts=head.facts, data=data or {})
-    rtrain.artifact.write(folder, made, rtrain.predict.golden_logits, rtrain.predict.golden_inputs(found, head))
+    rtrain.inference.artifact.write(
+        folder, made, rtrain.inference.predictor.golden_logits, rtrain.inference.predictor.golden_inputs(found, head)
+    )
     return folder
 
 
 def make_store(recipe: Recipe, encoder: Path, root: Path, head: "Head | None" = None) -> "Store":
     """The token store that `tokens.ensure` makes, by the same functions one after another, without Ray. `head`: of the
     labelled rows, where these have no labels."""
-    from rtrain.data import pieces, records, tokens
+    from rtrain.data import row_reader
     from rtrain.data.splits import Splits
-    from rtrain.data.stores import commit, shards, store
+    from rtrain.data.store import builder, commit, read_tasks, shards, store
 
-    source = records.inspect(recipe.data)
-    writer = store.Writer(root / ".tokens" / tokens.digest(recipe, source, encoder))
+    source = row_reader.inspect(recipe.data)
+    writer = store.Writer(root / ".tokens" / builder.digest(recipe, source, encoder))
     splits = Splits.of(recipe.data, source) if head is None else Splits(has_test=True, valid_share=0.0)
     job = shards.Job(recipe, encoder, writer.folder, splits, head)
     written = [
         row
-        for piece in pieces.tasks(source)
-        for part in pieces.cut(piece, recipe)
+        for piece in read_tasks.tasks(source)
+        for part in read_tasks.cut(piece, recipe)
         for row in shards.write_piece(part, job)
     ]
     return commit.commit(job, source, writer, written)

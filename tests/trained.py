@@ -6,7 +6,7 @@ from typing import Any
 
 from rtrain import config
 from rtrain.config import Config
-from rtrain.runs import driver, preparing
+from rtrain.runs import controller, prepare
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder
 
@@ -44,6 +44,6 @@ def settings(folder: Path, **overrides: Any) -> Config:
 def train(folder: Path) -> Trained:
     chosen = settings(folder)
     seen: list[dict[str, Any]] = []
-    prepared = preparing.prepare(chosen, folder / "run")
-    summary = driver.fit(prepared, on_event=seen.append)
+    prepared = prepare.prepare(chosen, folder / "run")
+    summary = controller.fit(prepared, on_event=seen.append)
     return Trained(folder / "run", prepared.config, summary, seen)

@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from rtrain import env
 from rtrain.config import Config, with_overrides
+from rtrain.core import env
 from tests.trained import settings
 
 SEARCH = {
@@ -41,8 +41,8 @@ def main(folder: Path) -> None:
 
 
 def _drive(cluster: Any, other: Any, chosen: Config, folder: Path) -> dict[str, Any]:
-    from rtrain.cluster.session import session
-    from tune import search, slots
+    from rtrain.cluster.connection import session
+    from tune import search, trial_pool
 
     vanish, flying, most = threading.Event(), set[int](), list[int]()
 
@@ -56,7 +56,7 @@ def _drive(cluster: Any, other: Any, chosen: Config, folder: Path) -> dict[str, 
             vanish.set()
 
     with session(chosen, folder):
-        count, found = slots.number(chosen, "cpu"), list[search.Found]()
+        count, found = trial_pool.number(chosen, "cpu"), list[search.Found]()
         work = threading.Thread(target=lambda: found.append(search.run(chosen, folder / "search", on_event=on_event)))
         work.start()
         vanish.wait(400)

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from rtrain import env
-from rtrain.errors import UserError
+from rtrain.core import env
+from rtrain.core.errors import UserError
 
 
 def main(folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from rtrain.network import trimming, vocabulary
+from rtrain.models import vocab_trimming, vocabulary
 from tests.tiny import CORPUS, make_tokenizer
 
 ROWS = CORPUS[:6]
@@ -100,7 +100,7 @@ class Cut:
 
     def __init__(self, whole: tokenizers.Tokenizer, at_least: int = 0):
         self.whole, self.document = whole, json.loads(whole.to_str())
-        self.used = trimming.used_by(whole, ROWS)
+        self.used = vocab_trimming.used_by(whole, ROWS)
         self.ids = vocabulary.kept(self.document, self.used, at_least)
         self.after = vocabulary.renumbered(self.document, self.ids)
         self.small = tokenizers.Tokenizer.from_str(json.dumps(self.after))
@@ -123,5 +123,5 @@ def cut_of(kind: str) -> Cut:
 def trimmed(folder: Path, out: Path, texts: Sequence[str] = ROWS, at_least: int = 0) -> tuple[Path, list[int]]:
     """A folder cut for texts, and the old ids of its pieces."""
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ids = trimming.kept(folder, trimming.used_by(tokenizer, texts), at_least)
-    return trimming.trim(folder, ids, out), ids
+    ids = vocab_trimming.kept(folder, vocab_trimming.used_by(tokenizer, texts), at_least)
+    return vocab_trimming.trim(folder, ids, out), ids

@@ -1,1 +1,1 @@
-"""Search of learning rate and aggregation frequency with Ray Tune; each trial is an ordinary run."""
+"""The search over learning rate, aggregation frequency and other settings."""

@@ -11,26 +11,25 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rtrain import artifact, config as configuration, drafts, env
+from rtrain import config as configuration
 from rtrain.cluster import preflight
 from rtrain.config import Config
-from rtrain.data import records
-from rtrain.doctor.forecast import choose_k
-from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.network import model
-from rtrain.run import Run
-from rtrain.runs import driver, opening, preparing
-from tune import costs, slots
-from tune.asking import ask_tell, space
-from tune.asking.asker import Asker
-from tune.ending import finals, gated, judged
-from tune.known import halving
-from tune.known.aim import Aim
-from tune.known.halving import Go, Ladder
-from tune.known.history import SEED, History, Trial, numbered
-from tune.record import Record
-from tune.results import dashboard, page
-from tune.trial import LOG_EVERY, Order, Task, headline_of, held, refused
+from rtrain.core import atomic_write, env
+from rtrain.core.errors import ConfigError, Problem, UserError
+from rtrain.core.run_folder import Run
+from rtrain.data import row_reader
+from rtrain.inference import artifact
+from rtrain.models import builder
+from rtrain.planning import frequency_model
+from rtrain.runs import controller, prepare, run_folders
+from tune import finals, gate_winner, holdout_scores, sampler, space, student_costs, successive_halving, trial_pool
+from tune.history import SEED, History, Trial, numbered
+from tune.objective import Aim
+from tune.report import optuna_export, page
+from tune.search_log import Record
+from tune.search_policy import Asker
+from tune.successive_halving import Go, Ladder
+from tune.trainable import LOG_EVERY, Order, Task, headline_of, held, refused
 
 FINAL_RUNS = 4
 """Full runs whose rows the end may take, where `tune.final_rows` does not say."""
@@ -97,7 +96,7 @@ def check(config: Config, students: bool = False) -> None:
         problems += error.problems
     if problems:
         raise ConfigError(problems)
-    ask_tell.check(config.deploy.tune.sampler)
+    sampler.check(config.deploy.tune.sampler)
 
 
 def check_model(config: Config, folder: Path) -> None:
@@ -110,7 +109,7 @@ def check_model(config: Config, folder: Path) -> None:
     for field, point in tried:
         if any(name.startswith(("data.", "model.")) for name in point):
             recipe = configuration.with_overrides(config, space.overrides(config, point)).recipe
-            found = model.check_architecture(folder, recipe.data.window_tokens, chosen=recipe.model)
+            found = builder.check_architecture(folder, recipe.data.window_tokens, chosen=recipe.model)
             problems += [replace(one, field=field, reason=f"{one.field}: {one.reason}") for one in found]
     if problems:
         raise ConfigError(problems)
@@ -119,8 +118,8 @@ def check_model(config: Config, folder: Path) -> None:
 def run(
     config: Config,
     folder: Path,
-    reuse: opening.Reuse = "refuse",
-    on_event: driver.OnEvent | None = None,
+    reuse: run_folders.Reuse = "refuse",
+    on_event: controller.OnEvent | None = None,
     tokens_root: Path | None = None,
     teacher: Path | None = None,
 ) -> Found:
@@ -136,12 +135,12 @@ def run(
         return SearchStart(settled, task, count, on_event).run()
 
 
-def _room(config: Config, folder: Path, reuse: opening.Reuse) -> int:
+def _room(config: Config, folder: Path, reuse: run_folders.Reuse) -> int:
     """How many slots there will be; none for a search that has ended. It is asked before a folder is made or a row is
     read: whoever is refused can write the command anew. Raises what `slots.number` raises."""
     if reuse == "resume" and Run(folder).winner is not None:
         return 0
-    return slots.number(config, preparing.device_of(config, Run(folder).trial(0)).device)
+    return trial_pool.number(config, prepare.device_of(config, Run(folder).trial(0)).device)
 
 
 Due = Callable[[set[Go], bool], list[Go] | None]
@@ -151,13 +150,13 @@ Due = Callable[[set[Go], bool], list[Go] | None]
 class SearchStart:
     """One start of a search."""
 
-    def __init__(self, config: Config, task: Task, count: int, on_event: driver.OnEvent | None):
+    def __init__(self, config: Config, task: Task, count: int, on_event: controller.OnEvent | None):
         """`count`: how many slots there will be."""
         self._config, self._task, self._count, self._tune = config, task, count, config.deploy.tune
         self._search = Run(task.search)
         self.record = Record(self._search, on_event, config.deploy.cluster)
         self._aim, self._seed = Aim.of(self._tune), config.recipe.train.seed
-        self._costs = None if self._tune.cost == "training" else costs.Costs(task.search, self._tune.cost)
+        self._costs = None if self._tune.cost == "training" else student_costs.Costs(task.search, self._tune.cost)
         self._counted, self.slot_count = time.monotonic(), 0
         """Until when seconds were counted, and how many slots are there."""
 
@@ -188,16 +187,16 @@ class SearchStart:
         prepared = self._task.prepared(0, {})
         self.ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
         self.asker = Asker.of(self._config, self.ladder)
-        source = records.inspect(prepared.config.recipe.data, self._task.tokens_root)
-        self.parts = judged.parts(prepared.config, source, prepared.store)
-        with self.record.following(), slots.opened(self._config, self._task, self._count) as open_slots:
+        source = row_reader.inspect(prepared.config.recipe.data, self._task.tokens_root)
+        self.parts = holdout_scores.parts(prepared.config, source, prepared.store)
+        with self.record.following(), trial_pool.opened(self._config, self._task, self._count) as open_slots:
             self.spend()
             self.slot_count = self._count
             self.phases(open_slots)
 
     # --------------------------------------------------------------------------------------------------------- phases
 
-    def phases(self, open_slots: slots.Slots) -> None:
+    def phases(self, open_slots: trial_pool.Slots) -> None:
         """The halving, and the end. One that has begun is gone on with: its trials are trained past the rungs to which
         a halving in a larger field, or in one that a trial has failed in since, would order them."""
         if not self.history.ending:
@@ -205,7 +204,7 @@ class SearchStart:
             self.record.write("ending")
         self.work(open_slots, self.ending)
 
-    def work(self, open_slots: slots.Slots, due: Due) -> None:
+    def work(self, open_slots: trial_pool.Slots, due: Due) -> None:
         """Keep the slots busy until `due` says that nothing is left to do."""
         while True:
             for slot in open_slots.idle:
@@ -237,13 +236,13 @@ class SearchStart:
     def halving(self, given: set[Go], idle: bool) -> list[Go] | None:
         """Trials go to their next rung, the first ones first; another one is asked for where a slot is idle."""
         asking = self.history.stopped is None
-        found = halving.due(self.history, self.ladder, self._aim, asking)
+        found = successive_halving.due(self.history, self.ladder, self._aim, asking)
         if not (asking and idle and found is not None and given.issuperset(found)):
             return found
         self.note_noise()
         new = [] if self._stop() else self._next(found)
         if self.history.stopped is not None:
-            return halving.due(self.history, self.ladder, self._aim, asking=False)
+            return successive_halving.due(self.history, self.ladder, self._aim, asking=False)
         return [*found, *new]
 
     def _next(self, waiting: list[Go]) -> list[Go]:
@@ -273,7 +272,7 @@ class SearchStart:
             self.history,
             self.ladder.full,
             budget,
-            judged.every(self._search, self.history, self._tune.held_back, self.parts),
+            holdout_scores.every(self._search, self.history, self._tune.held_back, self.parts),
             seed=self._seed,
             parts=self.parts,
             aim=self._aim,
@@ -326,8 +325,8 @@ class SearchStart:
         if self.history.noise is not None:
             return
         recipe = self._task.of({}).recipe
-        weights = choose_k.weights(model.resolve(recipe.model.name, self._task.tokens_root))
-        if (told := choose_k.prior(self._search.trial(0).events(), recipe, weights)) is not None:
+        weights = frequency_model.weights(builder.resolve(recipe.model.name, self._task.tokens_root))
+        if (told := frequency_model.prior(self._search.trial(0).events(), recipe, weights)) is not None:
             self.record.write("noise", rows=told.most_rows, chosen=told.rows)
 
     def ask(self, settings: Mapping[str, Any], by: str, **more: Any) -> int:
@@ -344,9 +343,9 @@ class SearchStart:
             for size in space.sizes(self._config):
                 self._cost(self._costs, size)
 
-    def _cost(self, known: costs.Costs, settings: Mapping[str, Any]) -> float:
+    def _cost(self, known: student_costs.Costs, settings: Mapping[str, Any]) -> float:
         started = self._task.of(settings).recipe.model.name
-        return known.of(model.resolve(started, self._task.tokens_root))
+        return known.of(builder.resolve(started, self._task.tokens_root))
 
     def _seeded(self, one: finals.Run, parts: int) -> int:
         """The number of the trial that repeats another one with a seed; a new one where there is none yet. `parts` of
@@ -369,23 +368,25 @@ class SearchStart:
         winner = self._search.trial(best)
         config = configuration.load(str(winner.config))
         text = configuration.to_yaml(replayed_config(config, self._config))
-        drafts.write_text(self._search.best, text)
+        atomic_write.write_text(self._search.best, text)
         if self._search.winner is None:
             self._search.append("searched", best=best, trials=len(history.trials))
         say = self.record.say
         teacher = self._task.teacher
-        driver.add(self._search, "gate", lambda run: gated.run(run, best, self._config, say, teacher), say)
+        controller.add(self._search, "gate", lambda run: gate_winner.run(run, best, self._config, say, teacher), say)
         if not winner.report.is_file():
-            driver.report(winner, lambda event: say({**event, "trial": best}))
-        driver.add(self._search, "page", page.write, say)
-        driver.copy_out(winner, config.deploy.cluster)  # the storage may have been away when it was finished
+            controller.report(winner, lambda event: say({**event, "trial": best}))
+        controller.add(self._search, "page", page.write, say)
+        controller.copy_out(winner, config.deploy.cluster)  # the storage may have been away when it was finished
         self.record.finish_copy()
 
     def _export(self) -> None:
         """Write down what Optuna's own tools read, where it is installed."""
-        if ask_tell.installed():
+        if sampler.installed():
             history, say = self.history, self.record.say
-            driver.add(self._search, "study", lambda run: dashboard.export(run.folder, self._config, history), say)
+            controller.add(
+                self._search, "study", lambda run: optuna_export.export(run.folder, self._config, history), say
+            )
 
 
 def replayed_config(config: Config, search: Config) -> Config:

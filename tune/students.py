@@ -9,10 +9,9 @@ from rtrain import config as configuration
 from rtrain.compress import distill, student
 from rtrain.config import Config, Range
 from rtrain.config.deploy import SPACE
-from rtrain.errors import ConfigError, Problem
-from tune import search
-from tune.asking import space
-from tune.asking.space import LAYERS
+from rtrain.core.errors import ConfigError, Problem
+from tune import search, space
+from tune.space import LAYERS
 
 STUDENTS: Mapping[str, Any] = {
     "distill.lr": {"low": 1.0e-4, "high": 2.0e-3, "log": True},

@@ -13,19 +13,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration, documents
+from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.config.deploy import SPACE
+from rtrain.core import json_files
+from rtrain.core.errors import ConfigError, Problem, UserError
+from rtrain.core.run_folder import Run
 from rtrain.data.order import Order as Updates
-from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.run import Run
-from rtrain.runs import driver, opening
-from tune import slots
-from tune.known.history import Journal, Trial
-from tune.record import Record
-from tune.results import study_table
-from tune.results.study_table import FIRST, Cell, Table
-from tune.trial import Order, Task, headline_of, held, refused
+from rtrain.runs import controller, run_folders
+from tune import trial_pool
+from tune.history import Journal, Trial
+from tune.report import study_table
+from tune.report.study_table import FIRST, Cell, Table
+from tune.search_log import Record
+from tune.trainable import Order, Task, headline_of, held, refused
 
 FREQUENCY, ROWS = "train.aggregation_frequency", "train.rows_per_update"
 FREQUENCIES = (1, 2, 10, 100)
@@ -174,8 +175,8 @@ class Studied:
 def run(
     config: Config,
     folder: Path,
-    reuse: opening.Reuse = "refuse",
-    on_event: driver.OnEvent | None = None,
+    reuse: run_folders.Reuse = "refuse",
+    on_event: controller.OnEvent | None = None,
     tokens_root: Path | None = None,
 ) -> Studied:
     """Train what the table needs, and make it. A study that was stopped goes on with the runs that have not ended.
@@ -193,10 +194,10 @@ def run(
         if all(one.error for one in results):
             raise UserError(f"no run of the study came to its end; {results[0].error}", code="no_score")
         # Networks were measured for the study of the start before.
-        networks = study_table.measured(documents.read(study.study_table)) if study.study_table.is_file() else {}
+        networks = study_table.measured(json_files.read(study.study_table)) if study.study_table.is_file() else {}
         found = Studied(study, study_table.table(results, headline_of(settled), planned.left_out, networks))
         study_table.keep(study, found.table.document)
-        driver.add(study, "page", study_table.write, on_event or (lambda event: None))
+        controller.add(study, "page", study_table.write, on_event or (lambda event: None))
     return found
 
 
@@ -207,7 +208,7 @@ def _why(trial: Trial) -> str | None:
 class _Study:
     """One start of a study."""
 
-    def __init__(self, config: Config, task: Task, on_event: driver.OnEvent | None):
+    def __init__(self, config: Config, task: Task, on_event: controller.OnEvent | None):
         self._config, self._task, self._study = config, task, Run(task.search)
         self._record = Record(self._study, on_event, config.deploy.cluster)
 
@@ -221,7 +222,7 @@ class _Study:
         self._ask(planned)
         rows = prepared.order.rows_until(prepared.updates)
         if self._waiting(rows):
-            with self._record.following(), slots.opened(self._config, self._task, 1) as open_slots:
+            with self._record.following(), trial_pool.opened(self._config, self._task, 1) as open_slots:
                 while waiting := self._waiting(rows):
                     if open_slots.idle:
                         self._record.give(open_slots, open_slots.idle[0], waiting[0])

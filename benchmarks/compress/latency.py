@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rtrain.gate.latency import interval
+from rtrain.evaluation.latency import interval
 
 WARM = 3
 """Calls of a side that begin its turn and are not counted: they fetch the weights that the others' have replaced."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import tasks
 from benchmarks.search import commands
-from rtrain.run import Run
+from rtrain.core.run_folder import Run
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from benchmarks.compress import latency, making, rivals
 from benchmarks.compress.making import BANKING, Set, Work
 from benchmarks.compress.rivals import Answer, Inputs
 from benchmarks.results import Keep
-from rtrain import artifact, score
-from rtrain.artifact import Artifact
-from rtrain.batch import Encoded, Floats, Tokens, Window, pack, padded
 from rtrain.compress import quantize
-from rtrain.data.stores.store import Store
-from rtrain.predict import Predictor
-from rtrain.run import Run
+from rtrain.core.ragged import Encoded, Floats, Tokens, Window, pack, padded
+from rtrain.core.run_folder import Run
+from rtrain.data.store.store import Store
+from rtrain.inference import artifact, score
+from rtrain.inference.artifact import Artifact
+from rtrain.inference.predictor import Predictor
 
 TOKENS = 32
 BATCHES = (1, 8)

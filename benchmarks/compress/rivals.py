@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.compress.graphs import unreported
+from rtrain.compress.exporters.base import unreported
 
 if TYPE_CHECKING:
     import transformers
@@ -181,6 +181,6 @@ def _logits(output: Any) -> npt.NDArray[np.float32]:
 
 
 def _stacked(parts: Sequence[Any]) -> npt.NDArray[np.float32]:
-    """As `rtrain.predict.Engine.logits`: of a span model start and end are the last axis of one array."""
+    """As `rtrain.inference.predictor.Engine.logits`: of a span model start and end are the last axis of one array."""
     found: npt.NDArray[np.float32] = parts[0] if len(parts) == 1 else np.stack(parts, axis=-1)
     return found

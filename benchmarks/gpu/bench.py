@@ -17,8 +17,8 @@ from benchmarks.gpu.report import Report
 if TYPE_CHECKING:
     import torch
 
-    from rtrain.batch import Tokens
-    from rtrain.data.stores.store import Store
+    from rtrain.core.ragged import Tokens
+    from rtrain.data.store.store import Store
 
 LABELS = tuple("abcdefgh")
 """Labels of texts that are trained on only to measure the time."""
@@ -123,12 +123,12 @@ class Bench:
     @cached_property
     def precision(self) -> str:
         """The precision that `auto` chooses on this device."""
-        from rtrain.network import precision
+        from rtrain.models import precision
 
         return precision.resolve("auto", precision.of(self.device))
 
     def store(self, name: str) -> "Store":
-        from rtrain.data.stores.store import open_store
+        from rtrain.data.store.store import open_store
 
         (folder,) = (self.data / name / ".tokens").iterdir()
         return open_store(folder)
@@ -184,20 +184,20 @@ def network(
     import torch
 
     from rtrain.config import Model
-    from rtrain.network import model, packed
+    from rtrain.models import builder, unpadded
     from rtrain.tasks import base
 
     torch.manual_seed(seed)
     if bench.size.models[name] is None:
         chosen = Model(attention_dropout=attention_dropout, pooling="own")
-        made: Any = model.build(bench.model, base.get("classification"), labels, seed, chosen, pack)
+        made: Any = builder.build(bench.model, base.get("classification"), labels, seed, chosen, pack)
     else:
         made = _random(bench, name, attention_dropout, labels)
-        if pack and packed.supports(made):
-            packed.enable(made, "first")
+        if pack and unpadded.supports(made):
+            unpadded.enable(made, "first")
     if recompute:
-        model.keep_inputs_alone(made)
-    model.place(made, bench.device)
+        builder.keep_inputs_alone(made)
+    builder.place(made, bench.device)
     return made
 
 
@@ -246,7 +246,7 @@ def _random(bench: Bench, name: str, attention_dropout: float | None, labels: tu
 def texts(bench: Bench, name: str, rows: int = 4000) -> "Tokens":
     """Texts with one window a row: those of a store as they are, or `long` ones of equal length. Labels are
     arbitrary."""
-    from rtrain.batch import single
+    from rtrain.core.ragged import single
 
     draw = np.random.default_rng(0)
     if name == "long":

@@ -16,7 +16,7 @@ from benchmarks.gpu.bench import Bench, forget, network, texts
 from benchmarks.gpu.speed import Ours
 
 if TYPE_CHECKING:
-    from rtrain.doctor.forecast.trace import Traced
+    from rtrain.planning.memory_trace import Traced
 
 TOKENS = 1 << 14
 NEAR = 1.25
@@ -26,12 +26,12 @@ NEAR = 1.25
 def traced(made: Any, lengths: Sequence[int], precision: str, recompute: bool, device: str) -> "Traced":
     """A pass of a network as the forecast computes it, by the network's configuration alone."""
     from rtrain.config import Model
-    from rtrain.doctor.forecast import trace
+    from rtrain.planning import memory_trace
     from rtrain.tasks import base
 
     with tempfile.TemporaryDirectory() as folder:
         made.config.save_pretrained(folder)
-        return trace.of_pass(
+        return memory_trace.of_pass(
             Path(folder),
             base.get("classification"),
             Model(pooling="own"),
@@ -46,9 +46,9 @@ def traced(made: Any, lengths: Sequence[int], precision: str, recompute: bool, d
 
 def foretold(found: "Traced") -> float:
     """Bytes of a worker that is alone on its GPU, on which its process is not."""
-    from rtrain.doctor.forecast import memory
+    from rtrain.planning import memory_needs
 
-    return memory.needed(found, 1, process=0.0, kept=1.0).total
+    return memory_needs.needed(found, 1, process=0.0, kept=1.0).total
 
 
 def run(bench: Bench) -> None:

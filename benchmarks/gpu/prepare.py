@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rtrain.config import Recipe
-    from rtrain.data.stores.store import Store
+    from rtrain.data.store.store import Store
 
 MOST_BYTES = 64 << 20
 QUESTIONS = 4000
@@ -30,11 +30,11 @@ def prepare(data: Path, out: Path, name: str, questions: int = QUESTIONS) -> dic
     All rows of banking77 are taken, about a megabyte, since fewer do not reach an accuracy of 0.93.
     """
     from rtrain import config
-    from rtrain.network import model
+    from rtrain.models import builder as models_builder
 
     if out.exists():
         raise SystemExit(f"{out} exists; name a new folder, or remove it")
-    source, out = model.resolve(name), out.absolute()
+    source, out = models_builder.resolve(name), out.absolute()
     out.mkdir(parents=True)
     half(source, out / "model")
     positions = json.loads((source / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
@@ -67,17 +67,17 @@ def intent() -> dict[str, Any]:
 
 def _store(recipe: "Recipe", source: Path, root: Path) -> "Store":
     """The token store that a run would make, made by the same functions one after another, without Ray."""
-    from rtrain.data import pieces, records, tokens
+    from rtrain.data import row_reader
     from rtrain.data.splits import Splits
-    from rtrain.data.stores import commit, shards, store
+    from rtrain.data.store import builder as store_builder, commit, read_tasks, shards, store
 
-    rows = records.inspect(recipe.data)
-    writer = store.Writer(root / ".tokens" / tokens.digest(recipe, rows, source))
+    rows = row_reader.inspect(recipe.data)
+    writer = store.Writer(root / ".tokens" / store_builder.digest(recipe, rows, source))
     job = shards.Job(recipe, source, writer.folder, Splits.of(recipe.data, rows))
     written = [
         row
-        for piece in pieces.tasks(rows)
-        for part in pieces.cut(piece, recipe)
+        for piece in read_tasks.tasks(rows)
+        for part in read_tasks.cut(piece, recipe)
         for row in shards.write_piece(part, job)
     ]
     return commit.commit(job, rows, writer, written)

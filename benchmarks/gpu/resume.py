@@ -16,7 +16,7 @@ from benchmarks.gpu import trainings
 from benchmarks.gpu.bench import Bench
 
 if TYPE_CHECKING:
-    from rtrain.data.ingest import Update
+    from rtrain.data.stream import Update
 
 UPDATES, KILLED_AT, BEYOND = 40, 20, 23
 """The process is killed in the midst of update 23 (`BEYOND`), when the checkpoint at 20 is complete."""
@@ -89,17 +89,17 @@ def _start(bench: Bench, folder: Path, settings: dict[str, Any], deterministic: 
 def _train(bench: Bench, folder: Path, settings: dict[str, Any], deterministic: bool, kill: bool) -> None:
     import torch
 
-    from rtrain.checkpoints import checkpoint
+    from rtrain.checkpoint import format as checkpoint_format
 
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS needs it to add in a fixed order
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    whole = checkpoint.path_of(folder / "checkpoints", KILLED_AT)
+    whole = checkpoint_format.path_of(folder / "checkpoints", KILLED_AT)
 
     def killed(stream: trainings.Stream) -> trainings.Stream:
         def updates(first: int, stop: int) -> Iterator["Update"]:
             for update in stream(first, stop):
                 while kill and update.number == BEYOND:
-                    if checkpoint.is_complete(whole):
+                    if checkpoint_format.is_complete(whole):
                         os.kill(os.getpid(), signal.SIGKILL)
                     time.sleep(0.01)
                 yield update
@@ -124,14 +124,14 @@ def _repeated(ran: trainings.Ran) -> list[str]:
     """The tensors of an update's gradient that differ when it is computed again, with the same dropout."""
     import torch
 
-    from rtrain.training import pass_size
+    from rtrain.trainer import batch_size
 
     job, found = ran.job, list[dict[str, torch.Tensor]]()
     tokens = job.store.read("train", job.order.positions(0))
     for _ in range(2):
         torch.manual_seed(1)
         ran.network.train().zero_grad(set_to_none=True)
-        pass_size.one_pass(ran.network, job.loss, tokens, job.pad_id, job.precision)
+        batch_size.one_pass(ran.network, job.loss, tokens, job.pad_id, job.precision)
         named = ran.network.named_parameters()
         found.append({name: one.grad.clone() for name, one in named if one.grad is not None})
     return [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]

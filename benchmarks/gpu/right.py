@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.gpu.bench import CARRIED, LABELS, Bench, forget, network, texts
-from rtrain.batch import Head
-from rtrain.training import step
+from rtrain.core.ragged import Head
+from rtrain.trainer import step
 
 if TYPE_CHECKING:
     import torch
 
-    from rtrain.batch import Tokens
-    from rtrain.exchange.exchange import Exchange
+    from rtrain.core.ragged import Tokens
+    from rtrain.parallel.base import Exchange
 
 Answers = tuple["torch.Tensor", Mapping[str, "torch.Tensor"]]
 """Logits, and the gradient by parameter."""
@@ -35,7 +35,7 @@ def run(bench: Bench) -> None:
 
 def formats(bench: Bench) -> list[str]:
     """The precisions that the device computes itself. A CPU emulates the others, slowly and as exactly."""
-    from rtrain.network import precision
+    from rtrain.models import precision
 
     found = precision.of(bench.device).formats
     return ["fp32", *sorted(found)] if bench.gpu else ["fp32", "bf16"]
@@ -48,8 +48,8 @@ def attention(bench: Bench) -> None:
     """Check attention over windows of many lengths in one pack: training's kernel against plain products in float64."""
     import torch
 
-    from rtrain.network import attention as attending
-    from rtrain.network.layout import layout_of
+    from rtrain.models import attention as attending
+    from rtrain.models.pack_layout import layout_of
 
     heads, dim = 4, 64
     lengths = np.random.default_rng(1).integers(1, bench.size.long + 1, 16 if bench.gpu else 5).astype(np.int32)
@@ -92,7 +92,7 @@ def _plain(query: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor", si
 
 
 def _blank(lengths: Any) -> "Tokens":
-    from rtrain.batch import single
+    from rtrain.core.ragged import single
 
     count = int(lengths.sum())
     ids = np.arange(count, dtype=np.int32)
@@ -111,7 +111,7 @@ def _apart(mine: "torch.Tensor", theirs: "torch.Tensor") -> float:
 def _loss() -> Any:
     from rtrain.config import Distill
     from rtrain.tasks import base
-    from rtrain.training import losses
+    from rtrain.trainer import losses
 
     return losses.for_run(base.get("classification"), Distill(), Head(LABELS))
 
@@ -156,8 +156,8 @@ def dropout(bench: Bench) -> None:
     attention."""
     import torch
 
-    from rtrain.network import attention as attending, dropout as masks
-    from rtrain.network.layout import layout_of
+    from rtrain.models import attention as attending, dropout as masks
+    from rtrain.models.pack_layout import layout_of
 
     rate, count = 0.1, 1 << 20
     layer = torch.nn.Sequential(torch.nn.Dropout(rate)).train()
@@ -198,16 +198,16 @@ def scaling(bench: Bench) -> None:
     finite."""
     import torch
 
-    from rtrain.checkpoints import loss_scale as scales
+    from rtrain.checkpoint import loss_scale as scales
     from rtrain.config import Optim
-    from rtrain.exchange.replicated import Replicated
-    from rtrain.training import optim
+    from rtrain.parallel.ddp import Replicated
+    from rtrain.trainer import optimizers
 
     tokens = texts(bench, "banking77").pick(np.arange(16))
     made = network(bench, CARRIED).eval()
     exact = answers(made, tokens, "fp32")[1]
     norm = sum(float(one.norm()) ** 2 for one in exact.values()) ** 0.5 / len(tokens)
-    exchange, optimizer = Replicated(made), optim.build(made, Optim())
+    exchange, optimizer = Replicated(made), optimizers.build(made, Optim())
     before = {name: value.detach().clone() for name, value in made.named_parameters()}
     scale, skipped, unchanged = scales.Scale(2.0**40), 0, True
     while True:
@@ -257,7 +257,7 @@ def verify(bench: Bench) -> None:
     """Check that four updates in float64 are equal by passes of all rows, of eight and of three, and that a planted bug
     shows."""
     from rtrain.data.order import deal
-    from rtrain.proof import planted
+    from rtrain.verification import planted_bugs
 
     tokens, rows = texts(bench, "banking77"), 32
     start = network(bench, CARRIED).double().eval()
@@ -276,7 +276,7 @@ def verify(bench: Bench) -> None:
         key = f"verify.passes_of_{most}"
         bench.report.line(f"{key}.weights", weights, "of the distance moved", most=TOLERANCE, updates=4)
         bench.report.line(f"{key}.gradient", gradient, "of the tensor's norm", most=TOLERANCE, worst=worst)
-    weights, gradient, _ = trained(3, planted.BUGS["k ignored"]).differences(reference)
+    weights, gradient, _ = trained(3, planted_bugs.BUGS["k ignored"]).differences(reference)
     bench.report.line("verify.planted", max(weights, gradient), floor=SEEN, bug="k ignored", tolerance=TOLERANCE)
 
 
@@ -285,13 +285,13 @@ class _Run(step.Observer):
 
     def __init__(self, start: Any):
         from rtrain.config import Optim
-        from rtrain.exchange.replicated import Replicated
-        from rtrain.training import optim
+        from rtrain.parallel.ddp import Replicated
+        from rtrain.trainer import optimizers
 
         self.start, self.made = start, copy.deepcopy(start)
         self.gradients: list[dict[str, torch.Tensor]] = []
         self.exchange = Replicated(self.made)
-        self.optimizer = optim.build(self.made, Optim(lr=1e-3))
+        self.optimizer = optimizers.build(self.made, Optim(lr=1e-3))
 
     def update(self, run_update: step.RunUpdate, passes: "list[Tokens]") -> None:
         run_update(
@@ -310,8 +310,8 @@ class _Run(step.Observer):
         self.gradients.append(found)
 
     def differences(self, other: "_Run") -> tuple[float, float, str]:
-        """See `rtrain.proof.cases.Measured`."""
-        from rtrain.proof.cases import FLOOR
+        """See `rtrain.verification.layout_runs.Measured`."""
+        from rtrain.verification.layout_runs import FLOOR
 
         apart = moved = gradient = 0.0
         worst = ""
@@ -337,7 +337,7 @@ def pass_size(bench: Bench) -> None:
     import torch
 
     from rtrain.config import Optim
-    from rtrain.training import optim, pass_size as passes
+    from rtrain.trainer import batch_size as passes, optimizers
 
     long, loss = texts(bench, "long"), _loss()
 
@@ -348,7 +348,7 @@ def pass_size(bench: Bench) -> None:
         with bench.report.attempt(f"pass_size.{name}"):
             whole = network(bench, name)
             fits = passes.measured(whole, loss, made, whole.config.pad_token_id, bench.precision)
-            optimizer = optim.build(whole, Optim())
+            optimizer = optimizers.build(whole, Optim())
             passes.one_pass(whole, loss, made(2048), whole.config.pad_token_id, bench.precision)
             optimizer.step()
             torch.cuda.reset_peak_memory_stats()

@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.gpu.bench import CARRIED, Bench, forget, synchronize
 
 if TYPE_CHECKING:
-    from rtrain.predict import Predictor
+    from rtrain.inference.predictor import Predictor
 
 IN_FLIGHT = (1, 8, 32, 256)
 MAX_DIFFERENCE = 0.002
@@ -49,8 +49,8 @@ def run(bench: Bench) -> None:
 
 
 def _measure(bench: Bench, model: str, kind: str, texts: Sequence[str]) -> None:
+    from rtrain.inference.predictor import Predictor
     from rtrain.metrics.calibration import softmax
-    from rtrain.predict import Predictor
 
     folder = _artifact(bench, model, texts)
     device = bench.device.type
@@ -162,7 +162,7 @@ def _float64(folder: Path, texts: Sequence[str]) -> "np.ndarray[Any, Any]":
     """Logits of the artefact's network in float64 on the CPU, one text a call."""
     import torch
 
-    from rtrain.predict import Predictor
+    from rtrain.inference.predictor import Predictor
 
     predictor = Predictor.load(folder)
     network, accepted = predictor.network
@@ -184,8 +184,8 @@ def _artifact(bench: Bench, model: str, texts: Sequence[str]) -> Path:
     import torch
     import transformers
 
-    from rtrain import artifact as artifacts, predict
-    from rtrain.network import model as networks
+    from rtrain.inference import artifact as artifacts, predictor as inference_predictor
+    from rtrain.models import builder as networks
     from rtrain.tasks import base
 
     folder = bench.scratch / "serving_peers" / model
@@ -205,10 +205,10 @@ def _artifact(bench: Bench, model: str, texts: Sequence[str]) -> Path:
         if (bench.model / name).is_file():
             shutil.copyfile(bench.model / name, folder / name)
     made = artifacts.Artifact(name="gpu", task=task.name, labels=labels, max_tokens=512, engine="torch")
-    largest = float(np.abs(np.stack(predict.Predictor(folder, made).logits(list(texts[:16]), 16))).max())
+    largest = float(np.abs(np.stack(inference_predictor.Predictor(folder, made).logits(list(texts[:16]), 16))).max())
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     for name in ("classifier.weight", "classifier.bias"):
         weights[name] = weights[name] * (LOGIT / largest)
     safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    artifacts.write(folder, made, predict.golden_logits)
+    artifacts.write(folder, made, inference_predictor.golden_logits)
     return folder

@@ -16,10 +16,10 @@ from benchmarks import figures
 from benchmarks.gpu import bench as common
 from benchmarks.gpu.bench import CARRIED, LABELS, Bench, forget, network, plain_network, texts
 from benchmarks.peers import one_device
-from rtrain.batch import Head
+from rtrain.core.ragged import Head
 
 if TYPE_CHECKING:
-    from rtrain.batch import Tokens
+    from rtrain.core.ragged import Tokens
 
 CELLS = (
     ("bert-large", "squadshifts"),
@@ -73,13 +73,13 @@ class Ours:
     ):
         from rtrain.config import Distill, Optim
         from rtrain.data.order import deal
-        from rtrain.exchange.replicated import Replicated
+        from rtrain.parallel.ddp import Replicated
         from rtrain.tasks import base
-        from rtrain.training import losses, optim
+        from rtrain.trainer import losses, optimizers
 
         made.train()
         self.network, self._precision = made, precision
-        self.exchange, self.optimizer = Replicated(made), optim.build(made, Optim())
+        self.exchange, self.optimizer = Replicated(made), optimizers.build(made, Optim())
         self._loss = losses.for_run(base.get(task[0]), Distill(), task[1])
         draw = np.random.default_rng(0)
         self.updates = []
@@ -89,7 +89,7 @@ class Ours:
             self.updates.append([part.pick(chosen) for chosen in passes])
 
     def update(self, number: int) -> Any:
-        from rtrain.training import step
+        from rtrain.trainer import step
 
         return step.run_update(
             self.exchange,

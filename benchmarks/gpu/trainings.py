@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.prepare import intent
-from rtrain.run import Run
+from rtrain.core.run_folder import Run
 
 if TYPE_CHECKING:
-    from rtrain.data.ingest import Update
-    from rtrain.training.loop import Clock, Job, Outcome
+    from rtrain.data.stream import Update
+    from rtrain.trainer.trainer import Clock, Job, Outcome
 
 Stream = Callable[[int, int], Iterator["Update"]]
 PASS = {True: 1 << 16, False: 1 << 11}
@@ -58,12 +58,12 @@ def start(
     """Start the run at `run` once, from its newest checkpoint to update `stop`. `settings` are of the recipe
     `intent`."""
     from rtrain import config
-    from rtrain.data.ingest import Share, plan_update
     from rtrain.data.order import Order
-    from rtrain.exchange.replicated import Replicated
-    from rtrain.network import model
+    from rtrain.data.stream import Share, plan_update
+    from rtrain.models import builder
+    from rtrain.parallel.ddp import Replicated
     from rtrain.tasks import base
-    from rtrain.training import loop, losses
+    from rtrain.trainer import losses, trainer
 
     given = {
         **intent(),
@@ -75,16 +75,16 @@ def start(
     recipe, store, task = config.load("intent", given).recipe, bench.store("banking77"), base.get("classification")
     train = recipe.train
     order = Order(store.manifest.digest, store.rows("train"), recipe.rows_per_update, train.epochs, train.seed)
-    network: Any = model.build(bench.model, task, store.manifest.labels, train.seed, recipe.model)
-    model.place(network, bench.device)
-    job = loop.Job(
+    network: Any = builder.build(bench.model, task, store.manifest.labels, train.seed, recipe.model)
+    builder.place(network, bench.device)
+    job = trainer.Job(
         recipe=recipe,
         run=Run(run),
         store=store,
         task=task,
         loss=losses.for_run(task, recipe.distill, store.manifest.head, train.label_smoothing),
         order=order,
-        pad_id=model.pad_id(bench.model),
+        pad_id=builder.pad_id(bench.model),
         precision=train.precision,
         until=min(stop or order.updates, order.updates),
     )
@@ -93,7 +93,7 @@ def start(
     def stream(first: int, stop: int) -> Iterator["Update"]:
         return (plan_update(store, share, number) for number in range(first, stop))
 
-    clock = loop.Clock()
+    clock = trainer.Clock()
     reporter = Reporter(clock)
-    outcome = loop.train(job, Replicated(network), wrap(stream), reporter, clock)
+    outcome = trainer.train(job, Replicated(network), wrap(stream), reporter, clock)
     return Ran(job, outcome, reporter, network)

@@ -16,18 +16,18 @@ def batches(folder: Path, world: int, rank: int, seed: int) -> list[dict[str, An
     rank."""
     import torch
 
-    from rtrain.batch import padded
-    from rtrain.data import ingest, order
-    from rtrain.data.stores import store
+    from rtrain.core.ragged import padded
+    from rtrain.data import order, stream
+    from rtrain.data.store import store
 
     opened = store.open_store(folder)
     rows_per_update = common.ROWS_PER_PASS * world
     epoch = order.Order(opened.manifest.digest, opened.rows("train"), rows_per_update, 1, seed)
-    share = ingest.Share(folder, epoch, world, rank, common.ROWS_PER_PASS)
+    share = stream.Share(folder, epoch, world, rank, common.ROWS_PER_PASS)
     found = []
     for number in range(epoch.updates):
         # A worker has at most ROWS_PER_PASS rows of short texts in an update, so there is one pass.
-        (tokens,) = ingest.plan_update(opened, share, number).passes
+        (tokens,) = stream.plan_update(opened, share, number).passes
         inputs = {name: torch.from_numpy(values) for name, values in padded(tokens, 0).items()}
         found.append({**inputs, "labels": torch.from_numpy(tokens.targets).long()})
     return found

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import sides
-from rtrain.run import Run
-from tune.known.history import read_journal, replay
+from rtrain.core.run_folder import Run
+from tune.history import read_journal, replay
 
 
 def settings(values: Mapping[str, Any]) -> list[str]:

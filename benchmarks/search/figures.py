@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tune.known.history import History
+from tune.history import History
 
 Event = Mapping[str, Any]
 CONFIDENCE = 0.95

@@ -10,9 +10,9 @@ from benchmarks import rows
 from benchmarks.search import commands, figures
 from benchmarks.search.figures import Ended, Trained
 from rtrain import config as configuration
-from rtrain.run import Run
-from tune.asking import points, space
-from tune.known.history import read_journal, replay
+from rtrain.core.run_folder import Run
+from tune import points, space
+from tune.history import read_journal, replay
 
 SEEDS = (0, 1, 2)
 """Seeds with which the recipe is trained as it stands."""

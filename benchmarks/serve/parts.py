@@ -19,7 +19,7 @@ import psutil
 from benchmarks.serve import load
 from benchmarks.serve.load import Open, Void
 from benchmarks.serve.sides import Running, cores, memory_mb, raw, running, sides_of
-from rtrain import artifact as artifacts, predict
+from rtrain.inference import artifact as artifacts, predictor
 
 MANY = 16
 """Connections of the closed loop that looks for the most requests a second."""
@@ -159,7 +159,7 @@ def twin(student: Path, folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(student, folder)
     made = artifacts.read(folder)
-    artifacts.write(folder, replace(made, facts={**made.facts, "note": "a twin"}), predict.golden_logits)
+    artifacts.write(folder, replace(made, facts={**made.facts, "note": "a twin"}), predictor.golden_logits)
     return folder
 
 

@@ -17,7 +17,7 @@ THREADS = 1
 
 
 def engine(artifact: Path) -> Callable[[str], Any]:
-    from rtrain.predict import Predictor
+    from rtrain.inference.predictor import Predictor
 
     predictor = Predictor.load(artifact, threads=THREADS)
     return lambda text: predictor([text], {"top_k": 1})
@@ -29,7 +29,7 @@ def pipeline(artifact: Path) -> Callable[[str], Any]:
     import torch
     import transformers
 
-    from rtrain import artifact as artifacts
+    from rtrain.inference import artifact as artifacts
 
     torch.set_num_threads(THREADS)
     labels = len(artifacts.read(artifact).labels)

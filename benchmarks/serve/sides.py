@@ -131,7 +131,7 @@ def answers(url: str) -> bool:
 RAW = """
 import json, sys, time
 from pathlib import Path
-from rtrain.predict import Predictor
+from rtrain.inference.predictor import Predictor
 predictor = Predictor.load(Path(sys.argv[1]), threads=1)
 texts, calls = json.load(sys.stdin), int(sys.argv[2])
 found = []

@@ -9,12 +9,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rtrain import __version__, env, signals
-from rtrain.cli import cluster, compress, doctor, gate, plan, proof, runs, serve, train
+from rtrain import __version__
+from rtrain.cli import cluster, compress, gate, plan, profile, runs, serve, train, verify
 from rtrain.cli.output import show
-from rtrain.cluster import session as sessions
-from rtrain.errors import UserError
-from rtrain.report.live.waited import Waited
+from rtrain.cluster import connection as sessions
+from rtrain.core import env, signals
+from rtrain.core.errors import UserError
+from rtrain.report.live.phase_timer import Waited
 
 
 class Verbs(TyperGroup):
@@ -46,8 +47,8 @@ keys_app.command("list")(serve.list_keys)
 keys_app.command("revoke")(serve.revoke_key)
 for _verb in (
     *(train.train, train.tune),
-    *(proof.verify, proof.drill),
-    *(doctor.profile, plan.plan),
+    *(verify.verify, verify.drill),
+    *(profile.profile, plan.plan),
     *(train.report, gate.compare),
     *(compress.distill, compress.quantize, compress.evaluate),
     *(gate.gate, gate.inspect),

@@ -15,8 +15,8 @@ import typer
 
 from rtrain.cli.options import Json, Set
 from rtrain.cli.output import show
-from rtrain.errors import ConfigError, Ended, Problem, UserError
-from rtrain.run import shown
+from rtrain.core.errors import ConfigError, Ended, Problem, UserError
+from rtrain.core.run_folder import shown
 
 FOUND = 1
 DETACHED = 130
@@ -38,8 +38,8 @@ def lint(
 ) -> None:
     """Say what is wrong in a cluster's file, or in manifests for KubeRay, each with its line and what to write instead.
     Nothing is asked of a cloud. The exit code is 1 where there is an error."""
-    from rtrain.cluster.lint import lint as linting
-    from rtrain.cluster.lint.findings import Around
+    from rtrain.cluster.checks import check_file as linting
+    from rtrain.cluster.checks.findings import Around
 
     text = linting.read_file(file)
     around = Around(file.absolute().parent, verbs=_verbs(context))
@@ -68,11 +68,11 @@ def init(
     as_json: Json = False,
 ) -> None:
     """Write a commented file of a cluster: autoscaled, on spot nodes, closed to the internet."""
-    from rtrain.cluster.lint import lint as linting
-    from rtrain.cluster.variants import variants
+    from rtrain.cluster.checks import check_file as linting
+    from rtrain.cluster.templates import render
 
-    text = variants.render(cloud, gpu, instance, out.name if out and str(out) != "-" else None)
-    file = out or Path(variants.PLACES[cloud].file)
+    text = render.render(cloud, gpu, instance, out.name if out and str(out) != "-" else None)
+    file = out or Path(render.PLACES[cloud].file)
     if str(file) == "-":
         print(text, end="")
         return
@@ -121,9 +121,9 @@ def kubernetes(
 ) -> None:
     """Print manifests for KubeRay: a cluster, a job that goes on where it is tried again, a service, and what they
     share. Behind -- the job's verb."""
+    from rtrain.cluster.checks import check_file as linting
+    from rtrain.cluster.checks.findings import Around
     from rtrain.cluster.kubernetes import manifests, rules
-    from rtrain.cluster.lint import lint as linting
-    from rtrain.cluster.lint.findings import Around
 
     if dockerfile:
         print(manifests.dockerfile(gpus > 0), end="")
@@ -176,14 +176,14 @@ def rehearse(
     """Try a cluster's file on this machine: its nodes, its autoscaler and a real job, with a spot notice and the loss
     of a node in the middle. The exit code is 0 if the run came to the same weights by the same rows, and nothing was
     left behind."""
+    from rtrain.cluster.checks import check_file as linting
     from rtrain.cluster.jobs import upload
-    from rtrain.cluster.lint import lint as linting
-    from rtrain.cluster.rehearsal import rehearse as rehearsing
+    from rtrain.rehearsal import rehearse as rehearsing
     from rtrain.report.live.progress import say
-    from rtrain.runs import opening
+    from rtrain.runs import run_folders
 
     text = linting.read_file(file)
-    place = opening.folder_for("rehearsal", out)
+    place = run_folders.folder_for("rehearsal", out)
     if place.is_dir() and any(place.iterdir()):
         raise ConfigError([Problem("--out", shown(place), "is not empty", "name a new folder", code="already_exists")])
     plan, whole = rehearsing.check(words or (), text, also or ())
@@ -214,18 +214,18 @@ def submit(
 ) -> None:
     """Run a verb on a cluster, as a job that takes the tracked files of this checkout along. Asked for again, it goes
     on where the run is, or shows the job that is there."""
-    from rtrain.cluster.jobs import client, naming, upload
+    from rtrain.cluster.jobs import client, job_names, upload
     from rtrain.report.live.progress import say
 
     known = getattr(context.find_root().command, "commands", {})
     if not words or words[0] not in known or words[0] == "cluster":
         reason, fix = "is no verb that a job can run", "write e.g. -- train intent --data ..."
         raise ConfigError([Problem("verb", words[0] if words else None, reason, fix, code="unknown_name")])
-    run = naming.run_of(words)
+    run = job_names.run_of(words)
     files = upload.of(folder.absolute(), _bytes(most_mb))
     _refuse_left_behind(words, [path for path, _ in files.files], ", or let git track it")
     jobs = client.Jobs(address)
-    job, name = jobs.submit(words, files, say), run or naming.identity(words, run).removeprefix("rtrain-")
+    job, name = jobs.submit(words, files, say), run or job_names.identity(words, run).removeprefix("rtrain-")
     if not watch:
         print(job)
         say(f"next: rtrain cluster logs --follow {name}   or: rtrain cluster stop {name}")
@@ -236,11 +236,11 @@ def submit(
 def _refuse_left_behind(words: Sequence[str], files: Collection[str], also: str = "") -> None:
     """Raise `ConfigError` for relative paths of rows and models that are not among the `files` of a job: it runs in a
     folder that holds these alone. `also`: another way out."""
-    from rtrain.cluster.jobs import naming
-    from rtrain.data.formats.files import is_hub_name
+    from rtrain.cluster.jobs import job_names
+    from rtrain.data.sources.find import is_hub_name
 
-    given = {name: naming.option(words, name) for name in ("--data", "--valid", "--test", "--model")}
-    settings = dict(text.partition("=")[::2] for text in naming.assignments(words))
+    given = {name: job_names.option(words, name) for name in ("--data", "--valid", "--test", "--model")}
+    settings = dict(text.partition("=")[::2] for text in job_names.assignments(words))
     given |= {name: settings.get(name) for name in ("data.path", "data.valid", "data.test", "model.name")}
     problems = []
     for name, value in given.items():
@@ -270,7 +270,7 @@ def serve(
 ) -> None:
     """Serve an artefact on a cluster, as a job of its own; returns once it answers. Its replicas are on nodes that the
     autoscaler starts for them. `rtrain cluster stop` ends it, and gives it a minute for that."""
-    from rtrain.cluster.jobs import client, naming, upload
+    from rtrain.cluster.jobs import client, job_names, upload
     from rtrain.report.live.progress import say
 
     if "://" not in artifact and not artifact.startswith("/"):
@@ -280,7 +280,7 @@ def serve(
     settings = [*(f"{name}={value}" for name, value in given.items() if value is not None), *(assignments or ())]
     words = ["serve", artifact, *(word for setting in settings for word in ("--set", setting))]
     files = upload.of(folder.absolute(), _bytes(most_mb))
-    jobs, name = client.Jobs(address), naming.served_name(artifact)
+    jobs, name = client.Jobs(address), job_names.served_name(artifact)
     job = jobs.submit(words, files, say)
     try:
         line = jobs.await_line(job, "serving ")
@@ -293,7 +293,7 @@ def serve(
 
 
 def _watched(jobs: Any, job: str, name: str) -> None:
-    from rtrain.cluster.jobs import naming
+    from rtrain.cluster.jobs import job_names
 
     def show(text: str) -> None:
         print(text, end="", flush=True)
@@ -303,7 +303,7 @@ def _watched(jobs: Any, job: str, name: str) -> None:
     except KeyboardInterrupt:
         way = f"rtrain cluster logs --follow {name}   or: rtrain cluster stop {name}"
         raise Ended(f"{job} goes on without this terminal; {way}", DETACHED) from None
-    if code := naming.exit_code(ended.status, ended.driver_exit_code, ended.error):
+    if code := job_names.exit_code(ended.status, ended.driver_exit_code, ended.error):
         raise Ended(f"{job} has ended as {ended.status}", code)
 
 
@@ -331,9 +331,9 @@ def logs(
 ) -> None:
     """Print all lines of a run's jobs: from its folder or its storage, also when the cluster is gone; else from the
     cluster."""
-    from rtrain.cluster.jobs import client, copied
+    from rtrain.cluster.jobs import chunked_log_upload, client
 
-    if not follow and (kept := copied.find_log(run, storage)) is not None:
+    if not follow and (kept := chunked_log_upload.find_log(run, storage)) is not None:
         print(kept, end="")
         return
     jobs = client.Jobs(address)
@@ -350,10 +350,10 @@ def logs(
 
 def stop(run: RunArgument, address: Api = None) -> None:
     """End the job of a run. The run stays, and goes on when it is submitted again."""
-    from rtrain.cluster.jobs import client, naming
+    from rtrain.cluster.jobs import client, job_names
 
     jobs = client.Jobs(address)
-    going = [job for job in jobs.of_run(run) if job.status not in naming.ENDED]
+    going = [job for job in jobs.of_run(run) if job.status not in job_names.ENDED]
     if not going:
         raise UserError(f"no job of the run {run} is going on", code="not_running")
     for job in going:
@@ -369,8 +369,8 @@ def fetch(
 ) -> None:
     """Copy a run to this machine: from its storage, which holds its settings, log, checkpoints and artefact, else whole
     from the cluster's head by SSH (`ray rsync-down`)."""
-    from rtrain.checkpoints.replica import Replica
-    from rtrain.cluster.jobs import copied, launcher
+    from rtrain.checkpoint.remote_copy import Replica
+    from rtrain.cluster.jobs import chunked_log_upload, launcher
     from rtrain.report.live.progress import say
 
     name = Path(run).name
@@ -381,7 +381,7 @@ def fetch(
     target = (to or Path("runs") / name).expanduser().absolute()
     if storage is not None:
         size = Replica(storage, name).fetch(target)
-        if (lines := copied.find_log(name, storage)) is not None:
+        if (lines := chunked_log_upload.find_log(name, storage)) is not None:
             (target / "job.log").write_text(lines, encoding="utf-8")
         say(f"{shown(target)}: {size / 1e6:.1f} MB")
     else:
@@ -395,12 +395,12 @@ def down(
     address: Api = None,
 ) -> None:
     """End every node of a cluster (`ray down`). While jobs are going on, it is refused without --yes."""
-    from rtrain.cluster.jobs import client, launcher, naming
+    from rtrain.cluster.jobs import client, job_names, launcher
 
     head_ip = launcher.head_ip(file)
     try:
         jobs = client.Jobs(address)
-        going = [job.id for job in jobs.all().values() if job.status not in naming.ENDED]
+        going = [job.id for job in jobs.all().values() if job.status not in job_names.ENDED]
         if head_ip and (api_head_ip := jobs.head_ip()) and api_head_ip != head_ip:
             heads = f"its head is {api_head_ip}, and that of {shown(file)} is {head_ip}"
             raise UserError(

@@ -22,7 +22,7 @@ from rtrain.cli.options import (
     reuse_of,
 )
 from rtrain.cli.output import show
-from rtrain.run import Run, artifact_of
+from rtrain.core.run_folder import Run, artifact_of
 
 
 def distill(
@@ -39,30 +39,30 @@ def distill(
     """Train a smaller model on a run's rows and its model's answers."""
     from rtrain.config import with_overrides
     from rtrain.config.recipe import FRESH
-    from rtrain.runs import opening
+    from rtrain.runs import run_folders
 
     teacher, reuse = ended_run(run), reuse_of(resume, new)
-    taught = replace(opening.stored(teacher, FRESH), named=frozenset())
+    taught = replace(run_folders.stored(teacher, FRESH), named=frozenset())
     config = with_overrides(taught, overrides_of(assignments, address=address))
-    config = opening.absolute(config, teacher)
+    config = run_folders.absolute(config, teacher)
     suffix = "students" if search else "student"
     folder = Path(out).expanduser().absolute() if out else run.absolute().with_name(f"{run.absolute().name}-{suffix}")
     leave_to_supervisor(config, folder, reuse)
     if search:
         _search(context, config, teacher, folder, reuse, as_json)
         return
-    from rtrain.cluster.session import session
+    from rtrain.cluster.connection import session
     from rtrain.compress import distill as distillation
-    from rtrain.gate import told
+    from rtrain.evaluation import gate_table
     from rtrain.report.live.progress import Line, summary_text
 
     if reuse != "resume":
-        folder = opening.choose(folder, config, reuse)[0]
+        folder = run_folders.choose(folder, config, reuse)[0]
     settled = distillation.settled(config, folder, reuse)
     distillation.started(settled, distillation.Teacher.read(artifact_of(teacher)), folder.parent)  # before Ray starts
     with resumable(folder, "distill", teacher), Line(context.obj) as line, session(settled, folder.parent, line):
         student, summary = distillation.run(config, teacher, folder, reuse, on_event=line)
-    gated = told.brief(summary["gate"]) if "gate" in summary else []
+    gated = gate_table.brief(summary["gate"]) if "gate" in summary else []
     made = Run(student)
     show(summary, as_json, summary_text(summary, made), *gated, context.obj.text(), _after(made, "distill", teacher))
 
@@ -79,15 +79,15 @@ def _search(context: typer.Context, config: Any, run: Path, folder: Path, reuse:
     """`rtrain distill --search`: the students of the artefact of `run`."""
     from rtrain.cli.search import searched
     from rtrain.compress import distill as distillation
-    from rtrain.runs import opening, preparing
+    from rtrain.runs import prepare, run_folders
     from tune import students
 
-    preparing.refuse_lost(config, folder, reuse, "distill", run)
+    prepare.refuse_lost(config, folder, reuse, "distill", run)
     teacher = distillation.Teacher.read(artifact_of(run))
     if reuse == "resume":
-        preparing.bring_back(config, folder)
+        prepare.bring_back(config, folder)
     else:
-        folder = opening.choose(folder, config, reuse)[0]
+        folder = run_folders.choose(folder, config, reuse)[0]
     begun = students.begun(distillation.settled(config, folder, reuse), teacher, folder.parent)
     students.check(begun, teacher, folder.parent)
     if reuse != "resume":
@@ -106,10 +106,10 @@ def quantize(
     """Make an int8 artefact with static scales, calibrated on training rows, and score it on the test rows."""
     from rtrain.compress import quantize as quantization
     from rtrain.report.live.progress import Line, then
-    from rtrain.runs import opening
+    from rtrain.runs import run_folders
 
     parent = Run(ended_run(run))
-    config = opening.stored(parent.folder, overrides_of(assignments))
+    config = run_folders.stored(parent.folder, overrides_of(assignments))
     into = (out or parent.int8).expanduser().absolute()
     with Line(context.obj) as line:
         store, threads = quantization.store_of(parent.folder), config.deploy.serve.threads
@@ -126,7 +126,8 @@ def evaluate(
 ) -> None:
     """Score an artefact on a file of rows, through the path that answers requests; the columns are those of its own
     training rows, but for what --set data.label=... and so on say."""
-    from rtrain import artifact as artifacts, config, score
+    from rtrain import config
+    from rtrain.inference import artifact as artifacts, score
     from rtrain.metrics import scores
     from rtrain.report.live.progress import used
 

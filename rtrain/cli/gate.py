@@ -7,7 +7,7 @@ import typer
 
 from rtrain.cli.options import Artefact, Json, Set, answering, overrides_of
 from rtrain.cli.output import show
-from rtrain.errors import ConfigError, Problem
+from rtrain.core.errors import ConfigError, Problem
 
 NOT_PROMOTED = 1
 
@@ -27,8 +27,8 @@ def gate(
 ) -> None:
     """Promote, hold or refuse an artefact: its score, slices, latency and size beside its base's, on this machine.
     The verdict is written into an artefact that is a folder here; the exit code is 0 if it is promoted, else 1."""
-    from rtrain import remote
-    from rtrain.gate import gate as gates, told
+    from rtrain.evaluation import gate as gates, gate_table
+    from rtrain.inference import remote
     from rtrain.report.live.progress import Line, then
 
     folder = answering(candidate)
@@ -49,7 +49,7 @@ def gate(
     way_on = [then("serve", folder)] if promoted else []
     if copied:
         way_on = ["the verdict is not written: the artefact is a copy; gate it where it is made, and publish it then"]
-    show(found, as_json, told.text(found), context.obj.text(), *way_on)
+    show(found, as_json, gate_table.text(found), context.obj.text(), *way_on)
     if not promoted:
         raise typer.Exit(NOT_PROMOTED)
 
@@ -59,10 +59,10 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Say what is in an artefact: its numbers and bytes by part, operators, lineage, verdict, how it was made."""
-    from rtrain.gate import inspection
+    from rtrain.evaluation import inspect_artifact
 
-    found = inspection.inspect(answering(artifact))
-    show(found, as_json, inspection.text(found))
+    found = inspect_artifact.inspect(answering(artifact))
+    show(found, as_json, inspect_artifact.text(found))
 
 
 def compare(
@@ -73,8 +73,8 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Say whether one run is better than another, by their answers to the same rows; print it and write a page."""
-    from rtrain.comparison import compare as comparing, page, text
+    from rtrain.evaluation import compare as comparing, compare_table, page
 
     found = comparing.compare(runs)
     path = page.write(found, page.default(found) if out is None else out.expanduser().absolute())
-    show({**comparing.document(found), "page": str(path)}, as_json, f"{text.text(found)}\n\npage: {path}")
+    show({**comparing.document(found), "page": str(path)}, as_json, f"{compare_table.text(found)}\n\npage: {path}")

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rtrain import signals
-from rtrain.errors import ConfigError, Ended, Problem, meant
-from rtrain.run import artifact_of, chosen, shown
+from rtrain.core import signals
+from rtrain.core.errors import ConfigError, Ended, Problem, meant
+from rtrain.core.run_folder import artifact_of, chosen, shown
 
 if TYPE_CHECKING:
-    from rtrain.runs.opening import Reuse
+    from rtrain.runs.run_folders import Reuse
 
 Recipe = Annotated[
     str | None,
@@ -112,17 +112,17 @@ def opened(
     A resumed run's configuration is its own, with what is named here. The folder is the one that will be written.
     """
     from rtrain import config as configuration
-    from rtrain.run import Run
-    from rtrain.runs import opening
+    from rtrain.core.run_folder import Run
+    from rtrain.runs import run_folders
 
     reuse = reuse_of(resume, new)
     own, overrides = _recipe(recipe, out, reuse), overrides_of(assignments, **short)
     if recipe is None and out and reuse == "resume":
         # The settings are the run's own: beside what it has decided, leaving it open would contradict it.
-        overrides = opening.asked_of(Run(opening.folder_for("", out)), overrides)
+        overrides = run_folders.asked_of(Run(run_folders.folder_for("", out)), overrides)
     config = configuration.load(own, overrides)
     if search and reuse == "resume" and config.recipe.distill.teacher is not None:
-        way_on = Run(opening.folder_for("", out)).resumed_by
+        way_on = Run(run_folders.folder_for("", out)).resumed_by
         reason = "a search over students goes on with their teacher"
         problem = Problem(
             "distill.teacher", config.recipe.distill.teacher, reason, f"write {way_on}", code="needs_teacher"
@@ -130,14 +130,14 @@ def opened(
         raise ConfigError([problem])
     if reuse != "resume":
         _refuse_student(Path(own).expanduser().absolute(), config)
-    folder = opening.folder_for(f"{config.recipe.name}{'-search' if search else ''}", out)
-    config = opening.absolute(config, folder if reuse == "resume" else None)
+    folder = run_folders.folder_for(f"{config.recipe.name}{'-search' if search else ''}", out)
+    config = run_folders.absolute(config, folder if reuse == "resume" else None)
     leave_to_supervisor(config, folder, reuse)
-    from rtrain.runs import preparing  # a supervisor that imports torch could die with its child, of memory
+    from rtrain.runs import prepare  # a supervisor that imports torch could die with its child, of memory
 
     if search:
-        preparing.refuse_lost(config, folder, reuse, "train", recipe or config.recipe.name)
-    folder, config = preparing.chosen(config, folder, reuse)
+        prepare.refuse_lost(config, folder, reuse, "train", recipe or config.recipe.name)
+    folder, config = prepare.chosen(config, folder, reuse)
     return config, folder, reuse
 
 
@@ -164,8 +164,8 @@ def _refuse_student(file: Path, config: Any) -> None:
     its teacher's answers, and no gate looks at what comes of it."""
     if (teacher := config.recipe.distill.teacher) is None:
         return
-    from rtrain.gate.reproduction import distilled
-    from rtrain.run import Run
+    from rtrain.core.run_folder import Run
+    from rtrain.evaluation.reproduce_commands import distilled
 
     run = Run(file.parent)
     made_by = distilled(run, teacher) if file == run.config else "rtrain distill, with the run of that artefact"
@@ -195,15 +195,15 @@ def resumable(run: Path, *words: object) -> Iterator[None]:
     """`told_how` for a run that the verb and arguments `words` make."""
 
     def way_on() -> str | None:
-        from rtrain.cluster import session
+        from rtrain.cluster import connection
+        from rtrain.core.run_folder import Run
         from rtrain.report.live.progress import then
-        from rtrain.run import Run
 
         if Run(run).finished:  # all but its report is there
             return then("report", run)
         if not Run(run).exists:
             return None
-        if session.IN_JOB in os.environ:  # whose entry point resumes the run
+        if connection.IN_JOB in os.environ:  # whose entry point resumes the run
             return "next: submit the same job again"
         return then(*words, "--resume", "--out", run)
 
@@ -215,7 +215,7 @@ def answering(given: str) -> Path:
     """The artefact, by its absolute path, that the folder or the address given to a verb stands for; said where it is
     another one."""
     if "://" in given:
-        from rtrain import remote
+        from rtrain.inference import remote
 
         found = remote.fetch(given, say=lambda line: print(line, file=sys.stderr))
     else:
@@ -242,9 +242,9 @@ def ended_run(folder: Path) -> Path:
 
 def leave_to_supervisor(config: Any, folder: Path, reuse: "Reuse") -> None:
     """In a job, does not return: the same command runs as the child of a supervisor, and this process ends with it."""
-    from rtrain.cluster import supervise
-    from rtrain.runs import opening
+    from rtrain.cluster import supervisor
+    from rtrain.runs import run_folders
 
-    if supervise.is_needed():
-        run = folder if reuse == "resume" else opening.choose(folder, config, reuse)[0]
-        sys.exit(supervise.supervise([*sys.argv[1:], "--out", str(run)], run))
+    if supervisor.is_needed():
+        run = folder if reuse == "resume" else run_folders.choose(folder, config, reuse)[0]
+        sys.exit(supervisor.supervise([*sys.argv[1:], "--out", str(run)], run))

@@ -19,13 +19,13 @@ from rtrain.cli.options import (
     configured,
 )
 from rtrain.cli.output import show
-from rtrain.errors import ConfigError, Problem
-from rtrain.run import Run, shown
+from rtrain.core.errors import ConfigError, Problem
+from rtrain.core.run_folder import Run, shown
 
 if TYPE_CHECKING:
     from rtrain.config import Config
-    from rtrain.doctor.forecast import facts, layouts, memory
-    from rtrain.strategies.ways import Way
+    from rtrain.parallel.layout import Way
+    from rtrain.planning import memory_needs, placement, run_facts
 
 CLUSTER = Path("cluster.yaml")
 
@@ -49,8 +49,8 @@ def plan(
 ) -> None:
     """Say whether a run fits on a cluster that does not run yet, how, and what memory, hours and money it takes.
     Nothing is started. A layout that would wait for ever is refused, with the nearest that would not."""
-    from rtrain.cluster import prices as pricing
-    from rtrain.doctor.forecast import layouts, plan as planning
+    from rtrain.cluster import pricing as pricing
+    from rtrain.planning import placement, plan as planning
 
     if write_prices is not None:
         if write_prices.exists():
@@ -71,8 +71,8 @@ def plan(
         )
     config = configured(recipe, assignments, data=data, valid=valid, test=test, model=model, workers=workers)
     document = planning.read_cluster(cluster)
-    nodes = layouts.of_document(document)
-    layout = layouts.laid_out(config, nodes, searches=search)  # no torch until here: a refusal comes at once
+    nodes = placement.of_document(document)
+    layout = placement.laid_out(config, nodes, searches=search)  # no torch until here: a refusal comes at once
     named = config.deploy.cluster.prices
     table = pricing.table(prices or (named and Path(named)), document.get("metadata"))
     made = _planned(config, nodes, layout, table, (rows, tokens), like, search)
@@ -81,38 +81,38 @@ def plan(
 
 def _planned(
     config: "Config",
-    nodes: "layouts.Cluster",
-    layout: "layouts.Layout",
+    nodes: "placement.Cluster",
+    layout: "placement.Layout",
     table: Any,
     given: tuple[int | None, int | None],
     like: Path | None,
     search: bool,
 ) -> dict[str, Any]:
-    from rtrain.doctor.forecast import facts, money, pace as paces, plan as planning
-    from rtrain.network import model as models
-    from rtrain.strategies import allowed, ways as strategies
+    from rtrain.models import builder as models
+    from rtrain.parallel import constraints, layout as strategies
+    from rtrain.planning import cost_estimate, plan as planning, run_facts, throughput as paces
 
     recipe, root = config.recipe, Path("runs")
     folder = models.resolve(recipe.model.name, root)
     unread = models.check_architecture(folder, recipe.data.window_tokens, chosen=recipe.model)
-    refused = [*unread, *models.problems(recipe), *allowed.problems(recipe, folder)]
-    if problems := refused or allowed.of_devices(recipe, layout.choice, folder):
+    refused = [*unread, *models.problems(recipe), *constraints.problems(recipe, folder)]
+    if problems := refused or constraints.of_devices(recipe, layout.choice, folder):
         raise ConfigError(problems)
-    shape = facts.of_model(folder, recipe.model)
+    shape = run_facts.of_model(folder, recipe.model)
     rows, tokens = given
     if rows is not None:
-        counted = facts.given(rows, facts.length(recipe, tokens))
+        counted = run_facts.given(rows, run_facts.length(recipe, tokens))
     else:
-        counted = facts.of_rows(recipe, folder)
+        counted = run_facts.of_rows(recipe, folder)
     chosen = planning.choose(config, nodes, layout, _needs(config, layout, folder, counted), table)
     kinds = [*(kind for kind in nodes.kinds if chosen.nodes.get(kind.name)), *nodes.heads]
     kind = max(kinds, key=lambda one: one.node.get("GPU" if layout.device == "gpu" else "CPU", 0.0))
     assumed = paces.assumed(kind.gpu, recipe.train.precision) if layout.device == "gpu" else paces.CPU
     pace = paces.of_run(Run(chosen_run(like)), root) if like else assumed
     found = planning.hours(config, layout, chosen, shape, counted, pace)
-    price = money.worker_price(config, table)
+    price = cost_estimate.worker_price(config, table)
     total = planning.searched(config, found, layout.trials, price) if search else found.hours
-    watched = "rtrain.cluster.spot" in json.dumps(nodes.document.get("worker_start_ray_commands", []))
+    watched = "rtrain.cluster.spot_watcher" in json.dumps(nodes.document.get("worker_start_ray_commands", []))
     notes = [layout.choice.why, *planning.untold(chosen.way.of(recipe.train, layout.room))]
     notes += planning.unchecked(kinds, layout.needs)
     if pace.exchange_s is None and layout.room > 1:
@@ -120,9 +120,9 @@ def _planned(
     repeats_s = planning.repeated_s(config, found, watched)
     if price is None:
         cost = planning.money(nodes, chosen.nodes, table, total, repeats_s)
-        notes += money.idle(nodes, chosen.nodes)
+        notes += cost_estimate.idle(nodes, chosen.nodes)
     else:
-        cost = money.of_workers(total, layout.room * layout.trials, price)
+        cost = cost_estimate.of_workers(total, layout.room * layout.trials, price)
     if layout.room < layout.workers:
         notes.append(
             f"there is room for {layout.room} of {layout.workers} workers; it starts with {layout.least} or more"
@@ -135,18 +135,18 @@ def _planned(
 
 
 def _needs(
-    config: "Config", layout: "layouts.Layout", folder: Path, rows: "facts.Rows"
-) -> "Iterator[tuple[Way, memory.Need]]":
+    config: "Config", layout: "placement.Layout", folder: Path, rows: "run_facts.Rows"
+) -> "Iterator[tuple[Way, memory_needs.Need]]":
     """What each way to hold the model takes, by a trace of one pass."""
-    from rtrain.doctor.forecast import fitting, plan as planning
-    from rtrain.network import precision as formats
+    from rtrain.models import precision as formats
+    from rtrain.planning import memory_fit, plan as planning
 
     recipe, wanted = config.recipe, config.recipe.train.precision
-    passes = fitting.Pass(
-        fitting.lengths(recipe, layout.device, min(max(rows.windows), recipe.data.window_tokens)),
+    passes = memory_fit.Pass(
+        memory_fit.lengths(recipe, layout.device, min(max(rows.windows), recipe.data.window_tokens)),
         "bf16" if wanted == "auto" else formats.resolve(wanted, formats.Native("cpu", frozenset())),
         rows.outputs,
         tokens_of_update=recipe.rows_per_update * rows.tokens_of_row,
     )
     ways = planning.ways(config, folder, layout.room)
-    return fitting.needs(recipe, folder, ways, passes, layout.room, layout.device)
+    return memory_fit.needs(recipe, folder, ways, passes, layout.room, layout.device)

@@ -9,8 +9,8 @@ import typer
 
 from rtrain.cli.options import Json, ended_run
 from rtrain.cli.output import show
-from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.run import ARTIFACT, Run, artifact_of, near, shown
+from rtrain.core.errors import ConfigError, Problem, UserError
+from rtrain.core.run_folder import ARTIFACT, Run, artifact_of, near, shown
 
 
 class Keep(StrEnum):
@@ -34,9 +34,9 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List the runs, searches and students of a folder: state, score, size, what they came from, what may go."""
-    from rtrain.inventory import table, walk
+    from rtrain.runs.store import scan, table
 
-    found = walk.look(root.absolute())
+    found = scan.look(root.absolute())
     if as_json:
         show(table.document(found), True, "")
     else:
@@ -56,16 +56,16 @@ def clean(
     as_json: Json = False,
 ) -> None:
     """Remove what a finished run does not need, after saying what goes and what is lost by it."""
-    from rtrain.inventory import plan, removal, table, walk
+    from rtrain.runs.store import clean as store_clean, clean_plan, scan, table
 
     folder = path.absolute()
-    single = walk.holds_run(folder)
+    single = scan.holds_run(folder)
     if single and stores:
         fix = f"name the folder that holds the runs: {shown(folder.parent)}"
         raise ConfigError(
             [Problem("--stores", None, "token stores are shared by runs", fix, code="conflicting_settings")]
         )
-    found = walk.around(folder) if single else walk.look(folder)
+    found = scan.around(folder) if single else scan.look(folder)
     known = found.of(folder) if single else None
     if single and known is None:
         raise UserError(
@@ -77,8 +77,8 @@ def clean(
             f"{folder} holds no run, and none lies below it; name a run, or the folder that holds them",
             code="not_a_run",
         )
-    planned = plan.of_run(known, keep.value, found) if known else plan.of_root(found, keep.value, stores)
-    removals = plan.checked(planned)
+    planned = clean_plan.of_run(known, keep.value, found) if known else clean_plan.of_root(found, keep.value, stores)
+    removals = clean_plan.checked(planned)
     if not as_json:
         print(table.removals_text(removals, dry))
     parts = [part for removed in removals for part in removed.parts]
@@ -88,7 +88,7 @@ def clean(
     if parts and not dry:
         _ask(keep, yes, len([removed for removed in removals if removed.whole]))
         try:
-            removal.carry_out(removals)
+            store_clean.carry_out(removals)
         except UserError as error:  # all the others are removed, and are to be told
             wrong.append(str(error))
     if unread := [removed.name for removed in removals if removed.unread]:
@@ -141,14 +141,14 @@ def export(
     """Put a run's artefacts, scores, report and log into one file, for a machine without network."""
     import tempfile
 
-    from rtrain import artifact
-    from rtrain.inventory import sending, sizes, wheels
+    from rtrain.inference import artifact
+    from rtrain.runs.store import disk_usage, export_bundle, wheels
 
     found, file, name = Run(ended_run(run)), out.expanduser().absolute(), run.absolute().name
-    sending.check(found, file, int8)  # before anything is fetched
-    verdicts = sending.verdicts(found, int8)
+    export_bundle.check(found, file, int8)  # before anything is fetched
+    verdicts = export_bundle.verdicts(found, int8)
     if not ungated:
-        sending.admit(verdicts)
+        export_bundle.admit(verdicts)
     with tempfile.TemporaryDirectory() as folder:
         fetched, install = [], ""
         if with_wheels:
@@ -160,8 +160,8 @@ def export(
                 print(doubt, file=sys.stderr)
             fetched = wheels.fetch(wheels_for.value, engines, Path(folder))
             install = wheels.instructions(name, file.name, wheels_for.value)
-        sent = sending.send(found, name, file, int8, fetched, install, texts=not no_texts)
-    carried = f"{sent.files} files, {sizes.text(sent.size)}"
+        sent = export_bundle.send(found, name, file, int8, fetched, install, texts=not no_texts)
+    carried = f"{sent.files} files, {disk_usage.text(sent.size)}"
     lines = [f"{shown(file)}: the run {name}, {carried}"]
     if sent.with_texts:
         lines.append(f"WARNING: texts of rows are in {', '.join(sent.with_texts)}; --no-texts leaves these files out")
@@ -184,12 +184,12 @@ def import_(
     as_json: Json = False,
 ) -> None:
     """Unpack a run that rtrain export has packed; every file is checked before the run appears."""
-    from rtrain.inventory import receiving, sizes, wheels
     from rtrain.report.live.progress import then, used
+    from rtrain.runs.store import disk_usage, import_bundle, wheels
 
-    got = receiving.receive(file.absolute(), out.expanduser().absolute() if out else None, Path("runs").absolute())
+    got = import_bundle.receive(file.absolute(), out.expanduser().absolute() if out else None, Path("runs").absolute())
     folder = got.run.folder
-    lines = [f"{shown(folder)}: {got.files} files, {sizes.text(got.size)}, each as it was packed"]
+    lines = [f"{shown(folder)}: {got.files} files, {disk_usage.text(got.size)}, each as it was packed"]
     install = wheels.command(shown(got.wheels)) if got.wheels else None
     lines += [f"to install what it needs, without network: {install}"] if install else []
     use = used(artifact_of(folder), near(folder)).removeprefix("next: ")

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rtrain import events
 from rtrain.cli.options import resumable
 from rtrain.cli.output import show
-from rtrain.errors import TryAgain
-from rtrain.run import Run
+from rtrain.core import events
+from rtrain.core.errors import TryAgain
+from rtrain.core.run_folder import Run
 
 if TYPE_CHECKING:
     from rtrain.config import Config
-    from rtrain.runs.opening import Reuse
+    from rtrain.runs.run_folders import Reuse
 
 
 def searched(
@@ -30,15 +30,15 @@ def searched(
 ) -> None:
     """Run a search that is checked, and show its end. `verb`: its words on the command line; `way_on`: what to do with
     a winner that the gate does not refuse; `teacher`: the artefact whose students are searched."""
-    from rtrain.cluster.session import session
-    from rtrain.gate import told as gate
+    from rtrain.cluster.connection import session
+    from rtrain.evaluation import gate_table as gate
     from rtrain.report.live.progress import Line, summary_text, then
     from rtrain.report.summary import summarise
-    from tune import search, trial
-    from tune.known.history import Journal
-    from tune.results import table, verdict
+    from tune import search, trainable
+    from tune.history import Journal
+    from tune.report import table, verdict
 
-    settings, known, headline = config.deploy.tune, Journal(Run(folder).trials), trial.headline_of(config)
+    settings, known, headline = config.deploy.tune, Journal(Run(folder).trials), trainable.headline_of(config)
     with (
         resumable(folder, *verb),
         _so_far(folder, headline, settings),
@@ -74,8 +74,8 @@ def _so_far(folder: Path, headline: str, settings: Any) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, TryAgain):
         from rtrain.report.live.progress import say
-        from tune.known.history import Journal
-        from tune.results import table
+        from tune.history import Journal
+        from tune.report import table
 
         if (history := Journal(Run(folder).trials).history).trials:
             say(table.text(history, headline, settings))

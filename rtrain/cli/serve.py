@@ -20,7 +20,7 @@ from rtrain.cli.options import (
     answering,
     configured,
 )
-from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.core.errors import ConfigError, Problem, UserError
 
 Model = Annotated[
     str | None, typer.Option("--model", help="Which model of several is meant (default: the one, or all of them).")
@@ -51,15 +51,15 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Answer texts with an artefact, one line each; or rows of files, each with its columns and its answer."""
-    from rtrain.cli import answers
+    from rtrain.cli import predict as cli_predict
 
     folder = answering(artifact)
-    given = answers.Given(folder, texts or [], data, out, resume, overwrite, top, batch, as_json, as_texts, scores)
+    given = cli_predict.Given(folder, texts or [], data, out, resume, overwrite, top, batch, as_json, as_texts, scores)
     given.check(assignments, address)
     if data is None:
-        answers.print_texts(given)
+        cli_predict.print_texts(given)
     else:
-        answers.answer_rows(given, assignments, address)
+        cli_predict.answer_rows(given, assignments, address)
 
 
 def explain(
@@ -73,8 +73,8 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Say which words, and which sentences, an answer rests on, by integrated gradients."""
-    from rtrain.explain.explainer import Explainer
-    from rtrain.predict import Predictor
+    from rtrain.inference.explain.explainer import Explainer
+    from rtrain.inference.predictor import Predictor
     from rtrain.report import explanation
     from rtrain.report.live.progress import say, used
 
@@ -120,18 +120,18 @@ def serve(
 ) -> None:
     """Answer HTTP requests with an artefact, or with several, on Ray Serve, until Ctrl-C; or change what an endpoint
     answers with."""
-    from rtrain.cluster.session import until_interrupted
+    from rtrain.cluster.connection import until_interrupted
     from rtrain.report.live.progress import say
-    from serve import declared, named
-    from serve.change import control, judge
-    from serve.door import access
+    from serve import model_specs, ray_config
+    from serve.auth import preflight
+    from serve.rollout import admin_socket, canary
 
     if update and rollback:
         raise UserError("--update and --rollback exclude each other", code="conflicting_settings")
     if rollback or not artifacts:
         if artifacts or not rollback:
             raise UserError("name an artefact to serve; --rollback alone takes none", code="missing")
-        say(control.ask(_port(port, assignments), {"rollback": True, "model": model}))
+        say(admin_socket.ask(_port(port, assignments), {"rollback": True, "model": model}))
         return
     if shadow is not None and not update:
         raise UserError(
@@ -143,9 +143,9 @@ def serve(
                 "--update takes one artefact; several models are changed one after another", code="conflicting_settings"
             )
         asked = configured("intent", assignments, port=port, shadow=shadow).deploy.serve
-        trial = [*judge.Aim.of(asked)] if asked.shadow else None
+        trial = [*canary.Aim.of(asked)] if asked.shadow else None
         question = {"update": str(answering(artifacts[0])), "model": model, "trial": trial}
-        say(control.ask(asked.port, question))
+        say(admin_socket.ask(asked.port, question))
         return
     if alone and (address or print_config):
         raise UserError("--alone starts no Ray; leave --address and --print-config out", code="conflicting_settings")
@@ -156,20 +156,20 @@ def serve(
 
     short = {"host": host, "port": port, "keys": keys, "insecure": insecure or None, "ungated": ungated or None}
     config = configured("intent", assignments, **short, address=address)
-    settings = access.absolute(config.deploy.serve)  # the session works in another folder
-    access.check(settings, say)
-    folders = named.artifacts(artifacts, answering)
-    named.admit(folders, settings, say)
+    settings = preflight.absolute(config.deploy.serve)  # the session works in another folder
+    preflight.check(settings, say)
+    folders = model_specs.artifacts(artifacts, answering)
+    model_specs.admit(folders, settings, say)
     if alone:
         _alone(folders, settings)
     if print_config:
-        print(declared.text(folders, settings), end="")
+        print(ray_config.text(folders, settings), end="")
         return
-    from serve import starting
+    from serve import launcher
 
     with (
-        starting.endpoint(config, settings, folders, say) as endpoint,
-        control.listening(endpoint.port, endpoint.change),
+        launcher.endpoint(config, settings, folders, say) as endpoint,
+        admin_socket.listening(endpoint.port, endpoint.change),
     ):
         _told(folders, endpoint.url, settings)
         until_interrupted()
@@ -177,26 +177,26 @@ def serve(
 
 def _alone(folders: Mapping[str, Path], settings: Any) -> NoReturn:
     """Answer by this process itself, until a signal ends it."""
-    from serve import alone
+    from serve import standalone
 
-    alone.run(folders, settings, lambda found: _told(folders, found.url, settings))
+    standalone.run(folders, settings, lambda found: _told(folders, found.url, settings))
     raise AssertionError("only a signal ends it")
 
 
 def _told(folders: Mapping[str, Path], url: str, settings: Any) -> None:
     """Where an endpoint answers, and how it is asked."""
+    from rtrain.core.run_folder import shown
     from rtrain.report.live.progress import say
-    from rtrain.run import shown
-    from serve.door import access
+    from serve.auth import preflight
 
     first = next(iter(folders))
     if len(folders) == 1:
         say(f"serving {folders[first]} at {url} (Ctrl-C ends it)")
-        say(f"next: {access.curl(url, settings)}")
+        say(f"next: {preflight.curl(url, settings)}")
         return
     for name, folder in folders.items():
         say(f"serving {shown(folder)} at {url}/models/{name} (Ctrl-C ends it)")
-    say(f"next: {access.curl(f'{url}/models/{first}', settings)}")
+    say(f"next: {preflight.curl(f'{url}/models/{first}', settings)}")
 
 
 def status(
@@ -205,10 +205,10 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Tell what the endpoint of this user's on a port does: versions, trial, replicas, queue, drift."""
-    from serve.change import control
+    from serve.rollout import admin_socket
 
-    document = json.loads(control.ask(_port(port, None), {"status": True, "model": model}))
-    print(json.dumps(document, ensure_ascii=False) if as_json else control.format_status(document))
+    document = json.loads(admin_socket.ask(_port(port, None), {"status": True, "model": model}))
+    print(json.dumps(document, ensure_ascii=False) if as_json else admin_socket.format_status(document))
 
 
 def _port(port: int | None, assignments: list[str] | None) -> int:
@@ -236,29 +236,29 @@ def add_key(
 ) -> None:
     """Make a key and print it, this once; the file has only its hash."""
     from rtrain.report.live.progress import say
-    from serve.door import keys
+    from serve.auth import api_keys
 
     scopes = scope or ["predict"]
     for one in scopes:
-        if one not in keys.SCOPES:
+        if one not in api_keys.SCOPES:
             problem = Problem(
                 "--scope",
                 one,
                 "there is no such scope",
-                f"write {' or '.join(keys.SCOPES)}",
+                f"write {' or '.join(api_keys.SCOPES)}",
                 code="unknown_name",
             )
             raise ConfigError([problem])
-    plain = keys.add(file, name, [known for known in keys.SCOPES if known in scopes], rate, model)
+    plain = api_keys.add(file, name, [known for known in api_keys.SCOPES if known in scopes], rate, model)
     print(plain)
     say(f"{name} may ask by the header Authorization: Bearer KEY; the key is shown this once")
 
 
 def list_keys(file: KeyFile, as_json: Json = False) -> None:
     """List the keys by name, with what each opens and how often."""
-    from serve.door import keys
+    from serve.auth import api_keys
 
-    found = keys.read(file)
+    found = api_keys.read(file)
     if as_json:
         print(json.dumps([key.model_dump(exclude={"sha256"}) for key in found]))
         return
@@ -275,7 +275,7 @@ def list_keys(file: KeyFile, as_json: Json = False) -> None:
 def revoke_key(file: KeyFile, name: KeyName) -> None:
     """Take a key out of the file; a running endpoint refuses it within a second."""
     from rtrain.report.live.progress import say
-    from serve.door import keys
+    from serve.auth import api_keys
 
-    keys.revoke(file, name)
-    say(f"{name} is revoked; an endpoint that runs refuses it within {keys.LOOK_S:.0f} s")
+    api_keys.revoke(file, name)
+    say(f"{name} is revoked; an endpoint that runs refuses it within {api_keys.LOOK_S:.0f} s")

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from rtrain import env, events
 from rtrain.cli.options import (
     Address,
     DataOption,
@@ -28,8 +27,9 @@ from rtrain.cli.options import (
 )
 from rtrain.cli.output import show
 from rtrain.cli.search import searched
-from rtrain.errors import ConfigError
-from rtrain.run import Run, near
+from rtrain.core import env, events
+from rtrain.core.errors import ConfigError
+from rtrain.core.run_folder import Run, near
 
 
 def recipes_list() -> None:
@@ -74,27 +74,29 @@ def train(
     """Fine-tune an encoder on a file of texts; ends with an artefact that predict and serve take."""
     short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
     config, folder, reuse = opened(recipe, assignments, out, resume, new, **short)
-    from rtrain.cluster.session import session
+    from rtrain.cluster.connection import session
     from rtrain.report.live.progress import Line, after, summary_text
-    from rtrain.runs import driver, preparing
+    from rtrain.runs import controller, prepare
 
-    source, _ = preparing.check(config, folder.parent, begun=reuse == "resume")
+    source, _ = prepare.check(config, folder.parent, begun=reuse == "resume")
     with resumable(folder, "train"), Line(context.obj) as line, session(config, folder.parent, line):
         line(events.doing("reading the rows", "rows"))
-        prepared = preparing.prepare(config, folder, reuse, source=source)
-        summary = driver.fit(prepared, on_event=line)
+        prepared = prepare.prepare(config, folder, reuse, source=source)
+        summary = controller.fit(prepared, on_event=line)
     run = prepared.run
     show(summary, as_json, summary_text(summary, run), _disk(run), context.obj.text(), after(run, "train"))
 
 
 def _disk(run: Run) -> str:
     """What a run takes on the disk, and what of it can go."""
-    from rtrain.inventory import sizes
+    from rtrain.runs.store import disk_usage
 
-    parts = sizes.parts(run)
-    held = parts.get(sizes.CHECKPOINTS, 0)
-    freed = f", checkpoints {sizes.text(held)} of it: rtrain clean {near(run.folder)} removes these" if held else ""
-    return f"disk: {sizes.text(sum(parts.values()))}{freed}"
+    parts = disk_usage.parts(run)
+    held = parts.get(disk_usage.CHECKPOINTS, 0)
+    freed = (
+        f", checkpoints {disk_usage.text(held)} of it: rtrain clean {near(run.folder)} removes these" if held else ""
+    )
+    return f"disk: {disk_usage.text(sum(parts.values()))}{freed}"
 
 
 def tune(
@@ -122,13 +124,13 @@ def tune(
 
     if problems := preflight.overbooked(config, env.cores()):  # before Ray is imported, which takes seconds
         raise ConfigError(problems)
-    from rtrain.network import model as models
+    from rtrain.models import builder as models
     from rtrain.report.live.progress import after
-    from rtrain.runs import preparing
+    from rtrain.runs import prepare
     from tune import search
 
     search.check(config)
-    preparing.check(config, folder.parent, begun=reuse == "resume")
+    prepare.check(config, folder.parent, begun=reuse == "resume")
     if reuse != "resume":
         search.check_model(config, models.resolve(config.recipe.model.name, folder.parent))
     searched(context, config, folder, reuse, as_json, ("tune",), lambda winner: after(winner, "train"))
@@ -136,13 +138,13 @@ def tune(
 
 def _study(context: typer.Context, config: Any, folder: Path, reuse: Any, as_json: bool) -> None:
     """`rtrain tune` of a recipe that is studied, and not searched."""
-    from rtrain.cluster.session import session
+    from rtrain.cluster.connection import session
     from rtrain.report.live.progress import Line
-    from rtrain.runs import preparing
+    from rtrain.runs import prepare
     from tune import study
 
     study.check(config)
-    preparing.check(config, folder.parent, begun=reuse == "resume")
+    prepare.check(config, folder.parent, begun=reuse == "resume")
     with resumable(folder, "tune"), Line(context.obj) as line, session(config, folder.parent, line):
         line(events.doing("reading the rows", "rows"))
         found = study.run(config, folder, reuse, on_event=line)
@@ -158,7 +160,7 @@ def report(
     made = Run(run.absolute())
     if made.is_search:
         from rtrain import config
-        from tune.results import page, study_table
+        from tune.report import page, study_table
 
         studied = config.load(str(made.config)).deploy.tune.study is not None
         print(study_table.write(made) if studied else page.write(made))

@@ -10,7 +10,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from rtrain import ray_internals
-from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.core.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
     from rtrain.config import Config

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rtrain.cluster import address as addresses, feasible, supply
+from rtrain.cluster import address as addresses, capacity as cluster_capacity, placement
 from rtrain.config import Config, Recipe
-from rtrain.errors import Problem, UserError
+from rtrain.core.errors import Problem, UserError
 
 MOST_A_CORE = 4
 """Most workers of a search that share a core of a private Ray's machine; each needs some 1 GB."""
@@ -62,7 +62,12 @@ def overbooked(config: Config, cores: int) -> list[Problem]:
     ]
 
 
-def capacity(recipe: Recipe, needs: supply.Needs, hosts: Sequence[supply.Host], may: supply.Startable) -> list[Problem]:
+def capacity(
+    recipe: Recipe,
+    needs: cluster_capacity.Needs,
+    hosts: Sequence[cluster_capacity.Host],
+    may: cluster_capacity.Startable,
+) -> list[Problem]:
     """A problem if the cluster can never place the workers or their data tasks, which would then wait for ever.
 
     `hosts`: the nodes that are up. `may`: what its autoscaler may start. At least one of workers with GPUs must
@@ -70,15 +75,18 @@ def capacity(recipe: Recipe, needs: supply.Needs, hosts: Sequence[supply.Host], 
     """
     train, with_gpus = recipe.train, needs.device != "cpu"
     workers = train.min_workers or (1 if with_gpus else train.workers)
-    fitting = feasible.workers(hosts, may, needs, workers)
+    fitting = placement.workers(hosts, may, needs, workers)
     if fitting >= workers:
         return []
     need, room = needs.of(workers), needs.offered(hosts or may.heads)
     fewer = f"write --workers {fitting}, or " if fitting else ""
     if may.kinds:
-        of = f"{need.places} {supply.NEEDS[needs.device]}s for workers and {need.data} CPUs for their data tasks"
-        reason = f"no nodes that may be up together have {of}; there may be {feasible.told(may, needs)}"
-        fix = f"{fewer}{feasible.remedy(may, needs, need)} in the cluster's file"
+        of = (
+            f"{need.places} {cluster_capacity.NEEDS[needs.device]}s for workers and {need.data} CPUs for their data "
+            "tasks"
+        )
+        reason = f"no nodes that may be up together have {of}; there may be {placement.told(may, needs)}"
+        fix = f"{fewer}{placement.remedy(may, needs, need)} in the cluster's file"
     elif with_gpus:
         reason = f"data tasks need {need.data} logical CPUs beside the GPUs, the Ray cluster has {room.data}"
         fix = "start nodes with more --num-cpus"

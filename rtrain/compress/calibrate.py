@@ -10,16 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from rtrain import artifact, engines, predict, score
-from rtrain.batch import Ints, padded
-from rtrain.compress import export_check, fallback
-from rtrain.compress.export_check import SPLIT
-from rtrain.compress.graphs import Export, Exported, Quantized, Sample
+from rtrain.compress import fallback
+from rtrain.compress.exporters import check
+from rtrain.compress.exporters.base import Export, Exported, Quantized, Sample
+from rtrain.compress.exporters.check import SPLIT
 from rtrain.config.recipe import Quantize
-from rtrain.data.stores.store import Store
-from rtrain.errors import UserError
-from rtrain.gate import latency
-from rtrain.network import positions, trimming
+from rtrain.core import engines
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import Ints, padded
+from rtrain.data.store.store import Store
+from rtrain.evaluation import latency
+from rtrain.inference import artifact, predictor as inference_predictor, score
+from rtrain.models import position_embeddings, vocab_trimming
 
 PRICE_SECONDS = 2.0
 """About how long it is measured what operations in float cost."""
@@ -43,11 +45,11 @@ class Job:
     @cached_property
     def rows(self) -> Ints:
         """Positions of the training rows that calibrate, evenly spread over the index."""
-        return export_check.evenly(self.store.rows(SPLIT), self.settings.calibration_rows)
+        return check.evenly(self.store.rows(SPLIT), self.settings.calibration_rows)
 
-    def answered_by(self, engine: predict.Engine) -> predict.Predictor:
+    def answered_by(self, engine: inference_predictor.Engine) -> inference_predictor.Predictor:
         """The artefact with another engine under it."""
-        return predict.Predictor(self.folder, self.made, engine=engine)
+        return inference_predictor.Predictor(self.folder, self.made, engine=engine)
 
     def samples(self, names: frozenset[str], pad_id: int) -> Iterator[Sample]:
         """The calibrating rows one at a time, so that padding sets no scale."""
@@ -68,21 +70,21 @@ def write(job: Job, say: Callable[[str, str], None]) -> dict[str, Any]:
     """
     assert job.entry.quantizer is not None  # the setting is one of engines.quantized()
     export: Export = engines.named(job.entry.quantizer)
-    engine = predict.Torch(job.folder, job.made, None)
+    engine = inference_predictor.Torch(job.folder, job.made, None)
     network = job.answered_by(engine)
     samples = list(job.samples(engine.accepted, network.pad_id))
     say("exporting the model", "export")
-    with positions.shortened(engine.network, job.made.max_tokens):
+    with position_embeddings.shortened(engine.network, job.made.max_tokens):
         exported = _exported(export, engine.network, samples[0])
     float_one = job.answered_by(exported.answering(job.threads))
-    report: dict[str, Any] = {"export": asdict(export_check.check(float_one, network, job.store))}
+    report: dict[str, Any] = {"export": asdict(check.check(float_one, network, job.store))}
     if job.settings.kind == "weights":
         graph = exported.weights_only()
     else:
         say(f"measuring scales on {len(samples):,} training rows", "scales")
         graph = exported.calibrated(samples, job.settings.overflow_fix)
     if job.settings.table == "int4":
-        graph.narrow(trimming.lines(job.folder))
+        graph.narrow(vocab_trimming.lines(job.folder))
     if job.settings.flips is not None:
         say(f"trying each of {len(graph.operations)} operations in float", "fallback")
         report["fallback"] = _fall_back(job, graph, float_one, job.settings.flips)
@@ -105,13 +107,15 @@ def _exported(export: Export, network: Any, sample: Sample) -> Exported:
         ) from error
 
 
-def _fall_back(job: Job, graph: Quantized, float_one: predict.Predictor, most_flips: float) -> dict[str, Any]:
+def _fall_back(
+    job: Job, graph: Quantized, float_one: inference_predictor.Predictor, most_flips: float
+) -> dict[str, Any]:
     """Revert what must go back to float; what that is, and what it costs."""
     started = time.perf_counter()
 
     targets = job.store.targets(SPLIT, job.rows)
 
-    def answers(predictor: predict.Predictor) -> fallback.Decided:
+    def answers(predictor: inference_predictor.Predictor) -> fallback.Decided:
         found = score.on_split(predictor, job.store, SPLIT, job.rows)
         return fallback.decided(predictor.task, predictor.head, found, targets)
 

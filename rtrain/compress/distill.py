@@ -6,19 +6,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rtrain import artifact, config as configuration, documents, engines, events, run as runs, score
+from rtrain import config as configuration
 from rtrain.compress import student, teacher as answers
 from rtrain.config import Config
 from rtrain.config.recipe import OF_STUDENTS
-from rtrain.data import records
-from rtrain.data.augment import replaced
-from rtrain.data.formats import digests
-from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.gate import gate
-from rtrain.network import model, pooling, positions
-from rtrain.runs import driver, group, opening, preparing
+from rtrain.core import engines, events, json_files, run_folder as runs
+from rtrain.core.errors import ConfigError, Problem, UserError
+from rtrain.data import row_reader
+from rtrain.data.augment import word_replacement
+from rtrain.data.sources import digests
+from rtrain.evaluation import gate
+from rtrain.inference import artifact, score
+from rtrain.models import builder, pooling, position_embeddings
+from rtrain.runs import controller, prepare as runs_prepare, run_folders, worker_group
 from rtrain.tasks import base
-from rtrain.training import inner
+from rtrain.trainer import feature_distillation
 
 SCALES = ("mean", "std", "heads")
 """Facts of a head that say what its outputs mean."""
@@ -48,11 +50,11 @@ def run(
     config: Config,
     teacher_run: Path,
     folder: Path,
-    reuse: opening.Reuse = "refuse",
-    on_event: driver.OnEvent | None = None,
+    reuse: run_folders.Reuse = "refuse",
+    on_event: controller.OnEvent | None = None,
     *,
     until: int | None = None,
-    workers: group.Workers | None = None,
+    workers: worker_group.Workers | None = None,
 ) -> tuple[Path, dict[str, Any]]:
     """Distil the artefact of `teacher_run` into a new run at `folder`; returns the run's folder and its summary.
     `until` and `workers` are those of `driver.fit`.
@@ -64,10 +66,10 @@ def run(
     source, say = None, on_event or (lambda event: None)
     if reuse != "resume":
         source = checked(config, teacher, folder.parent)
-        opening.choose(folder, config, reuse)
+        run_folders.choose(folder, config, reuse)
     say(events.doing("reading the rows", "rows"))
     prepared = prepare(config, teacher, folder, reuse, source=source, on_event=say)
-    summary = driver.fit(prepared, until=until, workers=workers, on_event=on_event)
+    summary = controller.fit(prepared, until=until, workers=workers, on_event=on_event)
     if prepared.run.finished:
         store, threads = prepared.store, config.deploy.serve.threads
         # A trimmed student, or one by name, reads the rows as other tokens than its teacher.
@@ -79,10 +81,10 @@ def run(
     return prepared.run.folder, summary
 
 
-def checked(config: Config, teacher: Teacher, root: Path) -> records.Source:
+def checked(config: Config, teacher: Teacher, root: Path) -> row_reader.Source:
     """The rows of a student whose configuration is `started`: the teacher's, as it read them. Raises one `ConfigError`
     with everything that can be refused before Ray starts."""
-    source, weights = preparing.check(config, root)
+    source, weights = runs_prepare.check(config, root)
     if problems := refused(config, teacher, weights):
         raise ConfigError(problems)
     return source
@@ -92,16 +94,16 @@ def prepare(
     config: Config,
     teacher: Teacher,
     folder: Path,
-    reuse: opening.Reuse,
+    reuse: run_folders.Reuse,
     *,
     tokens_root: Path | None = None,
-    source: records.Source | None = None,
+    source: row_reader.Source | None = None,
     begun: bool = False,
-    on_event: driver.OnEvent = lambda event: None,
-) -> preparing.Prepared:
+    on_event: controller.OnEvent = lambda event: None,
+) -> runs_prepare.Prepared:
     """As `preparing.prepare`, for a student whose configuration is `started`: its teacher answers the rows, where it
     has not yet."""
-    weights = model.resolve(config.recipe.model.name, tokens_root or folder.parent)
+    weights = builder.resolve(config.recipe.model.name, tokens_root or folder.parent)
     every = [
         answers.Asked(one.folder, one.made, one.reads_alike(weights))
         for one in (teacher, *co_teachers(config, teacher))
@@ -109,15 +111,15 @@ def prepare(
     taught = None
     if (name := config.recipe.answers) is not None:
         taught = partial(answers.teach_together, every, name, on_event=on_event)
-    prepared = preparing.prepare(config, folder, reuse, tokens_root, source, taught, begun)
+    prepared = runs_prepare.prepare(config, folder, reuse, tokens_root, source, taught, begun)
     return replace(prepared, teacher=teacher.folder)
 
 
-def settled(config: Config, folder: Path, reuse: opening.Reuse) -> Config:
+def settled(config: Config, folder: Path, reuse: run_folders.Reuse) -> Config:
     """What to distil by: `config`, or a resumed student's own configuration with what `config` names."""
     if reuse != "resume":
         return config
-    return preparing.chosen(replace(config, named=config.named.difference(OF_STUDENTS)), folder, reuse)[1]
+    return runs_prepare.chosen(replace(config, named=config.named.difference(OF_STUDENTS)), folder, reuse)[1]
 
 
 def started(config: Config, teacher: Teacher, root: Path) -> Config:
@@ -129,9 +131,9 @@ def started(config: Config, teacher: Teacher, root: Path) -> Config:
     derived = {"train.epochs": chosen.epochs, "optim.lr": chosen.lr, "distill.teacher": teacher.made.version}
     derived["distill.co_teachers"] = [one.made.version for one in co_teachers(config, teacher)]
     if chosen.copies and not (chosen.copied and Path(chosen.copied).is_file()):
-        derived["distill.copied"] = str(replaced.ensure(config.recipe, root).absolute())
+        derived["distill.copied"] = str(word_replacement.ensure(config.recipe, root).absolute())
     depth = None if chosen.student is not None else student.depth_of(teacher.folder)
-    document = documents.read(teacher.folder / "config.json")
+    document = json_files.read(teacher.folder / "config.json")
     of = depth if depth is None else student.taken_from(chosen, document, depth)
     derived["distill.teacher_layers"] = "all" if of == depth else of
     if chosen.student is not None:
@@ -149,7 +151,7 @@ def started(config: Config, teacher: Teacher, root: Path) -> Config:
                 )
             ]
         )
-    start = student.start(teacher.folder, chosen, root / opening.STUDENTS)
+    start = student.start(teacher.folder, chosen, root / run_folders.STUDENTS)
     return configuration.with_overrides(config, {**derived, "model.name": str(start), "model.pooling": pooled})
 
 
@@ -200,8 +202,8 @@ def refused(config: Config, teacher: Teacher, weights: Path) -> list[Problem]:
     every = (teacher, *co_teachers(config, teacher))
     found = too_long(config, every)
     found += [] if all(one.reads_alike(weights) for one in every) else _of_other_tokens(config, weights)
-    if inner.active(recipe.distill):
-        found += inner.problems(recipe, weights, teacher.folder)
+    if feature_distillation.active(recipe.distill):
+        found += feature_distillation.problems(recipe, weights, teacher.folder)
     if recipe.distill.confidence and recipe.distill.unlabelled is None and not recipe.distill.copies:
         fix = "name them with distill.unlabelled, write distill.copies, or leave it out"
         found.append(
@@ -227,7 +229,7 @@ def too_long(config: Config, teachers: Iterable[Teacher]) -> list[Problem]:
     asked = config.recipe.data.window_tokens
     found = []
     for one in teachers:
-        most = positions.reached(documents.read(one.folder / "config.json"))
+        most = position_embeddings.reached(json_files.read(one.folder / "config.json"))
         if most and asked > most:
             reason = f"the teacher {one.folder} reads {most} tokens at most"
             found.append(Problem("data.max_tokens", asked, reason, f"write {most} or less", code="out_of_range"))
@@ -242,7 +244,7 @@ def _of_words(config: Config, teacher: Teacher) -> list[Problem]:
     distill, reason = config.recipe.distill, f"the teacher answers with the words of a vocabulary ({teacher.made.task})"
     way = "write distill.alpha=0 and distill.hidden or distill.relations, or distil the model that was tuned from it"
     found = []
-    if distill.alpha or not inner.active(distill):
+    if distill.alpha or not feature_distillation.active(distill):
         found.append(
             Problem(
                 "distill.alpha", distill.alpha, f"{reason}, which are not kept for a student", way, code="unsupported"
@@ -273,7 +275,7 @@ def _of_other_tokens(config: Config, weights: Path) -> list[Problem]:
     if base.get(recipe.task).by_token:
         reason = f"{why}, and {recipe.task} answers each token"
         found.append(Problem("distill.student", recipe.distill.student, reason, fix, code="other_tokenizer"))
-    for name in inner.NAMES:
+    for name in feature_distillation.NAMES:
         if weight := getattr(recipe.distill, name):
             found.append(
                 Problem(

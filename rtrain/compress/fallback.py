@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rtrain.batch import Floats, Head, Ragged
-from rtrain.score import Answered
+from rtrain.core.ragged import Floats, Head, Ragged
+from rtrain.inference.score import Answered
 from rtrain.tasks.base import Task
 
 NUMBER_FLIPS = 0.05

@@ -15,16 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from rtrain import artifact, config as configuration, engines, events, predict, reference, score
-from rtrain.batch import Floats, Head, Ints
+from rtrain import config as configuration
 from rtrain.compress import calibrate, fallback
 from rtrain.config import Recipe
 from rtrain.config.recipe import Quantize
-from rtrain.data.stores.store import Store
-from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.gate import gate, told
-from rtrain.network import int8
-from rtrain.run import Run, artifact_of
+from rtrain.core import engines, events
+from rtrain.core.errors import ConfigError, Problem, UserError
+from rtrain.core.ragged import Floats, Head, Ints
+from rtrain.core.run_folder import Run, artifact_of
+from rtrain.data.store.store import Store
+from rtrain.evaluation import gate, gate_table
+from rtrain.inference import artifact, drift_baseline, predictor as inference_predictor, score
+from rtrain.models import int8_support
 from rtrain.tasks import base
 
 SERVED = ("tokenizer.json", "tokenizer_config.json", "config.json")
@@ -77,13 +79,18 @@ def run(
         made = replace(parent, engine=recipe.quantize.engine, lineage=lineage, golden=(), metrics={})
         on_event(events.doing(f"scoring both models on {store.rows('test'):,} test rows", "scores"))
         report, answered = measure(parent_folder, draft, parent, made, store)
-        report |= {"engine": made.engine, "kind": recipe.quantize.kind, "host": asdict(int8.of_processor()), **found}
+        report |= {
+            "engine": made.engine,
+            "kind": recipe.quantize.kind,
+            "host": asdict(int8_support.of_processor()),
+            **found,
+        }
         made = replace(made, metrics={"test": report["test"]})
         artifact.write(
             draft,
             made,
-            predict.golden_logits,
-            predict.golden_inputs(base.get(made.task), Head(made.labels, made.facts)),
+            inference_predictor.golden_logits,
+            inference_predictor.golden_inputs(base.get(made.task), Head(made.labels, made.facts)),
         )
         if recipe.quantize.compressed:
             pack_graph(draft)
@@ -154,7 +161,7 @@ def report_text(report: dict[str, Any]) -> str:
     before, after = report["parent"], report["test"]
     rows = [(name, f"{before[name]:.4f}", f"{after[name]:.4f}") for name in after if name in before and name != "rows"]
     rows.append(("size", f"{report['parent_size_mb']:.1f} MB", f"{report['size_mb']:.1f} MB"))
-    verdict, *rivals = told.brief(report["gate"])
+    verdict, *rivals = gate_table.brief(report["gate"])
     width = max(len(name) for name, *_ in rows)
     table = [f"{name:<{width}}  {old:>10}  {new:>10}" for name, old, new in [("", "float", "int8"), *rows]]
     of = f" (of the first {report['flips_rows']:,} rows)" if "flips_rows" in report else ""
@@ -209,7 +216,7 @@ def _graph_text(report: dict[str, Any]) -> list[str]:
         )
         lines.append(f"  it costs {back['megabytes_added']:.1f} MB; {times}")
     if (found := report.get("host")) is not None:
-        lines.append(int8.Int8(**found).text)
+        lines.append(int8_support.Int8(**found).text)
     return lines
 
 
@@ -222,7 +229,9 @@ def pack_graph(draft: Path) -> None:
         path.unlink()
     head = Head(made.labels, made.facts)
     made = replace(made, golden=(), lineage={**made.lineage, "compressed": True})
-    artifact.write(draft, made, predict.golden_logits, predict.golden_inputs(base.get(made.task), head))
+    artifact.write(
+        draft, made, inference_predictor.golden_logits, inference_predictor.golden_inputs(base.get(made.task), head)
+    )
 
 
 def measure(
@@ -233,18 +242,18 @@ def measure(
 
     Where the outputs of all test rows do not fit into memory, the shares are of the first ones, `flips_rows`, and the
     answers come without outputs."""
-    small, every = predict.Predictor(draft, made), np.arange(store.rows("test"))
+    small, every = inference_predictor.Predictor(draft, made), np.arange(store.rows("test"))
     some = every[: _kept(small, store)]
     alone_rows = some[:ALONE_ROWS]
 
-    def asked(predictor: predict.Predictor) -> tuple[score.Answered, score.Answered]:
+    def asked(predictor: inference_predictor.Predictor) -> tuple[score.Answered, score.Answered]:
         """Answers to all rows, and to those whose outputs are kept."""
         if len(some) == len(every):
             return (found := score.on_split(predictor, store, "test", every)), found
         found = score.on_split(predictor, store, "test", every, keep=False)
         return found, score.on_split(predictor, store, "test", some)
 
-    float_answers, some_float = asked(predict.Predictor(parent_folder, parent))
+    float_answers, some_float = asked(inference_predictor.Predictor(parent_folder, parent))
     batched, some_small = asked(small)
     alone = score.on_split(small, store, "test", alone_rows, batch_rows=1)
     together = score.Answered(some_small.outputs[: len(alone_rows)], some_small.outcomes.take(alone_rows))
@@ -266,7 +275,7 @@ def measure(
     return report, (float_answers, batched)
 
 
-def _kept(predictor: predict.Predictor, store: Store) -> int:
+def _kept(predictor: inference_predictor.Predictor, store: Store) -> int:
     """The outputs of how many test rows are held in memory at a time: of masked text a row has one for each piece of
     the vocabulary and each mask, megabytes."""
     rows = store.rows("test")
@@ -285,10 +294,10 @@ def farthest(left: Sequence[Floats], right: Sequence[Floats]) -> float:
 
 def _reference(draft: Path, store: Store) -> dict[str, Any]:
     """What the answers of the int8 artefact look like: they are not quite its parent's."""
-    made = predict.Predictor(draft, artifact.read(draft))
+    made = inference_predictor.Predictor(draft, artifact.read(draft))
     rows = np.arange(min(store.rows("valid"), REFERENCE_ROWS))
     outcomes = score.on_split(made, store, "valid", rows).outcomes
-    return reference.measure(made.task, made.head, store, outcomes, reference.unknown_id(made.tokenizer))
+    return drift_baseline.measure(made.task, made.head, store, outcomes, drift_baseline.unknown_id(made.tokenizer))
 
 
 def _is_trimmed(run: Path, parent: artifact.Artifact) -> bool:

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtrain import artifact, documents, drafts
 from rtrain.config import Distill
-from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.network import pooling, tokenizer_files
-from rtrain.network.auto import auto_class
+from rtrain.core import atomic_write, json_files
+from rtrain.core.errors import ConfigError, Problem, UserError
+from rtrain.inference import artifact
+from rtrain.models import pooling, tokenizer_files
+from rtrain.models.auto_classes import auto_class
+from rtrain.models.layerwise_lr import chosen_layers
 from rtrain.tasks import base
-from rtrain.training.layerwise import chosen_layers
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ BY_LAYER = ("layer_types",)
 
 def depth_of(model: Path) -> int | None:
     """How many layers a Transformers folder has; None where its config.json does not count them."""
-    document = documents.read(model / "config.json")
+    document = json_files.read(model / "config.json")
     return next((int(document[name]) for name in DEPTHS if name in document), None)
 
 
@@ -56,7 +57,7 @@ def start(teacher: Path, chosen: Distill, root: Path) -> Path:
     teacher."""
     from safetensors.torch import load_file, save_file
 
-    document = documents.read(teacher / "config.json")
+    document = json_files.read(teacher / "config.json")
     counted = next((name for name in DEPTHS if name in document), None)
     if counted is None:
         raise UserError(
@@ -107,7 +108,7 @@ def start(teacher: Path, chosen: Distill, root: Path) -> Path:
             if (teacher / name).is_file():
                 shutil.copyfile(teacher / name, draft / name)
         try:
-            drafts.publish_folder(draft, final)
+            atomic_write.publish_folder(draft, final)
         except OSError:
             if not (final / "config.json").is_file():
                 raise
@@ -160,7 +161,7 @@ def narrowed(
     found = {}
     for name, value in weights.items():
         wanted = shapes.get(name, tuple(value.shape))
-        # From the right: a guarded head has axes of its own before (`rtrain.network.pooling`).
+        # From the right: a guarded head has axes of its own before (`rtrain.models.pooling`).
         for axis, (old, new) in enumerate(zip(value.shape[::-1], wanted[::-1], strict=False), start=1):
             if old != new:
                 value = value.index_select(-axis, torch.tensor(spaced(old, new, block)))

@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from rtrain import artifact, drafts, env, events, ray_internals
-from rtrain.batch import IGNORED, Floats, Head, Int32s, Ints, Outputs, batches
+from rtrain import ray_internals
 from rtrain.config import Model
-from rtrain.data.stores.store import Store, open_store
-from rtrain.errors import UserError, quoted
+from rtrain.core import atomic_write, env, events
+from rtrain.core.errors import UserError, quoted
+from rtrain.core.ragged import IGNORED, Floats, Head, Int32s, Ints, Outputs, batches
+from rtrain.data.store.store import Store, open_store
+from rtrain.inference import artifact
 from rtrain.metrics.entities import of_tokens
-from rtrain.network import model, pooling, trimming
+from rtrain.models import builder, pooling, vocab_trimming
 from rtrain.tasks import base
-from rtrain.training.step import forward
+from rtrain.trainer.step import forward
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +100,7 @@ def teach(
     alike: bool,
     on_event: OnEvent = lambda event: None,
 ) -> None:
-    """Have the teacher of `folder` answer the training rows of `store`; see `rtrain.data.tokens.Taught`.
+    """Have the teacher of `folder` answer the training rows of `store`; see `rtrain.data.store.builder.Taught`.
 
     `alike`: the student that the rows are tokenised for, as `weights` reads them, has the teacher's tokenizer, whole or
     trimmed. The teacher answers the rows as its own tokenizer reads them, and its answers are carried over by row id,
@@ -118,7 +120,7 @@ def teach(
             code="other_labels",
         )
     on_event(events.doing(f"the teacher answers {store.rows('train'):,} rows", "teacher"))
-    task, trimmed = base.get(made.task), trimming.read(weights)
+    task, trimmed = base.get(made.task), vocab_trimming.read(weights)
     if alike and (trimmed is None or (task.by_token and task.output != TAGS)):
         ensure_answers(store, folder, made, trimmed)
         return
@@ -160,7 +162,7 @@ def _in_rows(chosen: npt.NDArray[np.bool_], counts: Int32s) -> Ints:
 
 
 def ensure_answers(
-    store: Store, folder: Path, teacher: artifact.Artifact, trimmed: trimming.Trimmed | None = None
+    store: Store, folder: Path, teacher: artifact.Artifact, trimmed: vocab_trimming.Trimmed | None = None
 ) -> bool:
     """Logits of all training rows by the teacher, kept in the store; returns whether they had to be computed.
 
@@ -183,7 +185,7 @@ def ensure_answers(
             answer_rows,
             store=store.folder,
             folder=folder,
-            ids=None if trimmed is None else trimming.old_ids(trimmed.kept),
+            ids=None if trimmed is None else vocab_trimming.old_ids(trimmed.kept),
         ),
         batch_size=TEACHER_ROWS,
         num_cpus=logical_cpus(nodes, env.cores()),
@@ -211,17 +213,17 @@ def _written(final: Path, shape: tuple[int, int]) -> Iterator["np.memmap[Any, An
     Raises `UserError` where the disk has no room, before anything is computed: an array that is written page by page
     would end the process by a signal.
     """
-    drafts.sweep(final)
-    draft = drafts.Draft(final)
+    atomic_write.sweep(final)
+    draft = atomic_write.Draft(final)
     try:
         path = draft.folder / final.name
         found = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
         _hold_room(path)
         yield found
         found.flush()
-        drafts.sync(path)
+        atomic_write.sync(path)
         path.rename(final)
-        drafts.sync(final.parent)
+        atomic_write.sync(final.parent)
     finally:
         shutil.rmtree(draft.folder, ignore_errors=True)
         draft.release()
@@ -244,7 +246,7 @@ def _hold_room(path: Path) -> None:
 def logical_cpus(nodes: Sequence[float], cores: int) -> float:
     """What a process of one thread asks Ray for; `nodes`: the logical CPUs of each node, `cores`: of this machine.
 
-    A private Ray counts more CPUs than its machine has (`rtrain.cluster.session`). Nodes that others started count
+    A private Ray counts more CPUs than its machine has (`rtrain.cluster.connection`). Nodes that others started count
     their own, and they may have more than the machine that asks.
     """
     return max(1.0, nodes[0] / cores) if len(nodes) == 1 else 1.0
@@ -256,7 +258,7 @@ def answer_rows(batch: dict[str, Any], store: Path, folder: Path, ids: Ints | No
     import torch
 
     opened, order, made, network = _teacher(store, folder)
-    positions, task, pad_id = order[batch["id"]], base.get(made.task), model.pad_id(folder)
+    positions, task, pad_id = order[batch["id"]], base.get(made.task), builder.pad_id(folder)
     head, lengths = Head(made.labels, made.facts), opened.column("train", "length")[positions]
     # As an array of arrays: rows of several tokens have several answers.
     answers = np.empty(len(positions), dtype=object)
@@ -295,6 +297,6 @@ def _teacher(store: Path, folder: Path) -> tuple[Store, Ints, artifact.Artifact,
     # Neighbours in length share a pass; the data set counts places in this order.
     order = np.argsort(opened.column("train", "length"), kind="stable")
     chosen = Model(pooling=made.facts.get(pooling.FACT, "own"))
-    network = model.build(folder, base.get(made.task), made.labels, seed=0, chosen=chosen)
-    model.attend(network, training=False)
+    network = builder.build(folder, base.get(made.task), made.labels, seed=0, chosen=chosen)
+    builder.attend(network, training=False)
     return opened, order, made, cast("torch.nn.Module", network).eval()

@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from rtrain.errors import Problem
+from rtrain.core.errors import Problem
 
 conflict = partial(Problem, code="conflicting_settings")
 missing = partial(Problem, code="missing")

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from rtrain.config.data import Positive, Section, conflict, missing, out_of_range
-from rtrain.errors import Problem
+from rtrain.core.errors import Problem
 
 Labels = dict[str, Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]]
 """Labels of nodes and their values."""

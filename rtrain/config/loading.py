@@ -18,10 +18,10 @@ import pydantic
 import yaml
 from pydantic import BaseModel
 
-from rtrain.config import contradictions
+from rtrain.config import validation
 from rtrain.config.deploy import Deploy, deploy_contradictions
 from rtrain.config.recipe import Recipe
-from rtrain.errors import ConfigError, Problem, UserError, meant
+from rtrain.core.errors import ConfigError, Problem, UserError, meant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +160,7 @@ def parse(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
         except pydantic.ValidationError as error:
             problems += [_problem(details) for details in error.errors()]
     if len(parts) == 2:
-        problems += [*contradictions.of_recipe(parts[0]), *deploy_contradictions(parts[1])]
+        problems += [*validation.of_recipe(parts[0]), *deploy_contradictions(parts[1])]
     if problems:
         raise ConfigError(problems)
     recipe, deploy = parts

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rtrain import engines
 from rtrain.config.data import (
     Augment,
     Data,
@@ -20,6 +19,7 @@ from rtrain.config.data import (
     Section,
     Share,
 )
+from rtrain.core import engines
 
 TASKS = (
     "classification",
@@ -313,8 +313,8 @@ class Compress(Section):
 
 class Quantize(Section):
     engine: Annotated[str, OneOf(engines.quantized)] = engines.quantized()[0]
-    """What computes the int8 answers: an engine of `rtrain.engines` that has a quantizer. `onnxruntime` needs the extra
-    `onnx`."""
+    """What computes the int8 answers: an engine of `rtrain.core.engines` that has a quantizer. `onnxruntime` needs the
+    extra `onnx`."""
     kind: Literal["static", "weights"] = "static"
     """`static` computes in int8, by scales of the activations that are measured beforehand. `weights` keeps weights
     alone in int8: as small, nothing to calibrate, nearer to the float model, and half as fast in batches."""

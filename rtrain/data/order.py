@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.batch import Ints, batches
+from rtrain.core.ragged import Ints, batches
 
 SHUFFLE_WINDOW_ROWS = 1 << 18
 """Rows of a shuffle window at most; a store with no more rows is shuffled as a whole."""

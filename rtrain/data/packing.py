@@ -7,7 +7,7 @@ Only documents of one split are joined, so that no block straddles two splits. E
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from rtrain.data.records import Record
+from rtrain.data.row_reader import Record
 
 SPECIAL_TOKENS = 2
 """Tokens that the tokenizer adds at the beginning and the end of a block."""

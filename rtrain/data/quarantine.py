@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from rtrain.config import Recipe
-from rtrain.data import records
-from rtrain.errors import UserError, quoted
+from rtrain.core.errors import UserError, quoted
+from rtrain.data import row_reader
 
 NAME = "quarantine.parquet"
 MOST_REASONS = 3
@@ -39,7 +39,7 @@ def refuse_if_too_bad(recipe: Recipe, bad: Bad, total: int, where: Where) -> Non
     """Raise `UserError` if more than the share `data.max_bad_rows` of `total` rows is bad, naming the first five."""
     first = zip(bad.rows[:5], bad.reasons[:5].to_pylist(), strict=True)
     examples = [f"{where(row)}: {reason}" for row, reason in first]
-    records.refuse_if_too_bad(len(bad.rows), total, examples, recipe.data)
+    row_reader.refuse_if_too_bad(len(bad.rows), total, examples, recipe.data)
 
 
 def unseen(
@@ -70,7 +70,7 @@ def list_labels(labels: Sequence[str]) -> str:
     return ", ".join(map(quoted, labels[:MOST_LABELS])) + (", ..." if labels[MOST_LABELS:] else "")
 
 
-def locator(source: records.Source, shards: list[str], shard: npt.NDArray[np.uint32], lines: Any) -> Where:
+def locator(source: row_reader.Source, shards: list[str], shard: npt.NDArray[np.uint32], lines: Any) -> Where:
     """The places of rows, from the names of the shards, and the shard number and the line of each row."""
     pieces = [source.pieces[int(name.split("-")[0])].uri.removeprefix("file://") for name in shards]
     return lambda row: f"{pieces[shard[row]]}:{lines[row]}"

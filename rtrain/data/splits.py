@@ -4,8 +4,8 @@ import hashlib
 from dataclasses import dataclass
 
 from rtrain.config import Data
-from rtrain.data.records import Record, Source
-from rtrain.errors import ConfigError, Problem
+from rtrain.core.errors import ConfigError, Problem
+from rtrain.data.row_reader import Record, Source
 
 SHARE = 0.1
 """Default share of the rows for validation, and also for the test."""

@@ -1,1 +1,1 @@
-"""Scores of a whole split, of its slices and of its resamples: pure functions of arrays and lists."""
+"""Scores of a split, of its slices and of its bootstrap samples: pure functions."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rtrain.metrics.additive import Additive, Floats, Ints
+from rtrain.metrics.sums import Additive, Floats, Ints
 
 REPLICATES = 1000
 _BLOCK = 1 << 22

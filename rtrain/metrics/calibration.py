@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rtrain.metrics.additive import Bools, Floats, ratio
+from rtrain.metrics.sums import Bools, Floats, ratio
 
 BINS = 15
 

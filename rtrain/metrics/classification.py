@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rtrain.errors import UserError
-from rtrain.metrics.additive import Additive, Bools, Floats, Ints, ratio
+from rtrain.core.errors import UserError
+from rtrain.metrics.sums import Additive, Bools, Floats, Ints, ratio
 
 
 class ClassScores(NamedTuple):

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rtrain.batch import IGNORED, Ragged
-from rtrain.errors import UserError
-from rtrain.metrics.additive import Additive, Floats, Ints, ratio
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import IGNORED, Ragged
+from rtrain.metrics.sums import Additive, Floats, Ints, ratio
 
 MISSING = -1000
 """Targets up to this one stand behind those of a row's tokens, in pairs, one for each word without a token: MISSING

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rtrain.metrics import entities
-from rtrain.metrics.additive import ratio
+from rtrain.metrics.sums import ratio
 
 LEAST_SUPPORT = 5
 """Rows of a class below which its scores say nothing."""

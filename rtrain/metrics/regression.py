@@ -5,7 +5,7 @@ A correlation with a constant side is undefined; it is given as 0: a constant pr
 
 import numpy as np
 
-from rtrain.metrics.additive import Additive, Floats, Ints, ratio
+from rtrain.metrics.sums import Additive, Floats, Ints, ratio
 
 
 def additive(true: Floats, predicted: Floats) -> Additive:

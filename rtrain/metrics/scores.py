@@ -28,12 +28,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rtrain import drafts
-from rtrain.batch import OUTSIDE, Head, Int32s, Ragged
-from rtrain.errors import UserError
+from rtrain.core import atomic_write
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import OUTSIDE, Head, Int32s, Ragged
 from rtrain.metrics import bootstrap, per_class, slices
-from rtrain.metrics.additive import Additive
-from rtrain.metrics.by_output import Metric, metric_for
+from rtrain.metrics.registry import Metric, metric_for
+from rtrain.metrics.sums import Additive
 
 SCHEMA_VERSION = 1
 MOST_SLICES = 50
@@ -117,7 +117,7 @@ def sampled(task: Task, head: Head, outcomes: Ragged, targets: Ragged, rows: npt
 
 def write(path: Path, document: dict[str, Any]) -> None:
     """Write the file, whole or not at all."""
-    drafts.write_text(path, json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
+    atomic_write.write_text(path, json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read(path: Path) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.metrics.additive import Ints
+from rtrain.metrics.sums import Ints
 
 LEAST = 20
 

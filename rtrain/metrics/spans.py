@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rtrain.metrics.additive import Additive, Floats, ratio
+from rtrain.metrics.sums import Additive, Floats, ratio
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rtrain.metrics import text
-from rtrain.metrics.additive import Bools, Floats, Ints
+from rtrain.metrics import rouge
+from rtrain.metrics.sums import Bools, Floats, Ints
 
 COLUMNS = 4
-FIGURES = 2 * (len(text.ROUGES) + text.BLEU_COUNTS) + len(text.ROUGES) + 1
+FIGURES = 2 * (len(rouge.ROUGES) + rouge.BLEU_COUNTS) + len(rouge.ROUGES) + 1
 """Numbers of a row's outcome before its sentences: ROUGE-1, 2 and L of the summary and the counts of its BLEU; the same
 of the first sentences; ROUGE-1, 2 and L of the oracle's sentences; the mean loss of a sentence."""
 OTHER = "-"
@@ -58,9 +58,9 @@ def write(
 ) -> list[int]:
     """`places`: first token of each sentence and the one behind its last; `taken`: positions of those to learn."""
     found = [len(sentences)]
-    for position, (place, words) in enumerate(zip(places, text.lengths(sentences), strict=True)):
+    for position, (place, words) in enumerate(zip(places, rouge.lengths(sentences), strict=True)):
         found += [*place, int(position in taken), words]
-    for cut in (text.rouge_words, text.bleu_words):
+    for cut in (rouge.rouge_words, rouge.bleu_words):
         found += _coded(cut, sentences, reference)
     return found
 

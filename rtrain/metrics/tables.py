@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 
-from rtrain.batch import IGNORED, OUTSIDE, Head, Ragged
+from rtrain.core.ragged import IGNORED, OUTSIDE, Head, Ragged
 from rtrain.metrics import calibration, classification, entities, regression, summary_rows
-from rtrain.metrics.additive import Bools, Floats, Ints
 from rtrain.metrics.calibration import softmax
-from rtrain.metrics.text import BLEU_COUNTS, ROUGES
+from rtrain.metrics.rouge import BLEU_COUNTS, ROUGES
+from rtrain.metrics.sums import Bools, Floats, Ints
 
 MOST_CLASSES = 500
 MOST_CONFUSED = 200

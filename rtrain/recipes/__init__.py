@@ -1,1 +1,1 @@
-"""Named recipes, one commented YAML file each."""
+"""The recipes: one commented YAML file each."""

@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from rtrain import artifact, config as configuration
-from rtrain.batch import Ints
+from rtrain import config as configuration
 from rtrain.config import Config
-from rtrain.data.stores.store import Store
-from rtrain.errors import UserError, meant
+from rtrain.core.errors import UserError, meant
+from rtrain.core.ragged import Ints
+from rtrain.core.run_folder import Run
+from rtrain.data.store.store import Store
+from rtrain.inference import artifact
 from rtrain.metrics import scores
-from rtrain.report import answer_rows, baseline, summary
-from rtrain.run import Run
+from rtrain.report import baselines as report_baselines, row_predictions, summary
 from rtrain.tasks import base
 from rtrain.tasks.encode import Reading, reading_of
 
@@ -31,13 +32,13 @@ class Collected:
     store: Store | None
     artifact: dict[str, Any] | None
     """artifact.json of a finished run."""
-    answers: answer_rows.AnswerRows | None
+    answers: row_predictions.AnswerRows | None
     scores: dict[str, Any] | None
     """scores-<split>.json of the rows that `answers` is about (`rtrain.metrics.scores`)."""
     validation: dict[str, Any] | None
     """scores-valid.json, where the run has one."""
     baselines: dict[str, Any] | None
-    """baselines.json (`rtrain.report.baseline`)."""
+    """baselines.json (`rtrain.report.baselines`)."""
 
     @property
     def folder(self) -> Path:
@@ -82,7 +83,7 @@ def read(run: Run) -> Collected:
         fix = meant(run.folder) or "name the folder that --out named"
         raise UserError(f"{run} holds no run (no {run.config.name}); {fix}", code="not_a_run")
     config = configuration.load(str(run.config))
-    answers = answer_rows.newest(run)
+    answers = row_predictions.newest(run)
     return Collected(
         run=run,
         config=config,
@@ -93,5 +94,5 @@ def read(run: Run) -> Collected:
         answers=answers,
         scores=scores.read(run.scores(answers.split)) if answers is not None else None,
         validation=scores.read(run.scores("valid")),
-        baselines=baseline.read(run),
+        baselines=report_baselines.read(run),
     )

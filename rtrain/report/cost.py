@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rtrain.cluster import prices as pricing
-from rtrain.cluster.prices import Price
+from rtrain.cluster import pricing as pricing
+from rtrain.cluster.pricing import Price
 
 KIND = "machines"
 """The event of a start that tells its machines, the head's, and `price`, that of a worker's hour, where it is set."""

@@ -2,22 +2,22 @@
 
 from pathlib import Path
 
-from rtrain.errors import UserError
-from rtrain.report import baseline, collect
+from rtrain.core.errors import UserError
+from rtrain.core.run_folder import Run
+from rtrain.report import baselines, collect
 from rtrain.report.drawing.blocks import Section, Table
 from rtrain.report.drawing.page import render, write as write_page
 from rtrain.report.live.progress import say
 from rtrain.report.sections import answers, curves, data, outcome, settings, slices, timing
-from rtrain.run import Run
 
 
 def make(run: Run) -> Path:
     """`write`, after the baselines are measured, where they can be had. Raises as `write` does."""
     collect.read(run)  # refuses a folder without a run before anything is measured
     try:
-        if run.finished and baseline.read(run) is None:
+        if run.finished and baselines.read(run) is None:
             say("measuring baselines for the report")
-        baseline.ensure(run)
+        baselines.ensure(run)
     except UserError as error:
         say(f"no baselines: {error}")
     except OSError as error:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.batch import Ints, Ragged
-from rtrain.data.stores.store import Store
+from rtrain.core.ragged import Ints, Ragged
+from rtrain.data.store.store import Store
 
 BLOCK_ROWS = 1 << 18
 MOST_ALIKE = 3

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rtrain import drafts
-from rtrain.exchange import noise
+from rtrain.core import atomic_write
+from rtrain.core.run_folder import Run
+from rtrain.parallel import gradient_noise
 from rtrain.report import cost
-from rtrain.run import Run
 
 STATUSES = ("finished", "paused", "stopped", "failed", "interrupted")
 AFTERWARDS = ("cleaned", "imported")
@@ -97,7 +97,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "precision": starts[-1]["precision"] if starts else None,
         "exchange": exchange(log),
         "rows_per_update": starts[-1].get("rows_per_update") if starts else None,
-        "noise_scale": None if (scale := noise.of_run(log)) is None else asdict(scale),
+        "noise_scale": None if (scale := gradient_noise.of_run(log)) is None else asdict(scale),
         "updates": reached(log),
         "skipped": sum(event["kind"] == "skipped" for event in log),
         "loss_scale": end.get("loss_scale"),
@@ -159,5 +159,5 @@ def exchange(log: list[dict[str, Any]]) -> dict[str, Any]:
 
 def write(run: Run) -> dict[str, Any]:
     summary = summarise(run)
-    drafts.write_text(run.summary, json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
+    atomic_write.write_text(run.summary, json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
     return summary

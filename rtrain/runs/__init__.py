@@ -1,1 +1,1 @@
-"""A run on Ray: opened, started, watched, started again, finished."""
+"""A run on Ray: prepared, started, watched, restarted, finished."""

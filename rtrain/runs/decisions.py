@@ -6,12 +6,12 @@ On a mounted folder the others may not see a file that was just written, and wou
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rtrain.errors import ConfigError
-from rtrain.exchange import noise, ranks
-from rtrain.exchange.alive import Watch
-from rtrain.network import precision as formats
-from rtrain.run import Run
-from rtrain.training import balance
+from rtrain.core.errors import ConfigError
+from rtrain.core.run_folder import Run
+from rtrain.models import precision as formats
+from rtrain.parallel import collectives, gradient_noise
+from rtrain.parallel.watchdog import Watch
+from rtrain.trainer import load_balancing
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ PASS = "tokens_per_pass"
 def precision(watch: Watch, device: "torch.device", run: Run, wanted: str) -> str:
     """Rank 0's device decides, once; a format that some other device lacks is refused there by name."""
     native = formats.of(device)
-    place = ranks.decided(watch, lambda: formats.FORMATS.index(formats.decide(run, wanted, native)))
+    place = collectives.decided(watch, lambda: formats.FORMATS.index(formats.decide(run, wanted, native)))
     chosen = formats.FORMATS[place]
     if problems := formats.problems(chosen, native):
         raise ConfigError(problems)
@@ -33,8 +33,8 @@ def precision(watch: Watch, device: "torch.device", run: Run, wanted: str) -> st
 def measures(watch: Watch, run: Run, tells: bool) -> tuple[int, bool]:
     """Of how many updates one has its rows dealt at random, and whether these measure the gradient's noise: where the
     layout `tells` it, and whoever made the run has decided so (`exchange.noise`)."""
-    decided = ranks.decided(watch, lambda: int(run.decide("noise", 0)))
-    return (decided or noise.EVERY, decided > 0) if tells else (0, False)
+    decided = collectives.decided(watch, lambda: int(run.decide("noise", 0)))
+    return (decided or gradient_noise.EVERY, decided > 0) if tells else (0, False)
 
 
 def threads(watch: Watch, run: Run, available: int) -> int:
@@ -44,42 +44,42 @@ def threads(watch: Watch, run: Run, available: int) -> int:
     Args:
         available: threads that this rank's share of its machine's cores allows.
     """
-    by_rank = ranks.every(available)
+    by_rank = collectives.every(available)
     name = f"threads of {len(by_rank)}"
-    ranks.decided(watch, lambda: len(run.decide(name, by_rank)))
-    kept: list[int] = ranks.every(run.decisions[name] if ranks.first() else [])[0]
-    if ranks.first() and (short := [rank for rank, number in enumerate(kept) if by_rank[rank] < number]):
+    collectives.decided(watch, lambda: len(run.decide(name, by_rank)))
+    kept: list[int] = collectives.every(run.decisions[name] if collectives.first() else [])[0]
+    if collectives.first() and (short := [rank for rank, number in enumerate(kept) if by_rank[rank] < number]):
         run.append("threads", kept=kept, available=by_rank, short=short)
-    return min(kept[ranks.own()], available)
+    return min(kept[collectives.own()], available)
 
 
 def speeds(watch: Watch, run: Run, timed: Callable[[], float]) -> tuple[float, ...]:
     """How fast each worker is, by rank, beside the fastest. `timed`: seconds of a pass of this one; it is called where
     no start with as many workers has told."""
-    name = f"speeds of {len(ranks.every(None))}"
-    if not ranks.decided(watch, lambda: int(name in run.decisions)):
-        found = balance.relative(ranks.every(ranks.together(watch, watch.busy()(timed))))
-        ranks.decided(watch, lambda: len(run.decide(name, found)))
-        if ranks.first():
+    name = f"speeds of {len(collectives.every(None))}"
+    if not collectives.decided(watch, lambda: int(name in run.decisions)):
+        found = load_balancing.relative(collectives.every(collectives.together(watch, watch.busy()(timed))))
+        collectives.decided(watch, lambda: len(run.decide(name, found)))
+        if collectives.first():
             run.append("speeds", speeds=found)
-    kept: list[float] = ranks.every(run.decisions[name] if ranks.first() else [])[0]
+    kept: list[float] = collectives.every(run.decisions[name] if collectives.first() else [])[0]
     return tuple(kept)
 
 
 def size(watch: Watch, run: Run) -> int | None:
     """Tokens of a pass as an earlier start has decided: rank 0 reads it and tells the others."""
-    return ranks.decided(watch, lambda: int(run.decisions.get(PASS, 0))) or None
+    return collectives.decided(watch, lambda: int(run.decisions.get(PASS, 0))) or None
 
 
 def smallest(watch: Watch, run: Run, fits: int | None) -> int | None:
     """Tokens of a pass that fits on every worker's GPU. Rank 0 decides, once."""
     if fits is None:
         return None
-    smallest = -ranks.most(-fits)
+    smallest = -collectives.most(-fits)
 
     def keep() -> int:
         if PASS not in run.decisions:
             run.append("pass_size", tokens=smallest)
         return int(run.decide(PASS, smallest))
 
-    return ranks.decided(watch, keep)
+    return collectives.decided(watch, keep)

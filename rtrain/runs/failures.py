@@ -4,9 +4,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from rtrain.errors import UserError
-from rtrain.exchange.ranks import Elsewhere
-from rtrain.run import Run
+from rtrain.core.errors import UserError
+from rtrain.core.run_folder import Run
+from rtrain.parallel.collectives import Elsewhere
 from rtrain.runs.recovery import memory_told, out_of_memory
 
 

@@ -15,11 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from rtrain import drafts
-from rtrain.batch import Head, Ints, Ragged, Tokens
-from rtrain.data.stores.store import Store
+from rtrain.core import atomic_write
+from rtrain.core.ragged import Head, Ints, Ragged, Tokens
+from rtrain.data.store.store import Store
 from rtrain.metrics import scores
-from rtrain.report import baseline
+from rtrain.report import baselines
 from rtrain.tasks.base import Place, Task
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def write(
         columns["id"] = origins["id"]
     for name, values in store.slices(split).items():
         columns[name if name not in {*columns, "id"} else f"{name} (slice)"] = values
-    with drafts.replacement(path) as draft:
+    with atomic_write.replacement(path) as draft:
         pyarrow.parquet.write_table(pa.table(columns), draft)
 
 
@@ -87,7 +87,7 @@ def measured(
     described = task.describe(outcomes, targets, head)
     if collapsed := _collapsed(task, head, described.target, described.prediction):
         document["collapsed"] = collapsed
-    if len(chosen := baseline.chosen_rows(store, split)) < store.rows(split):
+    if len(chosen := baselines.chosen_rows(store, split)) < store.rows(split):
         document["sample"] = scores.sampled(task, head, outcomes, targets, chosen)
     return document
 

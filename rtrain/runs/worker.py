@@ -10,38 +10,38 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtrain import artifact, engines, env, predict, reference
-from rtrain.batch import Head, Ragged, Tokens
-from rtrain.checkpoints import replica
-from rtrain.cluster import supply
+from rtrain.checkpoint import remote_copy
+from rtrain.cluster import capacity
 from rtrain.config import Config, Model, Recipe
-from rtrain.data import ingest
+from rtrain.core import engines, env
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import Head, Ragged, Tokens
+from rtrain.core.run_folder import Run
+from rtrain.data import stream as data_stream
 from rtrain.data.order import Order
-from rtrain.data.stores.store import Store, open_store
-from rtrain.doctor.forecast import trace
-from rtrain.errors import UserError
-from rtrain.exchange import ranks, whole
-from rtrain.exchange.alive import Watch
+from rtrain.data.store.store import Store, open_store
+from rtrain.inference import artifact, drift_baseline, predictor
 from rtrain.metrics import per_class, scores
-from rtrain.metrics.by_output import metric_for
-from rtrain.network import (
-    beside,
-    local,
-    model,
-    packed,
+from rtrain.metrics.registry import metric_for
+from rtrain.models import (
+    auxiliary_params,
+    builder,
+    local_attention,
     pooling,
     precision as formats,
-    sentence,
+    sentence_transformers_format,
     tokenizer_files,
-    trimming,
+    unpadded,
+    vocab_trimming,
 )
+from rtrain.parallel import collectives, dtensor_utils, factory as strategies, layout
+from rtrain.parallel.watchdog import Watch
+from rtrain.planning import memory_trace
 from rtrain.report import cost
-from rtrain.run import Run
-from rtrain.runs import decisions, machines, notice, predictions, recovery, running_text, smaller
-from rtrain.strategies import choose as strategies, ways
+from rtrain.runs import decisions, node_info, predictions, recovery, stop_request, trim_vocabulary, untokenized_text
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer, reading_of
-from rtrain.training import balance, evaluate, inner, loop, losses, pass_size
+from rtrain.trainer import batch_size, evaluate, feature_distillation, load_balancing, losses, trainer
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ class _TrainReporter:
     """Events go to the run's log (rank 0), scores to Ray Train (every rank: it is a barrier)."""
 
     def __init__(self, run: Run, rank: int):
-        self._run, self._rank, self.look = run, rank, notice.Look(run)
+        self._run, self._rank, self.look = run, rank, stop_request.Look(run)
 
     def event(self, kind: str, **fields: Any) -> None:
         if self._rank == 0:
@@ -92,14 +92,14 @@ class _TrainReporter:
 
 def run(start: Start) -> None:
     """The train function of `driver.fit`, on every worker: set up, train, finish."""
-    clock = loop.Clock()
-    ingest.warm_up()
-    with env.freed_goes_back(ways.gives_back(start.config.recipe.train)):
+    clock = trainer.Clock()
+    data_stream.warm_up()
+    with env.freed_goes_back(layout.gives_back(start.config.recipe.train)):
         with clock.section("setup"):
             worker = _Worker(start)
             updates = worker.updates()
-        with worker.reporter.look if ranks.first() else contextlib.nullcontext():
-            outcome = loop.train(worker.job, worker.exchange, updates, worker.reporter, clock)
+        with worker.reporter.look if collectives.first() else contextlib.nullcontext():
+            outcome = trainer.train(worker.job, worker.exchange, updates, worker.reporter, clock)
         if outcome.finished:
             worker.finish(outcome)
         worker.watch.stop()
@@ -143,10 +143,10 @@ class _Worker:
             device=self._device,
         )
         if self._in_parts:
-            model.attend(self.network, training=True)
+            builder.attend(self.network, training=True)
         self.reporter.event(
             cost.KIND,
-            machines=machines.told(whole.device(self.network), recipe.train.gpus_per_worker),
+            machines=node_info.told(dtensor_utils.device(self.network), recipe.train.gpus_per_worker),
             head=start.head,
             price=start.config.deploy.tune.price,
         )
@@ -154,18 +154,18 @@ class _Worker:
             store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, recipe.train.seed
         )
         at_random, measures = decisions.measures(self.watch, self._run, self.exchange.tells_noise)
-        self.job = loop.Job(
+        self.job = trainer.Job(
             recipe=recipe,
             run=self._run,
             store=store,
             task=task,
             loss=loss,
             order=order,
-            pad_id=model.pad_id(self._source),
+            pad_id=builder.pad_id(self._source),
             precision=precision,
             until=min(start.until or order.updates, order.updates),
             rung=start.rung,
-            replica=replica.of(start.config.deploy.cluster, start.run, start.owners),
+            replica=remote_copy.of(start.config.deploy.cluster, start.run, start.owners),
             at_random=at_random,
             measures=measures,
             profile=self._run.profile(self._rank) if start.profile else None,
@@ -180,18 +180,18 @@ class _Worker:
 
     def _network(self, store: Store, task: base.Task) -> "transformers.PreTrainedModel":
         recipe, labels = self._start.config.recipe, store.manifest.labels
-        read = self.watch.busy()(lambda: model.build(self._source, task, labels, recipe.train.seed, recipe.model))
-        network = ranks.together(self.watch, read)
+        read = self.watch.busy()(lambda: builder.build(self._source, task, labels, recipe.train.seed, recipe.model))
+        network = collectives.together(self.watch, read)
         if recipe.train.gradient_checkpointing:
-            model.keep_inputs_alone(network)
+            builder.keep_inputs_alone(network)
         if not self._in_parts:  # else it is cut where it was read, and no GPU needs room for the whole of it
-            model.place(network, self._device)
+            builder.place(network, self._device)
         return network
 
-    def _inner(self, task: base.Task, precision: str) -> inner.Inner | None:
+    def _inner(self, task: base.Task, precision: str) -> feature_distillation.Inner | None:
         """What is learned inside the teacher, which then runs beside the student; None where nothing is."""
         distill, folder = self._start.config.recipe.distill, self._start.teacher
-        if not inner.active(distill):
+        if not feature_distillation.active(distill):
             return None
         if folder is None:
             raise UserError(
@@ -199,15 +199,15 @@ class _Worker:
                 "`rtrain distill` and the teacher's run",
                 code="missing",
             )
-        made, trimmed = artifact.read(folder, verify=False), trimming.read(self._source)
+        made, trimmed = artifact.read(folder, verify=False), vocab_trimming.read(self._source)
         chosen = Model(pooling=made.facts.get(pooling.FACT, "own"))
-        read = self.watch.busy()(lambda: model.build(folder, task, made.labels, 0, chosen))
-        teacher = ranks.together(self.watch, read)
-        model.place(teacher, self._device)
+        read = self.watch.busy()(lambda: builder.build(folder, task, made.labels, 0, chosen))
+        teacher = collectives.together(self.watch, read)
+        builder.place(teacher, self._device)
         teacher.requires_grad_(False).eval()
         formats.widen(teacher, precision)
-        ids = None if trimmed is None else trimming.old_ids(trimmed.kept)
-        return inner.Inner(self.network, teacher, distill, model.pad_id(folder), precision, ids)
+        ids = None if trimmed is None else vocab_trimming.old_ids(trimmed.kept)
+        return feature_distillation.Inner(self.network, teacher, distill, builder.pad_id(folder), precision, ids)
 
     def _fitting(self, store: Store, task: base.Task, loss: losses.RunLoss, precision: str) -> int | None:
         """Tokens of a pass that fits on this worker's GPU; None on a CPU, where the GPU has a part of the network, or
@@ -222,58 +222,58 @@ class _Worker:
             return known
 
         def made(tokens: int) -> Tokens:
-            return pass_size.longest_rows(store, task, tokens, recipe.answers)
+            return batch_size.longest_rows(store, task, tokens, recipe.answers)
 
         longest = int(store.column("train", "length").max())
-        tried = trace.tried(self.network, self._source, task, recipe, longest, precision)
-        return pass_size.measured(self.network, loss, made, model.pad_id(self._source), precision, tried)
+        tried = memory_trace.tried(self.network, self._source, task, recipe, longest, precision)
+        return batch_size.measured(self.network, loss, made, builder.pad_id(self._source), precision, tried)
 
     def _timed(self, store: Store, task: base.Task, loss: losses.RunLoss, precision: str) -> tuple[float, ...]:
         """The speeds of all workers, where rows are dealt by them; measured before the exchange is made, too."""
         recipe = self._start.config.recipe
         if recipe.train.balance == "off" or self._world == 1:
             return ()
-        tokens = pass_size.longest_rows(store, task, pass_size.ON_CPU, recipe.answers)
-        timed = partial(balance.seconds, self.network, loss, tokens, model.pad_id(self._source), precision)
+        tokens = batch_size.longest_rows(store, task, batch_size.ON_CPU, recipe.answers)
+        timed = partial(load_balancing.seconds, self.network, loss, tokens, builder.pad_id(self._source), precision)
         return decisions.speeds(self.watch, self._run, timed)
 
-    def updates(self) -> loop.Updates:
+    def updates(self) -> trainer.Updates:
         """This worker's part of the run's updates, in passes that its device holds."""
         start, train = self._start, self.job.recipe.train
         # Where padding costs nothing, the rows of a worker are regrouped: tokens alone say how many fit into a pass.
-        most_rows = None if packed.enabled(self.network) else train.micro_batch
-        unmeasured = pass_size.IN_PARTS if self._device.type != "cpu" and self._in_parts else pass_size.ON_CPU
+        most_rows = None if unpadded.enabled(self.network) else train.micro_batch
+        unmeasured = batch_size.IN_PARTS if self._device.type != "cpu" and self._in_parts else batch_size.ON_CPU
         fits = decisions.smallest(self.watch, self._run, self._fits)
         asked = train.tokens_per_pass or self._dealt(fits or unmeasured)
         most_tokens = recovery.tokens_per_pass(asked, start.halvings)
         if self._rank == 0 and most_tokens < asked:
             self._run.append("smaller_passes", tokens=most_tokens)
         teacher = self.job.recipe.answers
-        share = ingest.Share(
+        share = data_stream.Share(
             self.job.store.folder,
             self.job.order,
             *(self.exchange.world, self.exchange.rank, most_rows, most_tokens, teacher),
             at_random=self.job.at_random,
             speeds=self._speeds,
-            task_cpus=supply.task_cpus(start.config.deploy.cluster.data_cpus, self.exchange.workers),
+            task_cpus=capacity.task_cpus(start.config.deploy.cluster.data_cpus, self.exchange.workers),
             labels=start.config.deploy.cluster.data_labels,
         )
-        return lambda first, last: self._told(ingest.stream(share, first, last))
+        return lambda first, last: self._told(data_stream.stream(share, first, last))
 
     def _dealt(self, most: int) -> int:
         """Tokens of a pass, of at most so many, with which an update has enough passes for all workers of a replica."""
         job, manifest = self.job, self.job.store.manifest
         tokens = manifest.tokens["train"] / max(1, job.store.rows("train")) * job.recipe.rows_per_update
-        return pass_size.dealt(most, tokens / self.exchange.world, self.exchange.passes)
+        return batch_size.dealt(most, tokens / self.exchange.world, self.exchange.passes)
 
-    def _told(self, stream: Iterator[ingest.Update]) -> Iterator[ingest.Update]:
+    def _told(self, stream: Iterator[data_stream.Update]) -> Iterator[data_stream.Update]:
         """The same updates; the log says when the first one is there, seconds before there is a loss to tell."""
         for number, update in enumerate(stream):
             if number == 0:
                 self.reporter.event("first_rows")
             yield update
 
-    def finish(self, outcome: loop.Outcome) -> None:
+    def finish(self, outcome: trainer.Outcome) -> None:
         """After the last update: the answers to the rows, their scores, and the artefact, all made by rank 0."""
         self.reporter.event("writing")
         job, answers = self.job, dict(outcome.outcomes)
@@ -294,9 +294,9 @@ class _Worker:
                 formats.narrow(self.network)
                 export(self.network, self._source, chosen, scored, answers.get("valid"), weights=weights)
                 self.watch.alive()
-                running_text.measure(job.run, job.task, job.store)
+                untokenized_text.measure(job.run, job.task, job.store)
 
-        ranks.together(self.watch, write)  # no rank leaves, and so ends the run, before the artefact is written
+        collectives.together(self.watch, write)  # no rank leaves, and so ends the run, before the artefact is written
 
 
 def _device(share: float) -> "torch.device":
@@ -315,7 +315,9 @@ def _device(share: float) -> "torch.device":
     return device
 
 
-def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]) -> tuple[loop.Job, loop.Outcome]:
+def _calibrated(
+    job: trainer.Job, outcome: trainer.Outcome, answers: dict[str, Ragged]
+) -> tuple[trainer.Job, trainer.Outcome]:
     """The job with what its task chooses on the validation rows (a threshold, say), and both splits' scores by it."""
     chosen = job.task.calibrate(answers["valid"], job.store.targets("valid"), job.head) if job.validates else {}
     if not chosen:
@@ -328,7 +330,7 @@ def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]
     return replace(job, chosen=head), replace(outcome, scores=measured)
 
 
-def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged], alive: Callable[[], None]) -> None:
+def _keep_answers(job: trainer.Job, source: Path, outcomes: dict[str, Ragged], alive: Callable[[], None]) -> None:
     """Every row's prediction, for people; and the scores in full, of which the log keeps the slices' headlines."""
     reading = reading_of(job.task, job.recipe.data)
     tokenizer = load_tokenizer(source, reading.max_tokens, reading.stride)
@@ -350,8 +352,8 @@ def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged], aliv
 def export(
     network: "transformers.PreTrainedModel",
     source: Path,
-    job: loop.Job,
-    outcome: loop.Outcome,
+    job: trainer.Job,
+    outcome: trainer.Outcome,
     validated: Ragged | None = None,
     *,
     weights: "Mapping[str, torch.Tensor]",
@@ -361,14 +363,14 @@ def export(
     `validated`: the outcomes of the validation rows, of which the artefact keeps histograms.
     """
     draft = job.run.folder / f".artifact.{uuid.uuid4().hex[:8]}"
-    mean, reach = job.recipe.model.pooling == "mean", local.reach(network.config)
+    mean, reach = job.recipe.model.pooling == "mean", local_attention.reach(network.config)
     max_tokens = reading_of(job.task, job.recipe.data).max_tokens
-    write_model(network, source, draft, job.recipe, job.head, weights=beside.without(weights))
+    write_model(network, source, draft, job.recipe, job.head, weights=auxiliary_params.without(weights))
     known, abstains = {}, {}
     if validated is not None:
-        unknown_id = reference.unknown_id(load_tokenizer(source, max_tokens))
-        known = reference.measure(job.task, job.head, job.store, validated, unknown_id)
-        abstains = reference.abstain_below(job.task, job.head, validated, job.store.targets("valid"))
+        unknown_id = drift_baseline.unknown_id(load_tokenizer(source, max_tokens))
+        known = drift_baseline.measure(job.task, job.head, job.store, validated, unknown_id)
+        abstains = drift_baseline.abstain_below(job.task, job.head, validated, job.store.targets("valid"))
     made = artifact.Artifact(
         name=job.recipe.name,
         task=job.recipe.task,
@@ -378,9 +380,9 @@ def export(
         facts={
             **job.head.facts,
             **({pooling.FACT: "mean"} if mean else {}),
-            **({local.FACT: reach} if reach is not None else {}),
+            **({local_attention.FACT: reach} if reach is not None else {}),
             **abstains,
-            **running_text.find_cuts(job.task, job.store),
+            **untokenized_text.find_cuts(job.task, job.store),
         },
         data=job.recipe.data.model_dump(mode="json", include=set(artifact.COLUMNS)),
         metrics=outcome.scores,
@@ -395,10 +397,10 @@ def export(
             "best_update": outcome.best_update,
             **({"teacher": teacher} if (teacher := job.recipe.distill.teacher) else {}),
             **({"co_teachers": list(others)} if (others := job.recipe.distill.co_teachers) else {}),
-            **smaller.lineage(job.run),
+            **trim_vocabulary.lineage(job.run),
         },
     )
-    artifact.write(draft, made, predict.golden_logits, predict.golden_inputs(job.task, job.head))
+    artifact.write(draft, made, predictor.golden_logits, predictor.golden_inputs(job.task, job.head))
     return artifact.publish(draft, job.run.artifact)
 
 
@@ -415,14 +417,14 @@ def write_model(
 
     What would answer otherwise there than here is written so that they refuse it. `weights`: as `pooling.save` has it.
     """
-    task, reach = base.get(recipe.task), local.reach(network.config)
+    task, reach = base.get(recipe.task), local_attention.reach(network.config)
     guarded = recipe.model.pooling == "mean" or reach is not None or not task.has_standard_head
     scale = (head.facts["mean"], head.facts["std"]) if task.problem_type == "regression" else None
     pooling.save(network, folder, guarded=guarded, weights=weights, scale=scale)
     reading = reading_of(task, recipe.data)
     tokenizer_files.write(source, folder, reading.max_tokens, reading.stride, task.reads_special)
     if reach is None and (pooled := sentence_pooling(recipe, source)):  # others' encoders would read all
-        sentence.write(folder, pooled, network.config.hidden_size, reading.max_tokens, source)
+        sentence_transformers_format.write(folder, pooled, network.config.hidden_size, reading.max_tokens, source)
 
 
 def sentence_pooling(recipe: Recipe, source: Path) -> str | None:
@@ -431,5 +433,7 @@ def sentence_pooling(recipe: Recipe, source: Path) -> str | None:
     pooling made its vectors."""
     if recipe.model.pooling == "mean":
         return "mean"
-    before = None if sentence.unsupported(source) else sentence.pooling_of(source)
+    before = (
+        None if sentence_transformers_format.unsupported(source) else sentence_transformers_format.pooling_of(source)
+    )
     return before if base.get(recipe.task).by_token or before == "cls" else None

@@ -1,1 +1,1 @@
-"""What a model is trained to answer; one module per task."""
+"""Tasks: how rows are encoded, the loss, and how outputs are decoded."""

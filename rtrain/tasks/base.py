@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens
+from rtrain.core.ragged import Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens
 
 if TYPE_CHECKING:
     import tokenizers
@@ -80,7 +80,7 @@ class Task(Protocol):
 
     name: str
     output: str
-    """Kind of the answers: chooses scores (`rtrain.metrics.by_output`), charts, explanations and reply tensors."""
+    """Kind of the answers: chooses scores (`rtrain.metrics.registry`), charts, explanations and reply tensors."""
     auto_model: str
     """Name of the transformers class that loads the float artefact."""
     problem_type: "ProblemType"
@@ -204,7 +204,7 @@ class Task(Protocol):
         head: Head,
         parameters: Mapping[str, Any],
     ) -> list[Any]:
-        """The answer of /predict to each input, JSON; `serve.schema.PredictReply` describes its forms."""
+        """The answer of /predict to each input, JSON; `serve.schemas.predict.PredictReply` describes its forms."""
         ...
 
     def alone(self, answer: Any) -> Any:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain.batch import OUTSIDE, Encoded, Floats, Head, Outputs, Ragged, Tokens
-from rtrain.errors import UserError
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import OUTSIDE, Encoded, Floats, Head, Outputs, Ragged, Tokens
 from rtrain.metrics.calibration import softmax
 from rtrain.metrics.classification import choose_threshold
 from rtrain.tasks.base import Column, Described, Input, ProblemType, Targets

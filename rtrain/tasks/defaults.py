@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens
+from rtrain.core.ragged import Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens
 from rtrain.tasks import base
 from rtrain.tasks.encode import encode
 

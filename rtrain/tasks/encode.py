@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rtrain.batch import Encoded, Window
-from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.core.errors import ConfigError, Problem, UserError
+from rtrain.core.ragged import Encoded, Window
 from rtrain.tasks.base import Task
 
 if TYPE_CHECKING:

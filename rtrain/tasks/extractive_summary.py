@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain.batch import Encoded, Floats, Head, Outputs, Ragged, Tokens
-from rtrain.errors import UserError
-from rtrain.metrics import summary_rows, text as scores
-from rtrain.metrics.additive import Floats as Wide, Ints
-from rtrain.metrics.oracle import oracle
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import Encoded, Floats, Head, Outputs, Ragged, Tokens
+from rtrain.core.text_segmentation import sentence_spans
+from rtrain.metrics import rouge as scores, summary_rows
+from rtrain.metrics.summary_oracle import oracle
+from rtrain.metrics.sums import Floats as Wide, Ints
 from rtrain.tasks import base
 from rtrain.tasks.base import Column, Described, Input
 from rtrain.tasks.classification import divergence
 from rtrain.tasks.defaults import TokenTask, widened
-from rtrain.words import sentence_spans
 
 if TYPE_CHECKING:
     import tokenizers

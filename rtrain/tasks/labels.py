@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from rtrain.errors import quoted
+from rtrain.core.errors import quoted
 
 TRUTH_VALUES = {name: word for word in ("true", "false") for name in (word, word.title(), word.upper())}
 """The name of a truth value, by each spelling."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.batch import IGNORED, Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens
-from rtrain.errors import UserError
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import IGNORED, Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens
 from rtrain.metrics.calibration import softmax
 from rtrain.tasks.base import Column, Described, Input, Targets
 from rtrain.tasks.defaults import Defaults, widened

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain.batch import IGNORED, Encoded, Head, Outputs, Ragged, Tokens
-from rtrain.errors import UserError, quoted
+from rtrain.core.errors import UserError, quoted
+from rtrain.core.ragged import IGNORED, Encoded, Head, Outputs, Ragged, Tokens
 from rtrain.metrics.calibration import softmax
 from rtrain.tasks.base import Column, Described, Input, Targets
 from rtrain.tasks.classification import divergence, ranked

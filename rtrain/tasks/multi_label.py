@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain.batch import Encoded, Head, Outputs, Ragged, Tokens
-from rtrain.errors import UserError
+from rtrain.core.errors import UserError
+from rtrain.core.ragged import Encoded, Head, Outputs, Ragged, Tokens
 from rtrain.metrics.classification import choose_label_thresholds
 from rtrain.metrics.tables import thresholds_of
 from rtrain.tasks.base import Column, Described, Input, ProblemType, Targets

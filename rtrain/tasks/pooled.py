@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain.batch import Floats, Head, Outputs, Ragged, Tokens
+from rtrain.core.ragged import Floats, Head, Outputs, Ragged, Tokens
 from rtrain.tasks import base
 from rtrain.tasks.defaults import Defaults, widened
 

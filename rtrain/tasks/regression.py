@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain.batch import Encoded, Head, Outputs, Ragged, Tokens
-from rtrain.errors import UserError, quoted
+from rtrain.core.errors import UserError, quoted
+from rtrain.core.ragged import Encoded, Head, Outputs, Ragged, Tokens
 from rtrain.tasks.base import Column, Described, Input, ProblemType, Targets
 from rtrain.tasks.pooled import PooledTask, pooled
 

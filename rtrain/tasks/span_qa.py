@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import regex
 
-from rtrain.batch import Encoded, Floats, Head, Outputs, Ragged, Tokens, Window
-from rtrain.errors import UserError, quoted
+from rtrain.core.errors import UserError, quoted
+from rtrain.core.ragged import Encoded, Floats, Head, Outputs, Ragged, Tokens, Window
 from rtrain.metrics import spans
 from rtrain.metrics.calibration import softmax
 from rtrain.tasks import base

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain.batch import IGNORED, Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens
-from rtrain.errors import UserError, quoted
+from rtrain.core.errors import UserError, quoted
+from rtrain.core.ragged import IGNORED, Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens
+from rtrain.core.text_segmentation import read_cuts, word_spans
 from rtrain.metrics.calibration import softmax
 from rtrain.metrics.classification import best
 from rtrain.metrics.entities import MISSING, entities, missing_words, of_tokens, true_tags
@@ -22,7 +23,6 @@ from rtrain.tasks.base import Column, Described, Input, Targets
 from rtrain.tasks.classification import divergence
 from rtrain.tasks.defaults import TokenTask, widened
 from rtrain.tasks.labels import flaw_of, listed
-from rtrain.words import read_cuts, word_spans
 
 if TYPE_CHECKING:
     import tokenizers

@@ -1,0 +1,1 @@
+"""Which inputs an engine call takes, by cost, deadline and client."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rtrain.batch import Encoded, Floats, Outputs
+from rtrain.core.ragged import Encoded, Floats, Outputs
 from serve.batching.engine import EngineThread
 from serve.batching.scheduler import Cost, Limits, Row, Scheduler, padded
 

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from rtrain.batch import Encoded
-from rtrain.predict import Predictor
+from rtrain.core.ragged import Encoded
+from rtrain.inference.predictor import Predictor
 from rtrain.tasks.base import Input
 from serve.batching.batcher import Expired
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rtrain.batch import Encoded
+from rtrain.core.ragged import Encoded
 
 SHORTEST_BUCKET = 16
 """In tokens. Shorter rows share a bucket: below this length a call costs about the same whatever the length."""

@@ -104,7 +104,7 @@ def hook(worker: Any) -> None:
     """Wrap what a worker calls."""
     import safetensors.torch
 
-    from rtrain.training import step
+    from rtrain.trainer import step
 
     loop: Any = worker.loop
     update, evaluate, save = step.run_update, loop.evaluate, safetensors.torch.save_file
@@ -204,7 +204,7 @@ def hook_ingest(ingest: Any) -> None:
     ingest.plan_update = dying_plan
 
 
-HOOKS = {HOOKED: hook, "rtrain.data.ingest": hook_ingest, "rtrain.checkpoints.replica": hook_replica}
+HOOKS = {HOOKED: hook, "rtrain.data.stream": hook_ingest, "rtrain.checkpoint.remote_copy": hook_replica}
 
 
 class Finder(importlib.abc.MetaPathFinder):

@@ -1,0 +1,1 @@
+"""Ray jobs: named after runs, submitted, followed, retried."""

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from rtrain import ray_internals
-from rtrain.cluster.jobs import naming, upload
-from rtrain.errors import Ended, TryAgain, UserError, hide
+from rtrain.cluster.jobs import job_names, upload
+from rtrain.core.errors import Ended, TryAgain, UserError, hide
 
 IGNORE_GITIGNORE = "RAY_RUNTIME_ENV_IGNORE_GITIGNORE"
 DEFAULT_EXCLUDES = "RAY_OVERRIDE_RUNTIME_ENV_DEFAULT_EXCLUDES"
@@ -91,18 +91,18 @@ class Jobs:
     def of_run(self, name: str) -> list[Job]:
         """The jobs of a run, in their order (`naming.meant`)."""
         jobs = self.all()
-        return [jobs[job] for job in naming.meant(name, list(jobs))]
+        return [jobs[job] for job in job_names.meant(name, list(jobs))]
 
     def submit(self, words: Sequence[str], files: upload.Upload, say: Callable[[str], None]) -> str:
         """Ask for the job that `words` name; returns its id. One that is there already is left as it is."""
-        run = naming.run_of(words)
-        base = naming.identity(words, run)
+        run = job_names.run_of(words)
+        base = job_names.identity(words, run)
         known, decided = self._decided(base)
-        if isinstance(decided, naming.Attach) and known[decided.job].status == "RUNNING":
+        if isinstance(decided, job_names.Attach) and known[decided.job].status == "RUNNING":
             self._wake(decided.job)
             known, decided = self._decided(base)
-        entrypoint = shlex.join(["python", "-m", naming.ENTRY, *words])
-        if isinstance(decided, naming.Attach):
+        entrypoint = shlex.join(["python", "-m", job_names.ENTRY, *words])
+        if isinstance(decided, job_names.Attach):
             other = known[decided.job].entrypoint
             with_words = "" if other == entrypoint else f", with other words ({hide(other)})"
             say(f"{decided.job} is there already{with_words}: nothing is started")
@@ -133,9 +133,9 @@ class Jobs:
                 if broke_off and decided.job in self.all():  # it was taken, and its answer lost
                     return decided.job
 
-    def _decided(self, base: str) -> tuple[dict[str, Job], naming.Attach | naming.Start]:
+    def _decided(self, base: str) -> tuple[dict[str, Job], job_names.Attach | job_names.Start]:
         known = self.all()
-        return known, naming.decide(base, {job.id: job.status for job in known.values()})
+        return known, job_names.decide(base, {job.id: job.status for job in known.values()})
 
     def _wake(self, job: str) -> None:
         """Force the head to refresh a job that is marked RUNNING.
@@ -178,8 +178,8 @@ class Jobs:
             line = next((line for line in log.splitlines() if line.startswith(sign)), None)
             if line is not None:
                 return line
-            if found.status in naming.ENDED:
-                code = naming.exit_code(found.status, found.driver_exit_code, found.error) or UserError.exit_code
+            if found.status in job_names.ENDED:
+                code = job_names.exit_code(found.status, found.driver_exit_code, found.error) or UserError.exit_code
                 last = "\n".join(log.strip().splitlines()[-LAST_LINES:])
                 raise Ended(f"{job} has ended as {found.status}; its last lines:\n{last}", code)
             time.sleep(self._waiting.look_every_s)
@@ -209,7 +209,7 @@ class Jobs:
             else:
                 if found is None:
                     raise _forgotten(job)
-                if found.status in naming.ENDED:
+                if found.status in job_names.ENDED:
                     rest = self.logs(job)
                     if len(rest) > shown:
                         show(rest[shown:])

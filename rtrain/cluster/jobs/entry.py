@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from rtrain import config
-from rtrain.cluster import supervise
-from rtrain.cluster.jobs import naming
-from rtrain.cluster.jobs.copied import Copied
-from rtrain.errors import TryAgain, UserError, hide
+from rtrain.cluster import supervisor
+from rtrain.cluster.jobs import job_names
+from rtrain.cluster.jobs.chunked_log_upload import Copied
+from rtrain.core.errors import TryAgain, UserError, hide
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +35,7 @@ Found = TypeVar("Found")
 def main(words: Sequence[str]) -> int:
     """The exit code of the verb; 75 where its run is to be gone on with (`supervise.again`)."""
     try:
-        found = naming.run_of(words)
+        found = job_names.run_of(words)
     except UserError as error:
         sys.stderr.write(f"rtrain: {error}\n")
         return error.exit_code
@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
         return _alone(words)
     run = Path(found)
     storage = storage_of(words, run)
-    supervised = words[0] in naming.SUPERVISED
+    supervised = words[0] in job_names.SUPERVISED
     other, away, arguments = None, None, list(words)
     try:
         other = other_run(words, run, storage)
@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> int:
     except TryAgain as error:
         away = error
     mine = storage if other is None else None
-    with kept(Path(naming.log_of(found)), mine and f"{naming.stored(mine, run.name)}.log"):
+    with kept(Path(job_names.log_of(found)), mine and f"{job_names.stored(mine, run.name)}.log"):
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         if away is not None:
             sys.stderr.write(f"--- {stamp} rtrain: {away}\n")
@@ -66,23 +66,23 @@ def main(words: Sequence[str]) -> int:
             _note(mine, run)
         sys.stdout.write(f"--- {stamp} rtrain {hide(shlex.join(arguments))}\n")
         sys.stdout.flush()
-        return supervise.supervise(arguments, run) if supervised else _alone(arguments)
+        return supervisor.supervise(arguments, run) if supervised else _alone(arguments)
 
 
 def _alone(words: Sequence[str]) -> int:
-    code = supervise.child(list(words))
+    code = supervisor.child(list(words))
     return code if code >= 0 else 128 - code
 
 
 def storage_of(words: Sequence[str], run: Path) -> str | None:
     """`cluster.storage` of the verb's configuration: that of the run, where it is there, else of the recipe or of the
     run that the words name; with what they set. What is wrong in it is the verb's to say."""
-    given, known = naming.given(words), run / "config.yaml"
+    given, known = job_names.given(words), run / "config.yaml"
     named = Path(given or "", "config.yaml")
     # Where nothing is named, any recipe does: by default none has a storage.
     source = str(known) if known.is_file() else str(named) if named.is_file() else given or config.recipe_names()[0]
     try:
-        overrides = dict(config.parse_assignment(text) for text in naming.assignments(words))
+        overrides = dict(config.parse_assignment(text) for text in job_names.assignments(words))
         # The run's own file has resolved what else the words set, and would contradict it.
         told = {name: value for name, value in overrides.items() if name == "cluster.storage"}
         storage = config.load(source, told).deploy.cluster.storage
@@ -94,7 +94,7 @@ def storage_of(words: Sequence[str], run: Path) -> str | None:
 def resumed(words: list[str], run: Path, storage: str | None) -> list[str]:
     """The words with --resume where the run is there, or its copy, in place of what they say of it themselves. Raises
     `TryAgain` where the storage does not answer: a run that begins anew would take the place of the one there."""
-    found = supervise.resumed(words, run)
+    found = supervisor.resumed(words, run)
     if "--resume" not in found and storage and _is_there(f"{storage.rstrip('/')}/{run.name}/config.yaml"):
         return [*found, "--resume"]
     return found
@@ -109,7 +109,7 @@ def other_run(words: Sequence[str], run: Path, storage: str | None) -> str | Non
     try:
         if not _is_there(f"{storage.rstrip('/')}/{run.name}/config.yaml"):
             return None
-        whose = (_ask(f"{naming.stored(storage, run.name)}.run", _text) or "").strip()
+        whose = (_ask(f"{job_names.stored(storage, run.name)}.run", _text) or "").strip()
     except TryAgain:
         if (run / "config.yaml").is_file():
             return None
@@ -127,7 +127,7 @@ def _note(storage: str, run: Path) -> None:
     import fsspec
 
     with suppress(Exception):  # of any kind: the verb says what is wrong with its storage
-        files, path = fsspec.core.url_to_fs(f"{naming.stored(storage, run.name)}.run")
+        files, path = fsspec.core.url_to_fs(f"{job_names.stored(storage, run.name)}.run")
         files.makedirs(path.rpartition("/")[0], exist_ok=True)
         files.pipe_file(path, f"{run}\n".encode())
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from rtrain import drafts
-from rtrain.errors import UserError, meant
+from rtrain.core import atomic_write
+from rtrain.core.errors import UserError, meant
 
 
 def run_ray(*words: str) -> int:
@@ -27,8 +27,8 @@ def bring(file: Path, remote: str, to: Path, ray: Callable[..., int] = run_ray) 
             f"{remote}: name the run's folder on the nodes, e.g. /shared/runs/{remote}, or give --storage",
             code="not_absolute",
         )
-    drafts.sweep(to)
-    draft = drafts.Draft(to)
+    atomic_write.sweep(to)
+    draft = atomic_write.Draft(to)
     try:
         inside = draft.folder / to.name
         inside.mkdir()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
-from rtrain.errors import UserError
+from rtrain.core.errors import UserError
 
 MOST_BYTES = 5_000_000
 LARGEST = 10

@@ -1,0 +1,1 @@
+"""KubeRay manifests and their rules."""

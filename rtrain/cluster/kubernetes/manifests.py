@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import jinja2
 import yaml
 
-from rtrain.cluster import supply
-from rtrain.cluster.jobs import naming
-from rtrain.cluster.variants.variants import RAY
-from rtrain.errors import ConfigError, Problem
+from rtrain.cluster import capacity
+from rtrain.cluster.jobs import job_names
+from rtrain.cluster.templates.render import RAY
+from rtrain.core.errors import ConfigError, Problem
 
 Map = dict[str, Any]
 SHARED = "/shared"
@@ -32,7 +32,7 @@ DRAIN_S = 90
 SPARE_S = 30
 IDLE_S = 300
 PORT = 8000
-HOOK = "rtrain.cluster.session.on_node_start"
+HOOK = "rtrain.cluster.connection.on_node_start"
 ENTRY = "rtrain.cluster.jobs.entry"
 LABEL = "rtrain-cluster"
 """The label of all that is one cluster's, with its name as value. KubeRay's own are not to be taken: its services look
@@ -78,9 +78,9 @@ class Settings:
     @property
     def served(self) -> str:
         """Which of a search's trials wins is not known before, nor which run another verb means."""
-        out, verb = (naming.option(self.verb, "--out") or "").rstrip("/"), self.verb[:1]
+        out, verb = (job_names.option(self.verb, "--out") or "").rstrip("/"), self.verb[:1]
         trial = "/trial-FILL-IN" if verb == ("tune",) else ""
-        run = f"{out}{trial}" if verb and verb[0] in naming.SUPERVISED else f"{SHARED}/runs/FILL-IN"
+        run = f"{out}{trial}" if verb and verb[0] in job_names.SUPERVISED else f"{SHARED}/runs/FILL-IN"
         return self.artifact or f"{run}/artifact"
 
 
@@ -282,7 +282,7 @@ def _service(settings: Settings) -> Map:
             {
                 "name": "rtrain",
                 "route_prefix": "/",
-                "import_path": "serve.service:application",
+                "import_path": "serve.kuberay_app:application",
                 "args": {"artifact": settings.served, "keys": f"{KEYS}/keys.json"},
                 "deployments": [
                     {
@@ -329,8 +329,8 @@ def _spec(settings: Settings, probe: Map | None = None, least: int = 0, gpus: in
         for group in groups
     }
     may = {"max_workers": sum(group.most for group in groups), "available_node_types": types}
-    head["spec"]["containers"][0]["env"].append({"name": supply.AUTOSCALER_FILE, "value": json.dumps(may)})
-    leave = ["python", "-m", "rtrain.cluster.leave", "--seconds", str(DRAIN_S)]
+    head["spec"]["containers"][0]["env"].append({"name": capacity.AUTOSCALER_FILE, "value": json.dumps(may)})
+    leave = ["python", "-m", "rtrain.cluster.graceful_shutdown", "--seconds", str(DRAIN_S)]
     head["spec"]["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": leave}}}
     head["spec"]["terminationGracePeriodSeconds"] = DRAIN_S + SPARE_S
     return {
@@ -366,7 +366,7 @@ def _group(settings: Settings, group: Group, probe: Map | None) -> Map:
     resources = _resources(settings.cpus, settings.memory, group.gpus)
     worker = _pod(settings, "ray-worker", resources, keys=probe is not None)
     worker["spec"]["automountServiceAccountToken"] = False
-    drain = ["python", "-m", "rtrain.cluster.spot", "now", "--wait", "--seconds", str(DRAIN_S)]
+    drain = ["python", "-m", "rtrain.cluster.spot_watcher", "now", "--wait", "--seconds", str(DRAIN_S)]
     worker["spec"]["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": drain}}}
     worker["spec"]["terminationGracePeriodSeconds"] = DRAIN_S + SPARE_S
     if probe is not None:

@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 
-from rtrain.cluster.jobs import naming
+from rtrain.cluster.checks.clouds import get
+from rtrain.cluster.checks.findings import Around, Finding, Found, Level
+from rtrain.cluster.checks.shell_commands import options
+from rtrain.cluster.checks.yaml_document import Document, Place
+from rtrain.cluster.jobs import job_names
 from rtrain.cluster.kubernetes import manifests
-from rtrain.cluster.lint.clouds import get
-from rtrain.cluster.lint.document import Document, Place
-from rtrain.cluster.lint.findings import Around, Finding, Found, Level
-from rtrain.cluster.lint.shell import options
-from rtrain.errors import ConfigError
+from rtrain.core.errors import ConfigError
 
 Documents = list[Document]
 Check = Callable[[Documents, Around], Found]
@@ -133,9 +133,13 @@ def leaving(documents: Documents, around: Around) -> Found:
         pod, of_head = group.within("template", "spec"), is_head(group)
         for container in list(pod.each("containers"))[:1]:
             command = list(map(str, container.get("lifecycle", "preStop", "exec", "command") or ()))
-            if ("rtrain.cluster.leave" if of_head else "rtrain.cluster.spot") not in command:
+            if ("rtrain.cluster.graceful_shutdown" if of_head else "rtrain.cluster.spot_watcher") not in command:
                 does = "tell its jobs" if of_head else "drain its node"
-                mend = "python -m rtrain.cluster.leave" if of_head else "python -m rtrain.cluster.spot now --wait"
+                mend = (
+                    "python -m rtrain.cluster.graceful_shutdown"
+                    if of_head
+                    else "python -m rtrain.cluster.spot_watcher now --wait"
+                )
                 what = f"a pod that is to go does not {does}: the last updates are lost"
                 yield container.line("lifecycle"), what, f"let preStop run {mend}"
                 continue
@@ -187,10 +191,10 @@ def jobs(documents: list[Document], around: Around) -> Found:
         if kind(document) != "RayJob":
             continue
         entry = str(document.get("spec", "entrypoint", default=""))
-        again = naming.ENTRY in entry or "--resume" in entry
+        again = job_names.ENTRY in entry or "--resume" in entry
         if not again:
             what = "the entry point begins anew where it is tried again"
-            yield document.line("spec", "entrypoint"), what, f"start it by python -m {naming.ENTRY} VERB ..."
+            yield document.line("spec", "entrypoint"), what, f"start it by python -m {job_names.ENTRY} VERB ..."
         if not document.get("spec", "backoffLimit"):
             yield (
                 document.line("spec", "backoffLimit"),
@@ -206,11 +210,11 @@ def jobs(documents: list[Document], around: Around) -> Found:
         except ValueError as error:
             yield line, f"the entry point is no command: {error}", "mend its quotes"
             continue
-        verb = words[words.index(naming.ENTRY) + 1 :] if naming.ENTRY in words else []
+        verb = words[words.index(job_names.ENTRY) + 1 :] if job_names.ENTRY in words else []
         if verb and around.verbs and verb[0] not in around.verbs:
             yield line, f"rtrain has no verb {verb[0]}", f"it has {', '.join(sorted(around.verbs))}"
         try:
-            run = naming.run_of(verb)
+            run = job_names.run_of(verb)
         except ConfigError as error:
             for problem in error.problems:
                 yield line, f"{problem.field}: {problem.reason}", problem.fix
@@ -247,7 +251,7 @@ def services(documents: list[Document], around: Around) -> Found:
             path = str(get(application, "import_path") or "")
             module = path.partition(":")[0]
             if not module or (module.startswith(("serve", "rtrain")) and not _exists(module)):
-                yield line, f"nothing is imported by the path {path!r}", "write serve.service:application"
+                yield line, f"nothing is imported by the path {path!r}", "write serve.kuberay_app:application"
         for group in groups([document]):
             container = group.within("template", "spec", "containers", 0)
             if not is_head(group) and container.get("readinessProbe", "httpGet", "path") != "/v2/health/ready":

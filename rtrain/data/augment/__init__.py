@@ -1,1 +1,1 @@
-"""Copies of training rows: with noise, and written anew by a model."""
+"""Augmented copies of training rows."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rtrain.errors import UserError
+from rtrain.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import pyarrow as pa
 from rtrain import ray_internals
 from rtrain.config import Augment
 from rtrain.data.augment import paraphrase
-from rtrain.data.stores.store import map_table, write_table
+from rtrain.data.store.store import map_table, write_table
 
 FOLDER = "rewritten"
 CHUNK = 64

@@ -3,8 +3,8 @@ noise, `rewriting` has models make texts.
 
 A copy is a training row because its row is one, whatever the copy's own text would hash to. A copy whose text would
 hash to another split is left out, so that no copy can equal a row that the hash has put there. Rows of validation and
-test files, and those that a column names, are not known here: `rtrain.data.overlap` counts those that a copy equals. A
-copy keeps its row's label, line, slices and group.
+test files, and those that a column names, are not known here: `rtrain.data.contamination` counts those that a copy
+equals. A copy keeps its row's label, line, slices and group.
 """
 
 import hashlib
@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rtrain.config import Augment, Recipe
+from rtrain.core.errors import ConfigError, Problem
 from rtrain.data.augment.noise import Noise, noisy, noisy_tokens
-from rtrain.data.records import Record
-from rtrain.errors import ConfigError, Problem
+from rtrain.data.row_reader import Record
 from rtrain.tasks.base import Task, Variation
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""What the page is drawn with: SVG, charts, the blocks of a section, and the page itself. Knows nothing of runs."""
+"""HTML and SVG."""

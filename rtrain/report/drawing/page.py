@@ -13,8 +13,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rtrain import drafts
-from rtrain.errors import UserError
+from rtrain.core import atomic_write
+from rtrain.core.errors import UserError
 from rtrain.report.drawing.blocks import Section, Tile
 from rtrain.report.drawing.svg import visible
 
@@ -33,7 +33,7 @@ def write(path: Path, text: str, fix: str = "make room there, or the folder writ
     """Write a page, whole or not at all: a reader never sees half of one. Raises `UserError` where it cannot be
     written."""
     try:
-        with drafts.replacement(path) as draft:
+        with atomic_write.replacement(path) as draft:
             draft.write_bytes(text.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); {fix}", code="unwritable") from None

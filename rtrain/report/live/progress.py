@@ -13,13 +13,13 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.text import Text
 
-from rtrain import artifact
-from rtrain.errors import UserError
+from rtrain.core.errors import UserError
+from rtrain.core.run_folder import Run
+from rtrain.inference import artifact
 from rtrain.metrics import per_class
 from rtrain.report import cost
-from rtrain.report.live import said
-from rtrain.report.live.waited import Waited
-from rtrain.run import Run
+from rtrain.report.live import event_messages
+from rtrain.report.live.phase_timer import Waited
 
 
 def say(text: str) -> None:
@@ -140,7 +140,7 @@ class Line:
             speed = event["rows_per_second"]
             pace = "" if speed is None else f"  {speed:,.0f} rows/s  {event['left_s']:.0f} s left"
             self._now(f"row {event['rows']:,}/{event['of']:,}{pace}")
-        elif text := said.of(event):
+        elif text := event_messages.of(event):
             self._keep(text)
         elif kind == "crashed":
             hung = f"; what it hung in: {', '.join(event['stalled'])}" if event["stalled"] else ""

@@ -16,10 +16,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rtrain import config as configuration, documents, drafts, events
+from rtrain import config as configuration
 from rtrain.config import Config
-from rtrain.errors import Problem, TryAgain, UserError, hide
-from rtrain.run import Run
+from rtrain.core import atomic_write, events, json_files
+from rtrain.core.errors import Problem, TryAgain, UserError, hide
+from rtrain.core.run_folder import Run
 
 Event = dict[str, Any]
 Outcome = Literal["finished", "failed", "interrupted"]
@@ -244,14 +245,16 @@ class MLflow:
     def _open(self, experiment: str, uri: str, run: Run) -> tuple[str, bool]:
         """(id of the tracker's run, whether it is new). The id is kept in the run folder, for its address."""
         path, address = run.folder / RUN_ID, hide(uri)
-        known = documents.read(path) if path.is_file() else {}
+        known = json_files.read(path) if path.is_file() else {}
         if run_id := known.get(address):
             self._client.update_run(run_id, status="RUNNING")
             return str(run_id), False
         found = self._client.get_experiment_by_name(experiment)
         place = found.experiment_id if found else self._client.create_experiment(experiment)
-        made: str = self._client.create_run(place, run_name=run.name, tags={"rtrain.run": str(run)}).info.run_id
-        drafts.write_text(path, json.dumps({**known, address: made}))
+        made: str = self._client.create_run(
+            place, run_name=run.name, tags={"rtrain.core.run_folder": str(run)}
+        ).info.run_id
+        atomic_write.write_text(path, json.dumps({**known, address: made}))
         return made, True
 
     def _describe(self, config: Config) -> None:

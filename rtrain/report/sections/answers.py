@@ -9,7 +9,7 @@ from rtrain.report.collect import Collected
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.drawing.svg import score_name
-from rtrain.report.kinds import confusion, entities, numbers, questions, summaries
+from rtrain.report.outputs import confusion, entities, qa, regression, summaries
 
 SPLITS = {"test": "test", "valid": "validation"}
 UNITS = {"labels": "yes or no to a label", "tags": "tags of words", "summary": "sentences, taken by the oracle or not"}
@@ -114,9 +114,9 @@ _KINDS: Mapping[str, Callable[[Collected, Mapping[str, Any]], list[Block]]] = {
     "classes": _classes,
     "labels": _labels,
     "heads": _heads,
-    "number": numbers.blocks,
+    "number": regression.blocks,
     "tags": entities.blocks,
-    "spans": questions.blocks,
+    "spans": qa.blocks,
     "summary": summaries.blocks,
-    "tokens": numbers.losses,
+    "tokens": regression.losses,
 }

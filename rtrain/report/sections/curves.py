@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from rtrain.exchange import noise
+from rtrain.parallel import gradient_noise
 from rtrain.report import stats
 from rtrain.report.collect import Collected, Event
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.drawing.charts import Line, Mark
 from rtrain.report.drawing.svg import rate, score_name, short, three
-from rtrain.report.live import said
+from rtrain.report.live import event_messages
 
 MOST_MARKS = 12
 MOST_METRICS = 6
@@ -108,7 +108,7 @@ def _metrics(run: Collected) -> list[Block]:
         for name, [(_, value)] in series([event]).items()
     ]
     if rows:
-        chosen = "".join(f" B{said.best(event)[1:]}." for event in run.of("best")[-1:])
+        chosen = "".join(f" B{event_messages.best(event)[1:]}." for event in run.of("best")[-1:])
         note = f"Of the best update, which validation chose; the test rows were looked at once, after that.{chosen}"
         blocks.append(Table("Scores", ("rows", "update", "score", "value"), rows[:40], note))
     return blocks
@@ -118,7 +118,9 @@ def _noise(run: Collected) -> list[Block]:
     """The noise scale of the gradient beside the rows of an update."""
     scale, rows = run.summary["noise_scale"], run.summary["rows_per_update"]
     if scale is None:
-        return [Note(f"The gradient's noise scale was not measured: {noise.HOW}.")] if run.of("progress") else []
+        return (
+            [Note(f"The gradient's noise scale was not measured: {gradient_noise.HOW}.")] if run.of("progress") else []
+        )
     high = "no end to be told" if scale["high"] is None else f"{scale['high']:,.0f}"
     return [
         Note(

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 
-from rtrain.data.stores.store import Store
+from rtrain.data.store.store import Store
 from rtrain.report import stats
 from rtrain.report.collect import Collected
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.drawing.svg import number
-from rtrain.report.live import said
+from rtrain.report.live import event_messages
 from rtrain.report.sections import labels
 
 MOST_BAD = 50
@@ -23,7 +23,7 @@ def section(run: Collected) -> Section:
     if store is None:
         note = Note("The token store is no longer where the run left it; what it says of the rows cannot be shown.")
         return Section("data", "Data", "", [note])
-    overlaps = {event["split"]: Note(said.overlap(event)) for event in run.of("overlap")}
+    overlaps = {event["split"]: Note(event_messages.overlap(event)) for event in run.of("overlap")}
     blocks: list[Block] = [*overlaps.values(), _splits(run, store), _lengths(run, store), *labels.blocks(run, store)]
     blocks.append(_quarantine(store))
     made, without = store.manifest.copies, store.manifest.unlabelled.get("rows", 0)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from rtrain.data.stores.store import Store
+from rtrain.data.store.store import Store
 from rtrain.report import label_counts, stats
 from rtrain.report.collect import Collected
 from rtrain.report.drawing import charts

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet
 
-from rtrain import artifact
+from rtrain.core.run_folder import Run
+from rtrain.inference import artifact
 from rtrain.metrics import per_class
-from rtrain.metrics.by_output import metric_for
+from rtrain.metrics.registry import metric_for
 from rtrain.report import advice
 from rtrain.report.advice import Compared, Facts, Label, Weak
 from rtrain.report.collect import Collected
 from rtrain.report.drawing.blocks import Block, Note, Steps
 from rtrain.report.sections import curves, slices
-from rtrain.run import Run
 
 SURE = 0.9
 """Confidence of a wrong answer from which on its label is suspect."""

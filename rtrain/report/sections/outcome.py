@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rtrain.metrics import per_class
-from rtrain.metrics.by_output import metric_for
+from rtrain.metrics.registry import metric_for
 from rtrain.report.collect import Collected
 from rtrain.report.drawing.blocks import Block, Note, Section, Table, Tile
 from rtrain.report.drawing.svg import duration, number, rate, score_name, short, three
-from rtrain.report.kinds import entities
+from rtrain.report.outputs import entities
 from rtrain.report.sections import answers, next_steps, slices
 
 EACH, HARDEST = 3, 10

@@ -5,7 +5,7 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.config import Config, Deploy, Recipe
-from rtrain.errors import hide
+from rtrain.core.errors import hide
 from rtrain.report.collect import Collected
 from rtrain.report.drawing.blocks import Block, Code, Section, Table
 from rtrain.report.drawing.svg import short

@@ -10,7 +10,7 @@ from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.drawing.charts import Stacked
 from rtrain.report.drawing.svg import duration, rate
 from rtrain.report.summary import SECONDS, STATUSES, commands
-from rtrain.training.stages import PARTS
+from rtrain.trainer.step_timing import PARTS
 
 MEANING = {
     "setup": "workers: imports, model, store",

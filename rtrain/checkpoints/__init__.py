@@ -1,1 +1,0 @@
-"""Checkpoints: a folder each, written beside training, copied to storage, verified before use."""

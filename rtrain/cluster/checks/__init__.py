@@ -1,0 +1,1 @@
+"""Rules for cluster files that no other linter has."""

@@ -1,0 +1,1 @@
+"""Cluster files for each cloud, rendered from one template."""

@@ -1,0 +1,1 @@
+"""Files, errors, events and the environment: what every other package builds on."""

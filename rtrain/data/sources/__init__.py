@@ -1,0 +1,1 @@
+"""Source files: found, divided among tasks, and hashed."""

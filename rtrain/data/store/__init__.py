@@ -1,0 +1,1 @@
+"""The token store: built by Ray Data tasks, committed once, read by every worker."""

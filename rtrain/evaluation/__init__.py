@@ -1,0 +1,1 @@
+"""Two models on the same rows: paired scores, significance, latency, and the gate."""

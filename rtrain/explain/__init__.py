@@ -1,1 +1,0 @@
-"""Which words an answer rests on: integrated gradients of a float artefact."""

@@ -1,0 +1,1 @@
+"""Artifacts and the predictor that answers with one."""

@@ -1,0 +1,1 @@
+"""Integrated gradients: which words and sentences a prediction rests on."""

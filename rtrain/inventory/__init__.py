@@ -1,1 +1,0 @@
-"""Runs as things: listed, cleaned, carried to another machine. Nothing here uses Ray."""

@@ -1,0 +1,1 @@
+"""Networks: built from a folder or a hub name, computed without padding."""

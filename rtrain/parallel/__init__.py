@@ -1,0 +1,1 @@
+"""Strategies: how a model and its gradients are distributed over workers."""

@@ -1,0 +1,1 @@
+"""Forecasts before a run: memory, throughput, hours and cost."""

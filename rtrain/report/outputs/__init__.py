@@ -1,0 +1,1 @@
+"""Sections of the report for one kind of output."""

@@ -1,0 +1,1 @@
+"""Runs on disk: listed, cleaned, exported, imported."""

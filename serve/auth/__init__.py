@@ -1,0 +1,1 @@
+"""Who may call the endpoint, and the limits of a request."""

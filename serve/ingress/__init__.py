@@ -1,0 +1,1 @@
+"""What accepts connections in front of the replicas: HAProxy, Ray's proxy, TLS."""
